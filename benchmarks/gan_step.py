@@ -28,7 +28,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.records import pack_arrays
-from duetgan.training.base.phases import OTHER, PhaseClock, listening, phase
+from duetgan.training.base.phases import UNMARKED, PhaseClock, listening, phase
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.task import GanTask
@@ -86,7 +86,7 @@ class Timed:
             self.steps(count)
             self.seconds.append((time.perf_counter() - started) / count)
         clock = PhaseClock(self._wait, time.perf_counter)
-        with listening(clock), phase(OTHER):  # a phase around all of it: its end is on the clock
+        with listening(clock), phase(UNMARKED):  # a phase around all of it: its end is on the clock
             self.steps(count)
         self.phases.append({name: seconds / count for name, seconds in clock.seconds.items()})
         if not apart:

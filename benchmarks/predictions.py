@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.scaling import PRESETS, Images, Reader, recipe
 from duetgan.training.base.config import RunConfig
+from duetgan.training.base.task import Task
 from duetgan.training.engine.on_paper import GIB, GPUS, MEMORIES, Count, Gpu, count, fakes, largest
 from duetgan.training.optim.ema import EMA
-from duetgan.training.optim.updater import Updater
+from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
@@ -107,6 +108,10 @@ def variants(config: Any) -> dict[str, Any]:
     return dict(sorted(found.items(), key=lambda item: ["as it is", "checkpointing", "bf16", "fp32"].index(item[0])))
 
 
+def precision_of(task: Task) -> Precision:
+    return next(part for part in task.registry().values() if isinstance(part, Precision))
+
+
 def split_of_memory(found: Count) -> dict[str, float]:
     """GiB by what they are for."""
     held = dict.fromkeys(("weights", "average", "moments", "gradients"), 0.0)
@@ -146,7 +151,7 @@ def saved_by_layer(found: Count, name: str, depth: int = 2) -> dict[str, float]:
             saved[open_layers[-1] or "outside"] += tensor.untyped_storage().nbytes() / 2**20 / len(inputs[0])
         return tensor
 
-    precision = found.task.registry()["scaler"]
+    precision = precision_of(found.task)
     with saved_tensors_hooks(pack, lambda tensor: tensor), precision.autocast():
         network(*inputs)
     for handle in handles:
@@ -173,7 +178,7 @@ def tables(names: list[str]) -> tuple[str, dict[str, float]]:
             found, twice = counted(alone, images, micro), counted(alone, images, 2 * micro)
             split = [f"{gib:.2f}" for gib in split_of_memory(found).values()]
             most = [f"{largest(found, twice, gib, multiple):,}" for gib in MEMORIES]
-            precision = found.task.registry()["scaler"].name
+            precision = precision_of(found.task).name
             memory.append([name, label, precision, str(micro), *split, f"{found.peak / GIB:.2f}", found.phase, *most])
             if label == "as it is":
                 own, flat[f"{name}_peak_gib"] = found, found.peak / GIB

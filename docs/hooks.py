@@ -1,4 +1,4 @@
-"""What the repository's pages and editors take from the code: `python docs/hooks.py` writes the
+"""Write what pages and editors take from the code: `python docs/hooks.py` writes the lists of
 lists of keys.md and recipes.md below their marks, and configs/schema.json. MkDocs calls
 `on_config`.
 """

@@ -20,20 +20,21 @@ from duetgan.inference.settings import ProjectionConfig, label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.gan import ImageGenerator, NoiseMode, TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
+from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
 from duetgan.utils.memory import cores, ran_out
 
-BATCH = 64  # images at first; halved where memory runs out
-# generated images leave [-1, 1] by a little; what leaves it by more is in another range
-FARTHEST = 2.0
+BATCH = 64  # images of the first batch; halved when memory runs out
+# Generated images exceed [-1, 1] slightly; images beyond this magnitude are in another range.
+MAX_MAGNITUDE = 2.0
 
 
 class Predictions(NamedTuple):
-    """What a classifier says of n images."""
+    """The labels and probabilities that a classifier predicts for n images."""
 
-    labels: list[str]  # the most probable class of each
+    labels: list[str]  # the most probable class of each image
     # float64 [n, classes] on the CPU, in the order of the classifier's `class_names`
     probabilities: Tensor
 
@@ -41,8 +42,11 @@ class Predictions(NamedTuple):
 class Classifier(nn.Module):
     """A trained classifier. `network` is the nn.Module with its EMA weights, in evaluation mode."""
 
-    def __init__(self, checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Args: `checkpoint` as `utils.checkpoint.load` gives it. Raises UserError for a GAN's."""
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
+        """Build the classifier of a checkpoint that `utils.checkpoint.load` returned.
+
+        Raises UserError for the checkpoint of a GAN.
+        """
         super().__init__()
         self.network = classifier_from(checkpoint, device)
         self.class_names: list[str] = list(checkpoint["classes"])
@@ -51,7 +55,8 @@ class Classifier(nn.Module):
         self._batch = BATCH
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, classes] of images float [N, C, H, H] in [-1, 1], as `transform` gives them.
+        """Return the logits [N, classes] of images float [N, C, H, H] in [-1, 1], the output of
+        `transform`.
 
         Raises UserError for another type, shape or range.
         """
@@ -59,21 +64,23 @@ class Classifier(nn.Module):
         return self.network(images)
 
     def predict(self, images: "Image | Iterable[Image]") -> Predictions:
-        """Labels and probabilities of one image or many: whatever `transform` takes, also arrays
-        [N, H, W, C] and tensors [N, C, H, W], or an iterable of them, which is read batch by batch.
+        """Return the labels and probabilities of one image or many.
+
+        Args:
+            images: anything that `transform` accepts, an array [N, H, W, C], a tensor
+                [N, C, H, W], or an iterable of these, which is read batch by batch.
 
         Raises UserError for an image that cannot be read.
         """
-        items, rows = _each(images), [torch.empty(0, len(self.class_names), dtype=torch.float64)]
+        items = _single_images(images)
+        rows = [torch.empty(0, len(self.class_names), dtype=torch.float64)]
         with ThreadPoolExecutor(cores(), "decode") as pool:
             while batch := list(itertools.islice(items, self._batch)):
-                rows.append(
-                    self._probabilities(torch.stack(list(pool.map(self.transform.pixels, batch))))
-                )
+                pixels = torch.stack(list(pool.map(self.transform.pixels, batch)))
+                rows.append(self._probabilities(pixels))
         probabilities = torch.cat(rows)
-        return Predictions(
-            [self.class_names[i] for i in probabilities.argmax(1).tolist()], probabilities
-        )
+        labels = [self.class_names[i] for i in probabilities.argmax(1).tolist()]
+        return Predictions(labels, probabilities)
 
     def _probabilities(self, pixels: Tensor) -> Tensor:
         try:
@@ -86,12 +93,11 @@ class Classifier(nn.Module):
 
 
 class Samples(NamedTuple):
-    """What a generator drew. Sample i depends on `seed`, its class and `indices[i]` alone."""
+    """Images that a generator drew. Sample i depends only on `seed`, its class and `indices[i]`."""
 
-    # [n, channels, H, W] on the CPU, as files have them: uint8, uint16 or float32; alpha not
-    # multiplied
+    # uint8, uint16 or float32 [n, channels, H, W] on the CPU; alpha is not multiplied into colours
     images: Tensor
-    labels: list[str]  # each one's class; empty for an unconditional generator
+    labels: list[str]  # the class of each image; empty for an unconditional generator
     seed: int
     indices: list[int]
 
@@ -101,36 +107,37 @@ class Generator(nn.Module):
     evaluation mode.
     """
 
-    def __init__(self, checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Args: `checkpoint` as `utils.checkpoint.load` gives it. Raises UserError for a
-        classifier's.
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
+        """Build the generator of a checkpoint that `utils.checkpoint.load` returned.
+
+        Raises UserError for the checkpoint of a classifier.
         """
         super().__init__()
         self.network: ImageGenerator = generator_from(checkpoint, device, several=True)
         self.class_names: list[str] = list(checkpoint["classes"]) if self.network.classes else []
-        # what can be asked for: classes, or sets of them
+        # The names that `sample` accepts: classes, or sets of classes.
         self.label_names = self.network.label_names(self.class_names)
         self.z_dim = self.network.z_dim
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """Images [N, channels, H, H] in about [-1, 1] of z [N, z_dim] (normal) and labels int64
-        [N], places in `class_names`; None without classes. `options` (noise, truncation_psi,
-        truncation_cutoff, truncation_mean): as the network's.
+        """Return images [N, channels, H, H] in about [-1, 1].
 
-        Raises UserError for another type or shape, and for labels of no class.
+        Args:
+            z: [N, z_dim], normal.
+            labels: int64 [N], indices into `class_names`; None for an unconditional generator.
+            options: noise, truncation_psi, truncation_cutoff, truncation_mean, for the network.
+
+        Raises UserError for another type or shape, and for labels out of range.
         """
         if not z.is_floating_point() or z.ndim != 2 or z.shape[1] != self.z_dim:
             raise UserError(f"z: {_kind(z)} was given; it is normal: torch.randn(N, {self.z_dim})")
         classes = len(self.class_names)
         if (labels is None) != (classes == 0):
-            wanted = (
-                f"int64 [N], 0 to {classes - 1}"
-                if classes
-                else "None: this generator is unconditional"
-            )
-            raise UserError(f"labels: give {wanted}")
+            if classes:
+                raise UserError(f"labels: give int64 [N], 0 to {classes - 1}")
+            raise UserError("labels: give None: this generator is unconditional")
         if labels is not None and not labels.is_floating_point() and len(labels):
             low, high = (int(value) for value in labels.aminmax())
             if not 0 <= low <= high < classes:
@@ -141,41 +148,42 @@ class Generator(nn.Module):
         self,
         n: int = 1,
         *,
-        # by name ("cat; dog" of several labels), in turn; None: all
+        # class names ("cat; dog" for a set of labels), used in turn; None: all
         classes: str | Sequence[str] | None = None,
         seed: int = 0,
-        psi: float = 1.0,  # truncation: 1 none, 0 the mean image; for generators with w
-        # of its class or of all ("global"), towards which w is truncated
+        psi: float = 1.0,  # truncation, for generators with w: 1 is none, 0 the mean image
+        # truncate w towards the mean of the sample's class, or of all samples ("global")
         truncation_mean: TruncationMean = "class",
         noise: NoiseMode = "random",
     ) -> Samples:
-        """`n` images. The same seed gives the same images, however many are drawn.
+        """Draw `n` images. The same seed gives the same images, whatever `n` is.
 
-        Raises UserError for no image, an unknown class, and for a truncation that the generator
-        cannot do.
+        Raises UserError for n < 1, an unknown class, and a truncation that the generator does not
+        support.
         """
         if n < 1 or noise not in get_args(NoiseMode):
-            raise UserError(
-                f"sample: {n} images with noise {noise!r}; give 1 or more, {', '.join(get_args(NoiseMode))}"
-            )
-        truncation = {"truncation_psi": psi, "truncation_mean": truncation_mean}
-        sampler = self._sampler(classes, seed, noise_mode=noise, **truncation)
+            modes = ", ".join(get_args(NoiseMode))
+            raise UserError(f"sample: {n} images with noise {noise!r}; give 1 or more, {modes}")
+        sampler = self._sampler(
+            classes, seed, noise_mode=noise, truncation_psi=psi, truncation_mean=truncation_mean
+        )
         names = [self.label_names[label] for label in sampler.classes(range(n))]
         return Samples(sampler.images(range(n)), names, seed, sampler.indices(range(n)))
 
     def grid(
         self, n: int | None = None, *, columns: int | None = None, **options: Any
     ) -> PIL.Image.Image:
-        """`n` samples as one picture; unless said 64, or 8 of each class, a column a class.
-        `options` as `sample`.
+        """Draw `n` samples into one picture.
+
+        Args:
+            n: by default 8 of each class, or 64 from an unconditional generator.
+            columns: by default one for each class.
+            options: keyword arguments of `sample`.
         """
-        chosen = options.get("classes")
-        kinds = len([chosen] if isinstance(chosen, str) else chosen or self.label_names)
-        pixels = grid(
-            self.sample(n or 8 * kinds or 64, **options).images,
-            columns=columns or kinds or None,
-            spec=self.network.spec,
-        )
+        classes = options.get("classes") or self.label_names
+        count = 1 if isinstance(classes, str) else len(classes)
+        images = self.sample(n or 8 * count or 64, **options).images
+        pixels = grid(images, columns=columns or count or None, spec=self.network.spec)
         return PIL.Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
     def project(
@@ -183,15 +191,15 @@ class Generator(nn.Module):
         image: Image,
         *,
         space: Literal["w", "w+"] = "w+",
-        classes: str | Sequence[str] | None = None,  # where the search may start
+        classes: str | Sequence[str] | None = None,  # to start from the mean w of one of them
         seed: int = 0,
         steps: int = 500,
-        # None: resnet50 where its weights are, else pixels
+        # None: resnet50 if its weights are present, else pixels
         features: Literal["resnet50", "pixels"] | None = None,
     ) -> Projection:
-        """The w whose image is nearest to `image` (StyleGAN2, appendix D): `ws` [num_ws, w_dim],
-        `image` uint8.
+        """Find the w whose image is nearest to `image` (StyleGAN2, appendix D).
 
+        Returns a Projection with `ws` [num_ws, w_dim] and the uint8 `image` that they generate.
         Raises UserError for a generator without w.
         """
         if space not in ("w", "w+") or features not in ("resnet50", "pixels", None):
@@ -206,14 +214,10 @@ class Generator(nn.Module):
         return find(sampler, target, config).spaces[space]
 
     def _sampler(self, classes: str | Sequence[str] | None, seed: int, **options: Any) -> Sampler:
-        names = (
-            [classes]
-            if isinstance(classes, str)
-            else self.label_names
-            if classes is None
-            else classes
-        )
-        if not names and classes is not None:
+        names = [classes] if isinstance(classes, str) else classes
+        if names is None:
+            names = self.label_names
+        elif not names:
             raise UserError("classes: none is named; give one or more, or None for all")
         chosen = [label_of(name, self.label_names, "classes") for name in names]
         return Sampler(
@@ -227,67 +231,67 @@ Which: TypeAlias = Literal["last", "best"]
 def load(
     checkpoint: str | Path, *, which: Which = "last", device: str | None = None
 ) -> Classifier | Generator:
-    """A trained classifier or generator, in evaluation mode, with its average (EMA) weights.
+    """Load a trained classifier or generator, in evaluation mode, with its average (EMA) weights.
 
     Args:
         checkpoint: a run folder, a checkpoint file, a .safetensors file of `duet export`, or a
             ready-made classifier: `torchvision:NAME`, `timm:NAME`, a state dict, a folder of the
             hub. Nothing in it is executed.
-        which: checkpoint of a run folder.
-        device: "cpu", "cuda", ...; None: the accelerator where there is one.
+        which: the checkpoint of a run folder.
+        device: "cpu", "cuda", ...; None: the accelerator if the machine has one, else the CPU.
 
-    Raises UserError (a ValueError; one line with the remedy) where it is missing, damaged, or the
-    device is not there.
+    Raises UserError (a ValueError; one line with the remedy) if the checkpoint is missing or
+    damaged, or the device does not exist.
     """
     content = open_checkpoint(checkpoint, which)[1]
-    return (Classifier if content["task"] == "classifier" else Generator)(
-        content, choose_device(device)
-    )
+    model = Classifier if content["task"] == "classifier" else Generator
+    return model(content, choose_device(device))
 
 
 def load_classifier(
     checkpoint: str | Path, *, which: Which = "last", device: str | None = None
 ) -> Classifier:
-    """`load` where it must be a classifier: raises UserError for a generator."""
+    """Load a trained classifier, as `load` does. Raises UserError for a generator."""
     return Classifier(open_checkpoint(checkpoint, which)[1], choose_device(device))
 
 
 def load_generator(
     checkpoint: str | Path, *, which: Which = "last", device: str | None = None
 ) -> Generator:
-    """`load` where it must be a generator: raises UserError for a classifier."""
+    """Load a trained generator, as `load` does. Raises UserError for a classifier."""
     return Generator(open_checkpoint(checkpoint, which)[1], choose_device(device))
 
 
-def _each(images: "Image | Iterable[Image]") -> Iterator[Image]:
+def _single_images(images: "Image | Iterable[Image]") -> Iterator[Image]:
     if isinstance(images, str | os.PathLike | PIL.Image.Image):
         yield images
     elif isinstance(images, np.ndarray | Tensor):
         yield from images if images.ndim == 4 else [images]
     else:
         for part in images:
-            yield from _each(part)
+            yield from _single_images(part)
 
 
 def _check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
-    """Raise UserError for what is no batch of images in [-1, 1] of this shape; warn of what looks
+    """Raise UserError unless `images` is a float batch of this shape in [-1, 1]; warn if it looks
     like [0, 1].
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return  # a program is made of the network: nothing is looked at
-    wanted = f"float [N, {', '.join(map(str, shape))}] in [-1, 1], as `transform` gives; `predict` takes any image"
+        return  # Checks of values would break the graph.
+    size = ", ".join(map(str, shape))
+    expected = f"float [N, {size}] in [-1, 1], the output of `transform`; `predict` takes any image"
     if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
-        raise UserError(f"images: {_kind(images)} was given; the network takes {wanted}")
+        raise UserError(f"images: {_kind(images)} was given; the network takes {expected}")
     if not len(images):
         return
     low, high = (float(value) for value in images.detach().aminmax())
-    if not (low >= -FARTHEST and high <= FARTHEST):
+    if not (low >= -MAX_MAGNITUDE and high <= MAX_MAGNITUDE):
         raise UserError(
-            f"images: values from {low:.3g} to {high:.3g} were given; the network takes {wanted}"
+            f"images: values from {low:.3g} to {high:.3g} were given; the network takes {expected}"
         )
     if low >= 0 and high > 0:
         warnings.warn(
-            f"no pixel is below 0: are these images in [0, 1]? The network takes {wanted}",
+            f"no pixel is below 0: are these images in [0, 1]? The network takes {expected}",
             stacklevel=3,
         )
 

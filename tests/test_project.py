@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tomllib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -382,6 +383,55 @@ def test_no_file_is_longer_than_550_lines_no_function_than_105_no_folder_fuller_
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 long += [f"{name}, {node.name}: {length} lines"] if length > 105 else []
     assert long == []
+
+
+# Words that are no names: docs/glossary.md and CONTRIBUTING.md say what to use
+VAGUE = frozenset(
+    re.findall(
+        r"\w+",
+        """told said asked wanted found given taken kept known shown meant looked beside apart alike like here there then
+        before after more less rest other others own each every some both what who why how which lack lacks began begun
+        ended stays reads sets share shares""",
+    )
+)
+# names that users and files rely on: a parameter of the library; keys of configurations and stored documents, options
+ALLOWED = {
+    "commands/planning/plan.py": {"why"},
+    "data/augment/transforms.py": {"own"},
+    "data/lmdb/format.py": {"share", "sets"},
+    "data/packing/pack.py": {"apart"},
+    "studies/distil.py": {"share"},
+    "studies/results.py": {"asked", "why"},
+    "training/base/config.py": {"every", "share"},
+    "utils/checkpoint/__init__.py": {"sets"},
+}
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that a module defines: variables, parameters, attributes, functions and classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def test_identifiers_are_nouns_and_docstrings_begin_with_a_verb_or_a_noun():
+    names, starts = [], []
+    for path in product_files():
+        tree, place = ast.parse(path.read_text()), path.relative_to(ROOT)
+        allowed = ALLOWED.get(str(place).removeprefix("duetgan/"), set()) | {"which"}
+        vague = {name for name in identifiers(tree) if name.strip("_").lower() in VAGUE - allowed}
+        names += [f"{place}: {name}" for name in sorted(vague)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = (ast.get_docstring(node) or "").strip()
+                starts += [f"{place}: {text[:60]}"] if re.match(r"(What|Whether|That|Of|How)\b", text) else []
+    assert (names, starts) == ([], [])
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))])

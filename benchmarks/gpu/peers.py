@@ -78,7 +78,7 @@ def against_timm(setting: Setting, book: Book) -> None:
     ours, theirs, turns = trial_seconds(setting, trial), TimmStep(config, setting, samples).seconds, []
     block = 0.0 if setting.small else BLOCK
     for _ in range(1 if setting.small else REPEATS):
-        turns.append((mean_seconds(ours, trial.shares, block), mean_seconds(theirs, {0: 1.0}, block)))
+        turns.append((mean_seconds(ours, trial.step_fractions, block), mean_seconds(theirs, {0: 1.0}, block)))
     ratio = statistics.median(b / a for a, b in turns)
     rates = [samples / statistics.median(column) for column in zip(*turns, strict=True)]
     figures = dict(zip(("images_per_second", "their_images_per_second"), rates, strict=True))

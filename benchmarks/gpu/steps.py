@@ -157,8 +157,8 @@ def measured(
     precision = precision_of(config, device)
     trial.precision.switch(precision)
     seconds_of = trial_seconds(setting, trial)
-    compiling = sum(seconds_of(step, 1) for step in trial.shares) if compiled else 0.0
-    seconds = mean_seconds(seconds_of, trial.shares, 0.0 if setting.small else BLOCK)
+    compiling = sum(seconds_of(step, 1) for step in trial.step_fractions) if compiled else 0.0
+    seconds = mean_seconds(seconds_of, trial.step_fractions, 0.0 if setting.small else BLOCK)
     found: dict[str, Value] = {"samples": samples, "precision": precision, "images_per_second": samples / seconds}
     if compiled:
         found["compiling_seconds"] = compiling

@@ -1,5 +1,6 @@
-"""The commands of `duet` and of the scripts at the top of a checkout: each module turns options
-into one call.
+"""The commands of `duet`, which are also scripts at the top of a checkout.
+
+Each module turns command-line options into one call.
 """
 
 import importlib
@@ -11,11 +12,11 @@ from typing import NoReturn
 
 from duetgan.utils.script import exit_cli, handle_interrupts
 
-# name -> module whose `main` takes the arguments, and its line in `duet --help`; empty: not listed
+# Name -> module with `main(arguments)`, and its line in `duet --help` (empty: not listed).
 COMMANDS = {
     "quickstart": (
         "duetgan.commands.quickstart",
-        "train and evaluate both models on the sample or on your own images",
+        "train and evaluate a GAN and a classifier on the sample or on your own images",
     ),
     "pack": ("duetgan.commands.pack", "pack images into one file"),
     "inspect": (
@@ -24,7 +25,7 @@ COMMANDS = {
     ),
     "duplicates": (
         "duetgan.commands.duplicates",
-        "find look-alikes within a packed file or between two",
+        "find duplicate images within a packed file or between two",
     ),
     "train": (
         "duetgan.commands.train",
@@ -34,9 +35,9 @@ COMMANDS = {
     "compare": ("duetgan.reporting.compare", "write a page that compares evaluated runs"),
     "study": (
         "duetgan.commands.study",
-        "many runs, controls, one verdict: do samples help a classifier?",
+        "answer a question with many runs: do generated images help a classifier?",
     ),
-    "generate": ("duetgan.commands.generate", "samples, films and projections of a generator"),
+    "generate": ("duetgan.commands.generate", "draw samples, films and projections with a GAN"),
     "predict": ("duetgan.commands.predict", "classify images"),
     "influence": (
         "duetgan.inference.influence",
@@ -46,7 +47,7 @@ COMMANDS = {
         "duetgan.inference.pseudo_labels",
         "label images with a classifier's confident predictions",
     ),
-    "explore": ("duetgan.commands.explore", "explore the models in a browser"),
+    "explore": ("duetgan.commands.explore", "explore models in a browser"),
     "export": ("duetgan.commands.export", "write a model for use elsewhere"),
     "convert": ("duetgan.models.convert", "convert StyleGAN checkpoints of other programs"),
     "track": ("duetgan.utils.runlog.trackers", "send the metrics of a run to a tracker"),
@@ -54,8 +55,7 @@ COMMANDS = {
     "quickstart-networks": ("duetgan.commands.planning.networks", ""),
     "quickstart-replan": ("duetgan.commands.planning.replan", ""),
 }
-PACKAGE = Path(__file__).resolve().parents[1]
-REQUIRED = ("lmdb", "pydantic", "torchvision")  # packages that the environment of `make setup` has
+REQUIRED = ("lmdb", "pydantic", "torchvision")  # packages that `make setup` installs
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -63,11 +63,11 @@ def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
 
     Args:
         name: a key of COMMANDS.
-        argv: its arguments; default: those of this process.
+        argv: the command's arguments (default: those of this process).
     """
     handle_interrupts()  # the imports below take seconds
-    if sys.path and PACKAGE in Path(sys.path[0]).resolve().parents:
-        # of `python data/pack.py`: data/inspect.py would hide the standard library's module
+    if sys.path and Path(sys.path[0], "inspect.py").is_file():
+        # `python data/pack.py` puts data/ first, whose inspect.py hides the standard library's.
         del sys.path[0]
     if not all(map(importlib.util.find_spec, REQUIRED)):
         remedy = "needs the packages of this project: `make setup`, then .venv/bin/python ..."

@@ -1,5 +1,6 @@
-"""Evaluate a checkpoint by the protocol in docs/evaluation.md: figures into metrics.json, images
-beside it.
+"""Evaluate a checkpoint by the protocol in docs/evaluation.md.
+
+The metrics are written to metrics.json, with images in the same folder.
 """
 
 import json
@@ -8,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.utils.checkpoint import resolve, resolve_for_people
@@ -20,13 +21,16 @@ from duetgan.utils.config.cli import (
     number,
     positive,
 )
-from duetgan.utils.distributed.launch import add_options, start_processes, wanted_device
+from duetgan.utils.distributed.launch import add_options, requested_device, start_processes
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, check_writable, write_atomic
 
-COMPARE = ("compare", "out", "json", "debug")  # options that go together
+if TYPE_CHECKING:
+    from duetgan.data.reading.dataset import Dataset
+
+COMPARE = ("compare", "out", "json", "debug")  # options that --compare may have
 SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
-# what is evaluated: options that it does not take and their defaults, and whose they are
+# Kind of evaluation -> options that it does not have, with their defaults, and the reason.
 NOT_FOR = {
     "gan": (
         SPEED | {"robustness": False, "ood": None},
@@ -53,7 +57,7 @@ def parser() -> Parser:
         "--compare",
         nargs="+",
         metavar="RUN",
-        help="evaluated runs: each with the first; RUN,RUN: other seeds of one",
+        help="compare evaluated runs with the first one; RUN,RUN: runs of one recipe with other seeds",
     )
     add(
         "--data",
@@ -66,16 +70,17 @@ def parser() -> Parser:
         type=positive,
         help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})",
     )
-    add("--seed", type=number(int), default=0, help="of samples and draws")
+    add("--seed", type=number(int), default=0, help="seed of samples and of random choices")
     add(
         "--robustness",
         action="store_true",
-        help="classifier: accuracy under blur, noise, JPEG, brightness and contrast at five strengths (25 passes)",
+        help="classifier: measure the accuracy under blur, noise, JPEG, brightness and contrast, at five "
+        "strengths each (25 passes)",
     )
     add(
         "--ood",
         metavar="X.lmdb",
-        help="classifier: images of another kind, which its confidence should give away",
+        help="classifier: images of other classes, which it should recognise as unknown by a low confidence",
     )
     add(
         "--json",
@@ -85,10 +90,11 @@ def parser() -> Parser:
     add(
         "--classifier",
         metavar="RUN_OR_FILE",
-        help="GAN: independent classifier that judges the samples",
+        help="GAN: independent classifier that evaluates the samples",
     )
-    extractors = "GAN: classifier, classifier:RUN_OR_FILE, resnet50, inception or pixels; repeat it or use commas "
-    default = "(default: classifier if one is given, resnet50 if its weights are there)"
+    extractors = "GAN: features for the distances: classifier, classifier:RUN_OR_FILE, resnet50, inception or pixels; "
+    extractors += "may be repeated, or separated by commas "
+    default = "(default: the classifier if one is given, and resnet50 if its weights are present)"
     add("--extractor", action="append", metavar="NAME", help=extractors + default)
     add(
         "--weights",
@@ -99,13 +105,15 @@ def parser() -> Parser:
     add(
         "--per-class",
         type=positive,
-        help=f"GAN: images of a class for the diversity (default: {PER_CLASS})",
+        help=f"GAN: images per class for the diversity (default: {PER_CLASS})",
     )
-    searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
+    searched = "GAN: number of training images to search for copies of samples; 0: none "
+    searched += f"(default: at most {SEARCHED:,})"
     add(
         "--audit",
         action="store_true",
-        help="GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)",
+        help="GAN: only measure how much samples and discriminator reveal about training images "
+        "(docs/audit.md)",
     )
     add_truncation_options(options, psi=False)
     add("--searched", type=number(int, 0), metavar="N", help=searched)
@@ -113,28 +121,29 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, write the results, print them; over several processes if that is asked for."""
+    """Evaluate, write the results and print them, over several processes if requested."""
     options = parser().parse_args(argv)
     if options.compare is not None:
         return compare_runs(options)
     if options.checkpoint is None:
         parser().error("the following arguments are required: --checkpoint")
-    # a name that is wrong is told before processes are started
+    # A wrong name is reported before processes are started.
     resolve(options.checkpoint, options.which)
     if (
         code := start_processes("evaluate", argv, options.gpus, options.procs, resumes=False)
     ) is not None:
         return code
-    # and torch with it, now that the options are known to be right
+    # This imports torch, which takes seconds, so the options are checked first.
     from duetgan.utils.distributed import collectives
 
-    options.device = wanted_device(options.device, options.gpus, options.procs)
+    options.device = requested_device(options.device, options.gpus, options.procs)
     with collectives.group(collectives.choose_device(options.device)):
         return evaluate_here(options, argv)
 
 
-def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, Any]:
-    """The checkpoint, what is to be evaluated of it, and the test images: their place and they.
+def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, "Dataset"]:
+    """Return the checkpoint, the kind of evaluation, the path of the test images, and the images.
+
     Raises UserError.
     """
     from duetgan.data.reading.dataset import dataset_for_model
@@ -153,13 +162,13 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, An
     if task not in ("gan", "classifier"):
         raise UserError(f"{path}: its task {task!r} is neither gan nor classifier; update Duet")
     kind = "audit" if options.audit and task == "gan" else task
-    unwanted, whose = NOT_FOR[kind]
-    for option, default in unwanted.items():
+    unsupported, reason = NOT_FOR[kind]
+    for option, default in unsupported.items():
         if getattr(options, option) != default:
-            raise UserError(f"--{option.replace('_', '-')} is {whose}; leave it out")
+            raise UserError(f"--{option.replace('_', '-')} is {reason}; leave it out")
     reader = dataset_for_model(data, checkpoint)
-    then = None if options.data else Run(run_folder(path)).data.get("held-out")
-    if isinstance(then, dict) and then.get("content_hash") != reader.meta.content_hash:
+    recorded = None if options.data else Run(run_folder(path)).data.get("held-out")
+    if isinstance(recorded, dict) and recorded.get("content_hash") != reader.meta.content_hash:
         say_main(
             f"warning: {data} holds other images than when the run began; --data X.lmdb names the test images"
         )
@@ -179,7 +188,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     evaluations: dict[
         str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]
     ] = {
-        "gan": (evaluate_gan_run, gan_table),  # and its table for people
+        "gan": (evaluate_gan_run, gan_table),
         "classifier": (evaluate_classifier_run, classifier_table),
         "audit": (audit_gan_run, audit_table),
     }
@@ -197,23 +206,24 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     out = Path(options.out) if options.out else run_folder(path) / "eval"
     collectives.from_main_process(lambda: check_writable(out))
     with reader:
-        figures = evaluate(checkpoint, reader, out, options)
+        metrics = evaluate(checkpoint, reader, out, options)
     head = {
         "checkpoint": str(path),
         "step": checkpoint["step"],
         "task": checkpoint["task"],
         "data": data,
     }
-    document = {**head, "seed": options.seed, **figures}
+    document = {**head, "seed": options.seed, **metrics}
     if kind == "gan" and collectives.is_main():
         from duetgan.inference.samples import draw_style_tables
 
         device = collectives.choose_device(options.device)
-        how = {"seed": options.seed, "device": device, "mean": options.truncation_mean}
-        document["images"] += draw_style_tables(checkpoint, out, **how)
+        document["images"] += draw_style_tables(
+            checkpoint, out, seed=options.seed, device=device, mean=options.truncation_mean
+        )
     collectives.from_main_process(lambda: write_atomic(out / name, as_json(document)))
     if collectives.is_main():
-        # beside the document, which depends on the model alone; the report repeats it
+        # The command is a file of its own, because metrics.json depends on the model alone.
         if not options.audit:
             write_atomic(
                 out / "command.txt", f"{shlex.join(['python', 'evaluate.py', *argv])}\n".encode()
@@ -230,26 +240,22 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
 
 
 def compare_runs(options: Namespace) -> int:
-    """Compare evaluated runs, print the comparison, and write it where `--out` says."""
+    """Compare evaluated runs, print the comparison, and write it into the folder `--out`."""
     from duetgan.metrics.comparison.compare import compare, comparison_table
 
     default = parser().get_default
-    if other := [
-        name
-        for name, value in vars(options).items()
-        if value != default(name) and name not in COMPARE
-    ]:
-        raise UserError(
-            f"--compare takes runs that were evaluated before; leave --{other[0].replace('_', '-')} out"
-        )
+    for name, value in vars(options).items():
+        if value != default(name) and name not in COMPARE:
+            raise UserError(
+                f"--compare takes runs that were evaluated before; leave --{name.replace('_', '-')} out"
+            )
     if options.out:
         check_writable(Path(options.out))
     document = compare(options.compare)
     if options.out:
         write_atomic(Path(options.out) / "comparison.json", as_json(document))
-    print(
-        json.dumps(document, indent=1, allow_nan=False)
-        if options.json
-        else comparison_table(document)
-    )
+    if options.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        print(comparison_table(document))
     return 0

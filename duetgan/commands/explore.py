@@ -1,5 +1,7 @@
-"""Look at what the models do, in a browser: samples, mixtures, walks, predictions and their
-reasons, runs over time.
+"""Explore models in a browser.
+
+It shows samples, style mixtures, latent walks, predictions with explanations, and the course of
+runs.
 """
 
 import ipaddress
@@ -18,7 +20,7 @@ from duetgan.utils.script import leave_threads
 
 PORT = 7870
 CONNECTIONS = 50
-THREADS = 16  # more than the models' queue holds, so that the page itself is always served
+THREADS = 16  # more than the models' queue holds, so that the page itself always loads
 
 
 def parser() -> Parser:
@@ -31,17 +33,20 @@ def parser() -> Parser:
         "--which",
         choices=("last", "best"),
         default="last",
-        help="which checkpoint of a run folder (default: last)",
+        help="checkpoint of a run folder: the last one, or the one with the best evaluation "
+        "(default: last)",
     )
     add(
         "--data",
         metavar="X.lmdb",
-        help="the classifier's training images (default: as its config says)",
+        help="the classifier's training images (default: those of its config)",
     )
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
-    text = "address to listen at; beyond this machine a token is needed (default: 127.0.0.1)"
+    text = (
+        "address to listen on; for other machines the link has a secret token (default: 127.0.0.1)"
+    )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
-    add("--port", type=number(int, 0, 65535), default=PORT, metavar="N", help="0: any free one")
+    add("--port", type=number(int, 0, 65535), default=PORT, metavar="N", help="0: any free port")
     return options
 
 
@@ -57,8 +62,8 @@ def main(argv: list[str]) -> int:
         from duetgan.utils.distributed.collectives import choose_device
 
         address, port = listener.getsockname()[:2]
-        own = ipaddress.ip_address(address)
-        token = None if own.is_loopback else secrets.token_urlsafe(16)
+        listening = ipaddress.ip_address(address)
+        token = None if listening.is_loopback else secrets.token_urlsafe(16)
         runs = open_runs(
             options.checkpoint, which=options.which, device=choose_device(options.device)
         )
@@ -73,7 +78,7 @@ def main(argv: list[str]) -> int:
             ident=None,
         )
 
-        # it warns of threads that are on their way
+        # waitress warns of requests that wait for a thread.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
         def end(*_: object) -> None:
@@ -82,27 +87,25 @@ def main(argv: list[str]) -> int:
 
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, end)
-        host = (
-            socket.gethostname()
-            if own.is_unspecified
-            else f"[{address}]"
-            if own.version == 6
-            else address
-        )
+        host = f"[{address}]" if listening.version == 6 else address
+        if listening.is_unspecified:
+            host = socket.gethostname()
         place = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
         print(f"open {place} in a browser; Ctrl-C ends the explorer", flush=True)
-        leave_threads()  # a model may still compute when all is to end
-        server.run()  # until KeyboardInterrupt, which it takes
+        leave_threads()  # a model may still be computing when the program ends
+        server.run()  # until KeyboardInterrupt, which it handles
     print("ended", file=sys.stderr)
     return EXIT_OK
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address. Raises UserError where there is none to be had."""
+    """Return a socket that listens on this address. Raises UserError if that is impossible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    asked, remedy = f"--host {host} --port {port}", "give another address or port"
+    prefix = f"--host {host} --port {port}"
     with explained(
         (OSError, UnicodeError),
-        lambda why: f"{asked}: {getattr(why, 'strerror', None) or why}; {remedy}",
+        lambda error: (
+            f"{prefix}: {getattr(error, 'strerror', None) or error}; give another address or port"
+        ),
     ):
         return socket.create_server((host, port), family=family)

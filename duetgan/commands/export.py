@@ -1,11 +1,11 @@
-"""Write a trained network to one file for use elsewhere, checked against the original before it is
-left behind.
+"""Export a trained network to a file for use in other programs.
+
+The file is compared with the original network before it is kept.
 """
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from duetgan.inference.settings import FORMATS
 from duetgan.utils import threads
@@ -13,10 +13,10 @@ from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
 
 FORMAT_HELP = (
-    "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program in 8-bit "
-    "integers, smaller and faster on CPUs; executorch: a program for phones and small devices; nvidia and rosinality: "
-    "StyleGAN2's weights by those programs' names; folder: "
-    "weights, a model card and a page of Python that needs torch and safetensors alone"
+    "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program with "
+    "8-bit integers, which is smaller and faster on CPUs; executorch: a program for phones and small devices; nvidia "
+    "and rosinality: StyleGAN2's weights with the names of those repositories; folder: weights, a model card and a "
+    "page of Python that only needs torch and safetensors"
 )
 
 
@@ -34,7 +34,8 @@ def parser() -> Parser:
         "--which",
         choices=("last", "best"),
         default="last",
-        help="which checkpoint of a run folder (default: last)",
+        help="checkpoint of a run folder: the last one, or the one with the best evaluation "
+        "(default: last)",
     )
     add("--format", required=True, choices=FORMATS, help=FORMAT_HELP)
     add("--out", required=True, type=Path, metavar="FILE", help="the file, or folder, to write")
@@ -43,40 +44,52 @@ def parser() -> Parser:
         "--licence",
         "--license",
         default="unknown",
-        help="that a model card names (default: unknown)",
+        help="licence in the model card (default: unknown)",
     )
     add(
         "--data",
         metavar="X.lmdb",
-        help="images of the check (default: the run's held-out, else training images)",
+        help="images for the comparison (default: the run's held-out images, else its training images)",
     )
     add(
         "--calibration",
         metavar="X.lmdb",
-        help="images for int8's ranges (default: the run's training images)",
+        help="images for the calibration of int8 (default: the run's training images)",
     )
-    add("--n", type=positive, default=1000, metavar="N", help="images of the check, at most")
+    add(
+        "--n",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="largest number of images for the comparison",
+    )
     add_truncation_options(options)
     add(
         "--calibrated",
         type=positive,
         default=256,
         metavar="N",
-        help="images for int8's ranges, at most",
+        help="largest number of images for the calibration of int8",
     )
     add(
         "--batch-size",
         type=positive,
         default=64,
         metavar="N",
-        help="the larger batch that is timed",
+        help="size of the larger batch of the timing",
     )
     add(
         "--no-benchmark",
         action="store_true",
-        help="do not time it, nor compare with folded and bf16 networks; the file is checked all the same",
+        help="skip the timing, and the comparison with folded and bf16 networks; the file is checked anyway",
     )
-    add("--repeats", type=positive, default=5, metavar="N", help="of the timing, medians")
+    add(
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="runs of the timing, whose median counts",
+    )
     add(
         "--json",
         action="store_true",
@@ -86,12 +99,13 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Export, print what the check found; CheckFailed (exit code 4) where the file is not as good
-    as the original.
+    """Export a network and print the result of the check.
+
+    Raises CheckFailed (exit code 4) if the file is not as good as the original.
     """
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
-    import torch  # now that the options are known to be right
+    import torch  # takes seconds, so the options are checked first
 
     from duetgan.inference.export.check import CheckFailed, document, export, table
     from duetgan.models.restore import read
@@ -99,45 +113,37 @@ def main(argv: list[str]) -> int:
 
     threads.settle()
     checkpoint = read(path)
-    rows, subject, wrong = export(options, checkpoint)
+    rows, subject, failure = export(options, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:
-        head: dict[str, Any] = {
+        head = {
             "checkpoint": str(path),
             "step": checkpoint["step"],
             "task": checkpoint["task"],
-        }
-        head |= {
             "format": options.format,
             "file": str(options.out),
-            "passed": wrong is None,
-            "reason": wrong,
-        }
-        head |= {
+            "passed": failure is None,
+            "reason": failure,
             "checked": checked,
             "batch_size": options.batch_size,
             "threads": torch.get_num_threads(),
         }
         print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
     else:
-        what = "images" if subject.is_classifier else "samples"
-        speeds = (
-            "; speeds not measured (--no-benchmark)"
-            if options.no_benchmark
-            else "; speeds against fp32 eager"
-        )
-        print(f"checked on {checked} {what}; {torch.get_num_threads()} threads{speeds}")
+        noun = "images" if subject.is_classifier else "samples"
+        speeds = "speeds against fp32 eager"
+        if options.no_benchmark:
+            speeds = "speeds not measured (--no-benchmark)"
+        print(f"checked on {checked} {noun}; {torch.get_num_threads()} threads; {speeds}")
         print(table(rows, batch=options.batch_size))
-    if wrong is not None:
-        kept = "; the one that was there is as it was" if options.out.exists() else ""
-        remedy = (
-            ", or calibrate with more or other images (--calibration)"
-            if options.format == "int8"
-            else ""
-        )
-        raise CheckFailed(
-            f"{options.out}: not written, {wrong}{kept}; choose another --format{remedy}"
-        )
+    if failure is not None:
+        message = f"{options.out}: not written, {failure}"
+        if options.out.exists():
+            message += "; the existing file is unchanged"
+        message += "; choose another --format"
+        if options.format == "int8":
+            message += ", or calibrate with more or other images (--calibration)"
+        raise CheckFailed(message)
     print(f"wrote {options.out}, {rows[-1].bytes / 2**20:.2f} MiB", file=sys.stderr)
     refresh(options.out)
     return 0

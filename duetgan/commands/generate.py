@@ -1,12 +1,10 @@
-"""Draw images, films and data sets with a trained generator, or find an image among those that it
-can draw.
-"""
+"""Draw images, films and data sets with a trained generator, or reproduce a given image with it."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from duetgan.data.lmdb.writer import check_target
 from duetgan.inference import settings
@@ -23,15 +21,16 @@ from duetgan.utils.config.cli import (
 from duetgan.utils.errors import require_same_classes
 from duetgan.utils.files import check_writable
 
-if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
+if TYPE_CHECKING:  # imports of torch take seconds, so the options are checked first
     from duetgan.inference.samples import Sampler
 
-SEARCH, EDIT = settings.ProjectionConfig(), settings.EditConfig()  # the defaults
+SEARCH, EDIT = settings.ProjectionConfig(), settings.EditConfig()  # defaults of options
 WEIGHT, ABOVE_0 = number(float, 0), number(float, 0, inner=True)
+C = TypeVar("C", settings.ProjectionConfig, settings.EditConfig)
 
 
 def parser() -> Parser:
-    """The options: a subcommand, then its own."""
+    """Return the parser: a subcommand with its own options."""
     options = Parser(prog="generate.py", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -41,7 +40,7 @@ def parser() -> Parser:
         text: str,
         without: str = "",
         out: Sequence[str] = (".png",),
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
         command.set_defaults(
             run=run,
@@ -57,17 +56,19 @@ def parser() -> Parser:
             required=True,
             type=file(*out),
             metavar="FILE",
-            help="the file to write; of grid also a folder",
+            help="the file to write; for grid also a folder",
         )
-        add("--seed", type=number(int), default=0, help="of every draw")
+        add("--seed", type=number(int), default=0, help="seed of the samples")
         if "classes" not in without:
             add(
                 "--classes",
                 default="all",
                 metavar="A,B",
-                help='names of classes, or of sets of them: "cat;dog"',
+                help='names of classes, or of sets of classes: "cat;dog"',
             )
-        text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours"
+        text = (
+            "numpy: draw z as NVIDIA's repositories do, so that a seed gives the same image there"
+        )
         add("--latents", choices=("torch", "numpy"), default="torch", help=text)
         if "noise" not in without:
             add_truncation_options(command, psi="psi" not in without)
@@ -81,30 +82,34 @@ def parser() -> Parser:
             )
         return add
 
-    in_all = "images in all (default: {} a class; {} without classes)"
-    add = begin(draw_table, "grid", "a grid of samples; a row for each class", out=(".png", ""))
+    in_all = "number of images in all (default: {} per class; {} without classes)"
+    add = begin(
+        draw_table, "grid", "draw a grid of samples, with a row for each class", out=(".png", "")
+    )
     add("--n", type=positive, metavar="N", help=in_all.format(*settings.GRID))
 
-    add = begin(draw_table, "truncation", "the same samples at several truncations", without="psi")
-    add("--psis", type=psis, default="0,0.3,0.5,0.7,1", metavar="X,Y", help="rows")
-    add("--n", type=positive, metavar="N", help="columns (default: 8, or one a class up to 16)")
-
-    add = begin(draw_table, "mix", "a table of style mixing")
-    text = "layers whose style comes from B, e.g. 0-3,6; the first are the coarse ones"
-    add("--layers", default="0-3", metavar="L", help=text)
-    add("--n", type=positive, metavar="N", help="sources A, and as many B (default: 8)")
-
-    text = "a film from sample to sample, .mp4 or .gif"
-    add_film_options(begin(interpolate, "interpolate", text, out=(".mp4", ".gif")))
-    text = "the nearest images to a given one, in w and in w+"
-    add_projection_options(begin(find_image, "project", text, without="noise, psi"))
-    text = (
-        "strips of images on their way from one class of a classifier to another, the rest staying"
+    add = begin(
+        draw_table, "truncation", "draw the same samples at several truncations", without="psi"
     )
+    add("--psis", type=psis, default="0,0.3,0.5,0.7,1", metavar="X,Y", help="psi of each row")
+    add("--n", type=positive, metavar="N", help="columns (default: 8, or one per class up to 16)")
+
+    add = begin(draw_table, "mix", "draw a table of style mixing")
+    text = "layers whose style comes from B, such as 0-3,6; the first layers are coarse"
+    add("--layers", default="0-3", metavar="L", help=text)
+    add(
+        "--n", type=positive, metavar="N", help="number of samples A, and of samples B (default: 8)"
+    )
+
+    text = "write a film from sample to sample, .mp4 or .gif"
+    add_film_options(begin(interpolate, "interpolate", text, out=(".mp4", ".gif")))
+    text = "find the latents whose image is nearest to a given image, in w and in w+"
+    add_projection_options(begin(find_image, "project", text, without="noise, psi"))
+    text = "change images from one class of a classifier to another, and as little else as possible"
     add_edit_options(begin(edit, "edit", text, without="classes"))
 
     add = begin(
-        write_dataset, "dataset", "a packed data set of samples, for train.py", out=(".lmdb",)
+        write_dataset, "dataset", "write a packed data set of samples, for train.py", out=(".lmdb",)
     )
     add("--n", type=positive, metavar="N", help=in_all.format(*settings.DATASET))
     add("--encoding", choices=settings.ENCODINGS, default="raw", help="how they are stored")
@@ -112,69 +117,95 @@ def parser() -> Parser:
     return options
 
 
-def add_film_options(add: Callable[..., Any]) -> None:
+def add_film_options(add: Callable[..., object]) -> None:
     add(
         "--space",
         choices=("w", "z"),
-        help="straight in w, or along great circles in z (default: w if there is one)",
+        help="interpolate linearly in w, or along great circles in z (default: w if the generator has it)",
     )
     add(
         "--n",
         type=number(int, 2),
         metavar="N",
-        help="samples to go through (default: 8, or one a class up to 16)",
+        help="samples to visit (default: 8, or one per class up to 16)",
     )
-    add("--frames", type=positive, default=settings.FRAMES, help="from one to the next")
-    add("--fps", type=positive, default=settings.FPS, help="frames a second")
+    add(
+        "--frames",
+        type=positive,
+        default=settings.FRAMES,
+        help="frames from one sample to the next",
+    )
+    add("--fps", type=positive, default=settings.FPS, help="frames per second")
     add(
         "--scale",
         type=positive,
         metavar="N",
-        help="a pixel becomes NxN (default: small images to 256 px)",
+        help="enlarge each pixel to NxN (default: small images to 256 px)",
     )
 
 
-def add_projection_options(add: Callable[..., Any]) -> None:
+def add_projection_options(add: Callable[..., object]) -> None:
     add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
     add(
         "--space",
         choices=tuple(settings.SPACES),
         default="both",
-        help="one w for all layers, or one each",
+        help="one w for all layers (w), or one per layer (w+)",
     )
     add(
         "--features",
         choices=settings.FEATURES,
-        help="what is compared (default: resnet50, without its weights pixels)",
+        help="features to compare images by (default: resnet50, or pixels without its weights)",
     )
     add("--weights", metavar="FILE", help="ResNet-50's weights (default: $DUET_WEIGHTS, weights/)")
-    add("--pixel-weight", type=WEIGHT, default=SEARCH.pixel_weight)
-    add("--steps", type=positive, default=SEARCH.steps, help="in each space")
+    add(
+        "--pixel-weight",
+        type=WEIGHT,
+        default=SEARCH.pixel_weight,
+        help="weight of the pixels' difference in the loss",
+    )
+    add("--steps", type=positive, default=SEARCH.steps, help="steps of the search, in each space")
     add("--lr", type=ABOVE_0, default=SEARCH.lr, help="highest learning rate")
     add(
         "--noise-mode",
         choices=("const", "none", "optimise"),
         default="const",
-        help="the stored noise maps, none, or searched for as well",
+        help="use the stored noise maps, none, or optimise them as well",
     )
-    add("--noise-weight", type=WEIGHT, default=SEARCH.noise_weight)
+    add(
+        "--noise-weight",
+        type=WEIGHT,
+        default=SEARCH.noise_weight,
+        help="weight of the noise regularisation",
+    )
     add(
         "--save",
         type=file(".safetensors"),
         metavar="FILE.safetensors",
-        help="latents and noise that were found",
+        help="write the latents and the noise to this file",
     )
 
 
-def add_edit_options(add: Callable[..., Any]) -> None:
-    add("--classifier", required=True, metavar="RUN_OR_FILE", help="whose answer is moved")
+def add_edit_options(add: Callable[..., object]) -> None:
     add(
-        "--from", required=True, dest="source", metavar="CLASS", help="the class that images are of"
+        "--classifier",
+        required=True,
+        metavar="RUN_OR_FILE",
+        help="classifier whose prediction is changed",
     )
-    add("--to", required=True, dest="target", metavar="CLASS", help="the class that they become")
-    add("--n", type=positive, default=4, metavar="N", help="samples, a strip each")
-    add("--columns", type=number(int, 2), default=7, metavar="N", help="images of a strip")
+    add("--from", required=True, dest="source", metavar="CLASS", help="class of the images")
+    add(
+        "--to", required=True, dest="target", metavar="CLASS", help="class that they are changed to"
+    )
+    add(
+        "--n",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="number of samples, each with a strip of images",
+    )
+    add("--columns", type=number(int, 2), default=7, metavar="N", help="images per strip")
     add(
         "--image",
         type=Path,
@@ -182,31 +213,37 @@ def add_edit_options(add: Callable[..., Any]) -> None:
         help="an image to start from instead of samples; it is projected into w+",
     )
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
-    add("--steps", type=positive, default=SEARCH.steps, help="of its projection")
-    text = "another classifier, whose answers stand beside; it took no part in finding the edit"
+    add("--steps", type=positive, default=SEARCH.steps, help="steps of the projection")
+    text = "a second classifier, which took no part in the edit; its predictions are shown too"
     add("--judge", metavar="RUN_OR_FILE", help=text)
-    add("--space", choices=("w", "z"), help="default: w if there is one, else z")
-    text = "of each of the two classes, on which the direction is found"
+    add(
+        "--space",
+        choices=("w", "z"),
+        help="latent space (default: w if the generator has it, else z)",
+    )
+    text = "samples of each of the two classes for the search of a direction"
     add("--samples", type=number(int, 2), default=EDIT.samples, metavar="N", help=text)
-    for name, what in (("pixel", "pixels"), ("keep", "other classes")):
-        text = f"how much change of {what} counts"
+    for name, noun in (("pixel", "pixels"), ("keep", "other classes")):
+        text = f"weight of changes of {noun} in the loss"
         add(f"--{name}-weight", type=WEIGHT, default=EDIT.pixel_weight, metavar="X", help=text)
     add(
         "--reach",
         type=number(float, 0, 1, inner=True),
         default=EDIT.reach,
-        help="probability at which it is there",
+        help="probability of the new class at which the edit is complete",
     )
-    add("--limit", type=ABOVE_0, default=EDIT.limit, help="the largest step that is tried")
+    add("--limit", type=ABOVE_0, default=EDIT.limit, help="longest step in the latent space")
 
 
 def psis(text: str) -> list[float]:
-    """Numbers with commas between, as an option's type."""
+    """Return comma-separated numbers, as an option type."""
     return [PSI(part) for part in text.split(",")]
 
 
 def draw_table(options: Namespace) -> str:
-    """`grid`, `truncation` or `mix`: a PNG file; of `grid` also a folder of single ones."""
+    """Write a PNG file for `grid`, `truncation` or `mix`; for `grid` also a folder of single
+    images.
+    """
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import (
         draw_grid,
@@ -216,7 +253,9 @@ def draw_table(options: Namespace) -> str:
         with_styles,
     )
 
-    out, names, count = options.out, sampler.generator.label_names(checkpoint["classes"]), options.n
+    out = options.out
+    names = sampler.generator.label_names(checkpoint["classes"])
+    count = options.n
     if options.command == "grid":
         return f"wrote {draw_grid(sampler, out, count=count, names=names)} images to {out}"
     if options.command == "truncation":
@@ -238,7 +277,7 @@ def interpolate(options: Namespace) -> str:
 
 
 def find_image(options: Namespace) -> str:
-    config = chosen(options, settings.ProjectionConfig)
+    config = config_from(options, settings.ProjectionConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.inputs import read_target
     from duetgan.inference.projection import project
@@ -246,14 +285,13 @@ def find_image(options: Namespace) -> str:
     target = read_target(options.image, checkpoint, options.resize)[None]
     names = sampler.generator.label_names(checkpoint["classes"])
     lines = project(sampler, names, target, options.out, config, save_to=options.save)
-    return "\n".join(
-        [*lines, f"wrote {options.out}" + (f" and {options.save}" if options.save else "")]
-    )
+    files = f"{options.out} and {options.save}" if options.save else str(options.out)
+    return "\n".join([*lines, f"wrote {files}"])
 
 
 def edit(options: Namespace) -> str:
-    """Images on their way from a class to another."""
-    config = chosen(options, settings.EditConfig)
+    """Draw images that change from one class to another."""
+    config = config_from(options, settings.EditConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.editing import Editor, pair_of
     from duetgan.inference.inputs import read_target
@@ -269,17 +307,33 @@ def edit(options: Namespace) -> str:
         )
     editor = Editor(sampler, classifier_from(guide, sampler.device), names, config)
     source, target = pair_of(names, options.source, options.target)
-    how: dict[str, Any] = {"columns": options.columns}
+    judge = None
     if options.judge is not None:
-        about = {"option": "--judge", "guide": options.classifier}
-        how["judge"] = load_judge(options.judge, checkpoint, names, sampler.device, None, **about)
+        judge = load_judge(
+            options.judge,
+            checkpoint,
+            names,
+            sampler.device,
+            None,
+            option="--judge",
+            guide=options.classifier,
+        )
     if options.image is not None:
         image = read_target(options.image, checkpoint, options.resize)[None]
-        strip, direction = counterfactual(editor, image, source, target, steps=options.steps, **how)
+        strip, direction = counterfactual(
+            editor,
+            image,
+            source,
+            target,
+            steps=options.steps,
+            columns=options.columns,
+            judge=judge,
+        )
         strips = [strip]
     else:
-        start, direction = editor.starts(source, options.n), editor.direction(source, target)
-        strips = make_strips(editor, start, direction, **how)
+        start = editor.starts(source, options.n)
+        direction = editor.direction(source, target)
+        strips = make_strips(editor, start, direction, columns=options.columns, judge=judge)
     save_strips(strips, options.out)
     return f"{summary(strips, names, direction)}\nwrote {options.out}"
 
@@ -302,14 +356,14 @@ def write_dataset(options: Namespace) -> str:
     return f"wrote {meta.count} images to {options.out}: {source}"
 
 
-def chosen(options: Namespace, config: Any) -> Any:
-    """A config of what the options say of its fields; they have the same names."""
-    names = {field.name for field in fields(config)}
-    return config(**{name: value for name, value in vars(options).items() if name in names})
+def config_from(options: Namespace, config_class: type[C]) -> C:
+    """Return a config with the values of the options that have the names of its fields."""
+    names = {field.name for field in fields(config_class)}
+    return config_class(**{name: value for name, value in vars(options).items() if name in names})
 
 
 def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
-    """The generator with the options of its sampling, its checkpoint, and that one's file. Raises
+    """Return a sampler with the options, its checkpoint, and the checkpoint's file. Raises
     UserError.
     """
     check_writable(options.out.parent)
@@ -323,11 +377,10 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
         checkpoint, choose_device(options.device), several=options.command != "edit"
     )
     classes = generator.label_names(checkpoint["classes"])
+    max_sets = None if generator.label_sets is None else settings.LABEL_SETS
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(
-            options.classes, classes, None if generator.sets is None else settings.SETS
-        ),
+        chosen=chosen_classes(options.classes, classes, max_sets),
         seed=options.seed,
         truncation_psi=options.truncation_psi,
         truncation_cutoff=options.truncation_cutoff,

@@ -1,7 +1,7 @@
 """Describe a packed file: `duet inspect X.lmdb [--verify] [--json] [--out grid.png]`.
 
-The image grid goes beside the file as `X.grid.png`, or to `--out`; with `--json` or `--verify` it
-is drawn only if `--out` is given. With `--json` stdout is one document.
+A grid of images is written to `X.grid.png` next to the file, or to `--out`; with `--json` or
+`--verify` only if `--out` is given. With `--json` stdout is one document.
 """
 
 import json
@@ -14,14 +14,19 @@ from duetgan.utils.config.cli import Parser, file
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="duet inspect", description="Show what a packed file holds.")
-    parser.add_argument("path", type=Path, metavar="X.lmdb")
+    parser = Parser(
+        prog="duet inspect", description="Describe a packed file: its images, classes and sizes."
+    )
+    parser.add_argument("path", type=Path, metavar="X.lmdb", help="the packed file")
     parser.add_argument(
         "--verify", action="store_true", help="check every record; exit code 2 if one is damaged"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
-        "--out", type=file(".png"), metavar="PNG", help="the grid of images; default: X.grid.png"
+        "--out",
+        type=file(".png"),
+        metavar="PNG",
+        help="file for the grid of images (default: X.grid.png)",
     )
     args = parser.parse_args(argv)
     with LMDBReader(args.path) as reader:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import cv2
 
@@ -26,26 +26,27 @@ from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.text import listed, printable
 
-KEPT_BYTES = 128 << 20  # of freed memory
+T = TypeVar("T")
+RESERVED_BYTES = 128 << 20  # of memory that malloc keeps
 
 
 def _size(text: str) -> int | str:
-    with explained(UserError, lambda why: argparse.ArgumentTypeError(str(why))):
-        return (
-            int(text)
-            if text.isdecimal() and int(text) >= 4
-            else ImageSpec.of(1, text[:40]).resolution
-        )
+    if text.isdecimal() and int(text) >= 4:
+        return int(text)
+    with explained(UserError, lambda error: argparse.ArgumentTypeError(str(error))):
+        return ImageSpec.of(1, text[:40]).resolution
 
 
-def _or_auto(read: Callable[[str], Any], auto: str | None) -> Callable[[str], Any]:
-    """An option's type: what `read` takes, or the word auto, which stands for `auto`."""
+def _or_auto(read: Callable[[str], T], auto: str | None) -> Callable[[str], T | str | None]:
+    """Return an option type that accepts the word auto, for the value `auto`, and what `read`
+    accepts.
+    """
     return lambda text: auto if text == "auto" else read(text)
 
 
 def _range(text: str) -> tuple[float, float]:
-    told = f"{text[:40]!r} is not two numbers such as 0,4095"
-    with explained(ValueError, lambda _: argparse.ArgumentTypeError(told)):
+    message = f"{text[:40]!r} is not two numbers such as 0,4095"
+    with explained(ValueError, lambda _: argparse.ArgumentTypeError(message)):
         low, high = map(float, text.split(","))
     return low, high
 
@@ -54,14 +55,14 @@ def make_parser() -> Parser:
     parser = Parser(prog="duet pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
-    told = "folder, .zip, .tar or LMDB file, table (.csv, .tsv, .jsonl, .parquet), URL"
-    add("source", help=f"{told}, or one of: {', '.join(NAMED)}")
-    add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
+    text = "folder, .zip, .tar or LMDB file, table (.csv, .tsv, .jsonl, .parquet), URL"
+    add("source", help=f"{text}, or one of: {', '.join(NAMED)}")
+    add("dest", type=Path, metavar="DEST.lmdb", help="the packed file to write")
     add(
         "--size",
         type=_size,
         metavar="N|WxH",
-        help="the images' side in px, or width x height; default: their own",
+        help="size of the images in px: a side, or width x height (default: unchanged)",
     )
     add(
         "--pyramid",
@@ -70,88 +71,112 @@ def make_parser() -> Parser:
         dest="smallest",
         help="also store the images at N/2, N/4, ... down to M px",
     )
-    add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
-    told = "1: grey, 3: RGB, 4: RGB and alpha, others; auto: the images' own; default: the data set's own, 3 for files"
+    add(
+        "--encoding",
+        choices=ENCODINGS,
+        default="raw",
+        help="format of the stored images (default: raw)",
+    )
+    text = "1: grey, 3: RGB, 4: RGB and alpha, other numbers; auto: as many as the images have "
+    text += "(default: 3 for image files, else as in the data set)"
     add(
         "--channels",
         type=_or_auto(number(int, 1, MOST_CHANNELS), "auto"),
         metavar="auto|1|3|4|N",
-        help=told,
+        help=text,
     )
-    told = "bits of a value, or floats; auto: the images' own; default: 8 for image files, else their own"
-    add("--depth", choices=("auto", *DEPTHS), help=told)
-    told = "of 16 bits and floats, seen as -1 and 1; default: found in the images"
-    add("--range", type=_range, metavar="LOW,HIGH", dest="value_range", help=told)
-    add("--split", choices=tuple(SPLITS), help="of a source that has splits (default: train)")
-    add("--val-share", metavar="X", help="hold this share out (0.1: a tenth), into DEST-val.lmdb")
+    text = (
+        "bits per value, or float; auto: as in the images (default: 8 for image files, else auto)"
+    )
+    add("--depth", choices=("auto", *DEPTHS), help=text)
+    text = "range of 16-bit and float values, mapped to -1 and 1 (default: that of the images)"
+    add("--range", type=_range, metavar="LOW,HIGH", dest="value_range", help=text)
+    add("--split", choices=tuple(SPLITS), help="part of a source that has splits (default: train)")
+    add(
+        "--val-share",
+        metavar="X",
+        help="hold out this fraction of the images (0.1: a tenth), in DEST-val.lmdb",
+    )
     add(
         "--val-dest",
         type=Path,
         metavar="FILE",
-        help="for the held-out images, instead of DEST-val.lmdb",
+        help="file for the held-out images, instead of DEST-val.lmdb",
     )
-    add("--seed", type=int, default=0, help="of the draw of held-out images (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the random choice of held-out images (default: 0)",
+    )
     add_table_options(parser)
     add(
         "--classes-from",
         choices=CLASSES_FROM,
-        help="classes: folders at the top, folders that hold the images, files' names; none: all images without",
+        help="take classes from top-level folders, from the folders that hold the images, or from file names; "
+        "none: no classes",
     )
     add(
         "--stack",
         metavar="PATTERN",
-        help="files that hold a channel each, by name: {name}_{channel}.tif",
+        help="combine files that hold one channel each, by name: {name}_{channel}.tif",
     )
-    add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
+    add(
+        "--resize",
+        choices=("auto", "crop", "pad"),
+        default="auto",
+        help="how to resize images, see docs/lmdb.md",
+    )
     add(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="for images that cannot be read",
+        help="reaction to images that cannot be read",
     )
     add(
         "--max-skipped",
         type=number(int, 0),
         metavar="N",
-        help="what skip leaves out at most; default: 100 or 1 %%, if more",
+        help="stop if --on-error skip leaves out more than N images (default: 100, or 1 %% if that is more)",
     )
     add(
         "--against",
         type=Path,
         metavar="OTHER.lmdb",
-        help="take its classes, refuse others; report images in both",
+        help="take the classes of this file, refuse others, and report images that are in both",
     )
     add(
         "--apart",
         type=Path,
         metavar="OTHER.lmdb",
-        help="leave out images that it holds, or that look like one of its",
+        help="leave out images that are in this file, or look like an image in it",
     )
     add("--similar", action="store_true", help="also report images that look alike")
-    add("--drop-duplicates", action="store_true", help="keep only the first of equal images")
+    add("--drop-duplicates", action="store_true", help="keep only the first of identical images")
     add(
         "--no-duplicates",
         action="store_false",
         dest="duplicates",
-        help="do not report equal images",
+        help="do not report identical images",
     )
-    told = "threads besides this one; default: auto, one a core"
-    add("--workers", type=_or_auto(number(int, 0), None), metavar="N", help=told)
+    text = "additional threads (default: auto, one per core)"
+    add("--workers", type=_or_auto(number(int, 0), None), metavar="N", help=text)
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser
 
 
 def main(argv: list[str]) -> None:
     options = vars(make_parser().parse_args(argv))
-    dest, split, val_share = options["dest"], options["split"], options["val_share"]
+    dest = options["dest"]
+    split = options["split"]
+    val_share = options["val_share"]
     check_target(dest, options["overwrite"])
-    tune_malloc(KEPT_BYTES)
-    cv2.setNumThreads(1)  # images go to threads whole
+    tune_malloc(RESERVED_BYTES)
+    cv2.setNumThreads(1)  # each thread processes whole images
     del options["debug"]
-    of_source = {
-        name: options.pop(name) for name in ("split", "classes_from", "stack", *TABLE_OPTIONS)
-    }
-    with open_source(options.pop("source"), size=options["size"], **of_source) as source:
+    names = ("split", "classes_from", "stack", *TABLE_OPTIONS)
+    source_options = {name: options.pop(name) for name in names}
+    with open_source(options.pop("source"), size=options["size"], **source_options) as source:
         if source.splits and val_share is not None:
             splits = f"{source.name} has splits of its own ({' and '.join(source.splits)})"
             if split is not None:
@@ -172,5 +197,5 @@ def main(argv: list[str]) -> None:
                 print(printable(remark), file=sys.stderr)
         summary = pack(source, **options)
     print("\n".join(summary_lines(summary, dest)), flush=True)
-    for warning in warnings:  # last, where they are seen
+    for warning in warnings:  # at the end, where users see them
         print(printable(warning), file=sys.stderr)

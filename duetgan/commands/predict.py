@@ -1,4 +1,4 @@
-"""Name what images show with a trained classifier."""
+"""Classify images with a trained classifier."""
 
 import sys
 from collections import Counter
@@ -12,7 +12,7 @@ from duetgan.utils.errors import EXIT_OK, EXIT_USER
 from duetgan.utils.text import printable
 
 STEPS = ProjectionConfig().steps
-SHOWN = 3  # classes of an image in the table
+TABLE_CLASSES = 3  # classes per image in the table
 
 
 def parser() -> Parser:
@@ -29,7 +29,7 @@ def parser() -> Parser:
         "--top",
         type=positive,
         metavar="K",
-        help=f"the K most likely classes (default: all; in the table {SHOWN})",
+        help=f"print the K most likely classes (default: all; in the table {TABLE_CLASSES})",
     )
     add(
         "--resize", choices=("crop", "pad"), help="how images are resized (default: as in training)"
@@ -40,57 +40,57 @@ def parser() -> Parser:
         "--csv",
         type=Path,
         metavar="FILE",
-        help="write a row an image: file, label, probability, a column a class",
+        help="write a CSV row for each image: file, label, probability, and a column for each class",
     )
     add(
         "--errors",
         type=Path,
         metavar="FILE",
-        help="write the images that could not be read, and why, as CSV",
+        help="write the images that could not be read, with the reasons, as CSV",
     )
     add("--sort-into", type=Path, metavar="DIR", help="link each image into DIR/CLASS")
     add(
         "--gradcam",
         type=Path,
         metavar="DIR",
-        help="write each image with the evidence for its class",
+        help="write each image with a heat map of the evidence for its class (Grad-CAM)",
     )
     add("--gradcam-class", metavar="NAME", help="the class to explain (default: the predicted one)")
     add(
         "--gradcam-layer",
         metavar="NAME",
-        help="whose maps are used (default: a ResNet's last stage of 4x4 or more)",
+        help="layer whose feature maps are used (default: a ResNet's last stage of 4x4 or more)",
     )
     add(
         "--counterfactual",
         type=Path,
         metavar="DIR",
-        help="write each image on its way to another class: what would have to change (needs --generator)",
+        help="write each image as it changes to another class, to show the differences (needs --generator)",
     )
     add(
         "--counterfactual-class",
         metavar="NAME",
-        help="the other class (default: the second most probable)",
+        help="class to change to (default: the second most probable)",
     )
     add(
         "--generator",
         metavar="RUN_OR_FILE",
-        help="a GAN with w of the same classes, which draws it",
+        help="a GAN with a w space and the same classes, which draws the change",
     )
     add(
         "--steps",
         type=positive,
         default=STEPS,
-        help=f"of each image's projection (default: {STEPS})",
+        help=f"steps of each image's projection (default: {STEPS})",
     )
     return options
 
 
 def main(argv: list[str]) -> int:
-    """Predict, print; exit code 2 if an image could not be read."""
+    """Classify images and print the predictions; the exit code is 2 if an image could not be read."""
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
-    # with torch, now that the options are known to be right
+    # These import torch, which takes seconds, so the options are checked first.
     from duetgan.inference import predictions
     from duetgan.inference.inputs import Inputs
     from duetgan.models.fast import faster
@@ -106,38 +106,45 @@ def main(argv: list[str]) -> int:
     fast = faster(
         classifier, device, precision=options.precision, fold=options.fold, tta=options.tta
     )
-    failed, first = Counter[str](), dict[str, str]()
-    quiet = not (options.csv or options.sort_into)  # the answers are printed as they come
+    failures = Counter[str]()
+    first_failures: dict[str, str] = {}
+    quiet = not (options.csv or options.sort_into)  # predictions are printed as they come
     with ExitStack() as stack:
         inputs = Inputs(options.images, stack)
         maps = predictions.gradcam(options, inputs, classes, classifier)
         strips = predictions.counterfactuals(options, inputs, classes, classifier)
-        top = options.top or (SHOWN if quiet and not options.json else len(classes))
-        how = {
-            "resize": options.resize,
-            "top": top,
-            "batch_size": options.batch_size,
-            "maps": maps,
-            "fast": fast,
-        }
+        top = options.top
+        if not top:
+            top = TABLE_CLASSES if quiet and not options.json else len(classes)
         sinks = [*predictions.open_sinks(options, classes, stack)]
         bar = stack.enter_context(
             Bar(total=len(inputs), desc="predicting", unit="image", disable=quiet)
         )
-        for given, answer in predictions.predict(classifier, checkpoint, inputs, **how):
+        answers = predictions.predict(
+            classifier,
+            checkpoint,
+            inputs,
+            resize=options.resize,
+            top=top,
+            batch_size=options.batch_size,
+            maps=maps,
+            fast=fast,
+        )
+        for image, answer in answers:
             if strips and "error" not in answer:
                 answer["counterfactual"] = strips.draw(
-                    given.name, answer["label"], resize=options.resize
+                    image.name, answer["label"], resize=options.resize
                 )
             parts = {
                 "could not be read": answer,
                 "have no counterfactual": answer.get("counterfactual", {}),
             }
-            for what in (what for what, part in parts.items() if "error" in part):
-                failed[what] += 1
-                first.setdefault(what, given.name)
+            for failure, part in parts.items():
+                if "error" in part:
+                    failures[failure] += 1
+                    first_failures.setdefault(failure, image.name)
             for sink in sinks:
-                sink(given, answer)
+                sink(image, answer)
             bar.update()
         count, text = len(inputs), bar.text()
     if not quiet:
@@ -146,9 +153,7 @@ def main(argv: list[str]) -> int:
         refresh(folder / "maps")
     for path in filter(None, (options.csv, options.errors)):
         print(f"wrote {path}", file=sys.stderr)
-    for what, number in failed.items():
-        print(
-            f"error: {number} of {count} images {what}, the first: {printable(first[what])}",
-            file=sys.stderr,
-        )
-    return EXIT_USER if any(failed.values()) else EXIT_OK
+    for failure, number in failures.items():
+        first = printable(first_failures[failure])
+        print(f"error: {number} of {count} images {failure}, the first: {first}", file=sys.stderr)
+    return EXIT_USER if failures else EXIT_OK

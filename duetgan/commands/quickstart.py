@@ -1,10 +1,10 @@
-"""The first minutes with Duet: pack images, train both models on this machine, evaluate them, write
-a report.
+"""Get started with Duet: pack images, train a GAN and a classifier, evaluate them, write a report.
 
-Without a FOLDER the embedded sample; a FOLDER is one of class folders or a flat one, a zip, a CSV,
-or whatever else `duet pack` reads. What fits the images, the machine and --minutes is measured and
-chosen at the first start. Each step is one of Duet's own commands, printed before it runs. After an
-interruption the same command resumes, by the same plan.
+Give a FOLDER with a subfolder for each class, a folder of images without classes, a zip, a CSV, or
+anything else that `duet pack` reads; without one the sample images of Duet are used. At the first
+start this machine's speed is measured, and a plan is made that fits the images and --minutes. Each
+step is one of Duet's commands, which is printed before it runs. After an interruption the same
+command resumes with the same plan.
 """
 
 from pathlib import Path
@@ -29,33 +29,43 @@ def main(argv: list[str]) -> int:
         nargs="?",
         default=SAMPLE,
         metavar="FOLDER",
-        help="images: folder, zip, table (default: the sample)",
+        help="images: a folder, zip or table (default: the sample images)",
     )
-    add("--minutes", type=number(float, 1, WEEK), default=15.0, help="how long it may take in all")
-    weights = "ImageNet weights to fine-tune the classifier from (default: see docs); of several the best are taken"
+    add(
+        "--minutes",
+        type=number(float, 1, WEEK),
+        default=15.0,
+        help="time limit in minutes, for everything",
+    )
+    weights = "ImageNet weights for the classifier (default: see docs/your-data.md); "
+    weights += "may be repeated: the best are used"
     add_table_options(parser)
     add("--weights", metavar="FILE", action="append", default=[], help=weights)
     add(
         "--predict",
         metavar="IMAGES",
-        help="name these new images in the end: predictions.csv beside the report",
+        help="classify these new images at the end, into predictions.csv",
     )
     add(
         "--seed",
         type=number(int, 0),
         default=0,
-        help="of the split and of both trainings (default: 0)",
+        help="seed of the split and of both trainings (default: 0)",
     )
-    add("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_NAME)")
-    add("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, as a quick check")
+    add("--dir", help="folder for the results (default: runs/quickstart, or runs/quickstart_NAME)")
+    add(
+        "--quick",
+        action="store_true",
+        help=f"train only {QUICK_STEPS} steps, to check that everything works",
+    )
     options = parser.parse_args(argv)
-    folder = (
-        Path(options.dir).resolve()
-        if options.dir
-        else default_folder(options.source, options.quick)
-    )
-    new = Path(options.predict).expanduser().resolve() if options.predict else None
-    if new is not None and not new.exists():
-        raise UserError(f"--predict {options.predict}: there is no such file or folder")
+    folder = default_folder(options.source, options.quick)
+    if options.dir:
+        folder = Path(options.dir).resolve()
+    new_images = None
+    if options.predict:
+        new_images = Path(options.predict).expanduser().resolve()
+        if not new_images.exists():
+            raise UserError(f"--predict {options.predict}: there is no such file or folder")
     plan = plan_for(folder, options)
-    return plan if isinstance(plan, int) else Quickstart(folder, plan, new).run()
+    return plan if isinstance(plan, int) else Quickstart(folder, plan, new_images).run()

@@ -1,8 +1,8 @@
-"""Answer a question about the generator and the classifier with many runs, controls and intervals.
+"""Answer a question about GANs and classifiers with many runs, controls and confidence intervals.
 
-`python study.py augment`: do samples help the classifier? The same command goes on where it was
-stopped. It writes study.json and a page, report.html. `python study.py page FOLDER...` prints what
-studies found, as Markdown.
+`python study.py augment`: do generated images help a classifier? The results are study.json and a
+page, report.html. After an interruption the same command continues. `python study.py page
+FOLDER...` prints the results of studies as Markdown.
 """
 
 import json
@@ -24,67 +24,72 @@ WEEK = 7 * 24 * 60  # minutes
 
 def parser() -> Parser:
     options = Parser(
-        prog="study.py", description=__doc__, epilog="Any key of the recipe: --section.key value."
+        prog="study.py",
+        description=__doc__,
+        epilog="Override any key of the recipe with --section.key value.",
     )
     add = options.add_argument
     add(
         "subject",
         metavar="SUBJECT",
-        help="; ".join(f"{name}: {what}" for name, what in SUBJECTS.items()),
+        help="; ".join(f"{name}: {question}" for name, question in SUBJECTS.items()),
     )
-    add("--config", metavar="FILE", help="a recipe (default: configs/study_SUBJECT.yaml)")
-    add("--out", metavar="DIR", help="folder of the study (default: runs/NAME, the recipe's)")
+    add("--config", metavar="FILE", help="YAML recipe (default: configs/study_SUBJECT.yaml)")
+    add("--out", metavar="DIR", help="folder of the study (default: runs/NAME of the recipe)")
     add(
         "--quick",
         action="store_true",
-        help="the recipe's section quick: a first answer, with wide intervals",
+        help="apply the section quick of the recipe: a first answer, with wide intervals",
     )
     add(
         "--minutes",
         type=number(float, 0.01, WEEK),
         metavar="M",
-        help="stop after them; the same command goes on",
+        help="stop after M minutes; the same command continues",
     )
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     add(
         "--seeds",
         type=positive,
         metavar="N",
-        help="trainings of each arm (default: the recipe's, 5 unless it says)",
+        help="trainings per arm (default: as in the recipe, else 5)",
     )
     add("--json", action="store_true", help="print study.json instead of the verdict")
     return options
 
 
 def main(argv: list[str]) -> int:
-    """Make what is missing of a study, and print what it found."""
+    """Run the missing parts of a study and print the result."""
     if argv[:1] == ["page"]:
         from duetgan.reporting.verdicts import verdicts
 
-        folders = Parser(prog="study.py page", description="Print what studies found, as Markdown.")
-        folders.add_argument("folders", metavar="FOLDER", type=Path, nargs="+")
+        folders = Parser(
+            prog="study.py page", description="Print the results of studies as Markdown."
+        )
+        folders.add_argument(
+            "folders", metavar="FOLDER", type=Path, nargs="+", help="folders of studies"
+        )
         print(verdicts(folders.parse_args(argv[1:]).folders))
         return 0
     options, overrides = parser().parse_known(argv)
     entry(SUBJECTS, options.subject, "study")
-    file = (
-        Path(recipe_file(options.config))
-        if options.config
-        else CONFIGS / f"study_{options.subject}.yaml"
-    )
-    overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]
+    file = CONFIGS / f"study_{options.subject}.yaml"
+    if options.config:
+        file = Path(recipe_file(options.config))
+    if options.seeds is not None:
+        overrides += ["--seeds", str(options.seeds)]
     out = options.out or str(runs_folder() / (file.stem + "_quick" * options.quick))
     tree = read_yaml(file)
 
+    # These import torch.
     from duetgan.reporting.report import write_study_page
     from duetgan.studies.images import quickened
     from duetgan.studies.runner import Study
 
     config_class, subject_class = load_subject(options.subject)
     with explained(UnknownKey, lambda error: error.among(sorted(parser()._option_string_actions))):
-        config: Any = build(
-            config_class, quickened(tree) if options.quick else tree, overrides, source=str(file)
-        )
+        tree = quickened(tree) if options.quick else tree
+        config: Any = build(config_class, tree, overrides, source=str(file))
     folder = Path(out).resolve()
     study = Study(options.subject, subject_class(config, folder, options.device))
     write = partial(

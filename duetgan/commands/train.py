@@ -1,5 +1,6 @@
-"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same
-command resumes.
+"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`.
+
+After an interruption the same command resumes from the last checkpoint.
 """
 
 import os
@@ -7,7 +8,6 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
 
 from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, number, positive
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
@@ -17,56 +17,58 @@ from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.text import did_you_mean
 
-RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
+RESUME = ("--resume", "--resume_from", "--continue")  # options of other programs
 
 
 def parser() -> Parser:
     parse = Parser(
         prog="train.py",
         description=__doc__,
-        epilog="Any key of the config is overridden by --section.key value.",
+        epilog="Override any key of the config with --section.key value.",
     )
     add = parse.add_argument
-    add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
-    add("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
+    add(
+        "--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or the config.yaml of a run"
+    )
+    add("--run-dir", metavar="DIR", help="run folder (default: runs/<name of the config>)")
     launch.add_options(add)
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     add(
         "--max-steps",
         type=positive,
         metavar="N",
-        help="stop after saving at step N; schedules keep the config's length",
+        help="save and stop at step N; schedules keep the length in the config",
     )
     add(
         "--init-from",
         metavar="FILE|RUN",
-        help="start from another run's weights, as far as they fit; not a resume",
+        help="start from the weights of another run, as far as they fit; this is not a resume",
     )
     add(
         "--profile",
         type=positive,
         metavar="N",
-        help="measure N steps: a table, and RUN/profile/; stops after them",
+        help="measure N steps, print a table, write RUN/profile/, and stop",
     )
     add(
         "--lr-find",
         action="store_true",
-        help="search the learning rate: RUN/lr_find.png, and the option to type",
+        help="search for a learning rate: write RUN/lr_find.png and print the option to use",
     )
-    add("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
+    add("--lr-find-steps", type=positive, metavar="N", help="number of rates to try (default: 100)")
     rate = number(float, 0, inner=True)
-    add("--lr-find-from", type=rate, metavar="RATE", help="the first of them (default: 1e-6)")
-    add("--lr-find-to", type=rate, metavar="RATE", help="the last of them (default: 10)")
+    add("--lr-find-from", type=rate, metavar="RATE", help="lowest rate to try (default: 1e-6)")
+    add("--lr-find-to", type=rate, metavar="RATE", help="highest rate to try (default: 10)")
     add_import_option(parse)
-    # of `python -m torch.distributed.launch`; the environment says it too
+    # `python -m torch.distributed.launch` passes this option; the environment has the same number.
     add("--local-rank", type=int, help=SUPPRESS)
-    add("--list", action="store_true", help="print the recipes of configs/ with a line each")
+    add("--list", action="store_true", help="list the recipes of configs/")
     add(
         "--keys",
         nargs="?",
         const="",
         metavar="WORD",
-        help="print all config keys, or those about WORD",
+        help="list all config keys, or those that contain WORD",
     )
     add(
         "--dry-run",
@@ -74,15 +76,17 @@ def parser() -> Parser:
         const="here",
         default="",
         choices=("here", "gpu"),
-        help="do everything up to the first step and print the plan; gpu: with memory and speed on some GPUs, on paper",
+        help="do everything up to the first step and print the plan; gpu: also estimate memory and speed on "
+        "several GPUs",
     )
-    add("--layers", action="store_true", help="with --dry-run: every layer too")
+    add("--layers", action="store_true", help="with --dry-run: also print every layer")
     return parse
 
 
 def check_names(overrides: Sequence[str], *, config: str | None) -> None:
-    """Raise UserError for options that do not exist and cannot wait for the config, which knows the
-    others.
+    """Raise UserError for an unknown option that must be reported before the config is read.
+
+    The config checks the other options.
     """
     for name in [token.partition("=")[0] for token in overrides if token.startswith("--")]:
         if name in RESUME:
@@ -107,13 +111,13 @@ def main(argv: list[str]) -> int:
     if options.config is None:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
     options.config = recipe_file(options.config)
-    read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
-    given = {
+    read_yaml(options.config)  # reports an error once, and before torch is imported
+    values = {
         "steps": options.lr_find_steps,
         "first": options.lr_find_from,
         "last": options.lr_find_to,
     }
-    sweep = {name: value for name, value in given.items() if value is not None}
+    sweep = {name: value for name, value in values.items() if value is not None}
     refuse(
         (
             options.profile is not None and (options.dry_run or options.max_steps is not None),
@@ -131,23 +135,23 @@ def main(argv: list[str]) -> int:
         ),
     )
     if options.init_from is not None:
-        # a key of the config: it is saved with the run
+        # This is a key of the config, so that it is saved with the run.
         overrides += ["--init_from", options.init_from]
-    # a key too, of the run
+    # Imports are saved with the run too.
     overrides += [f"--import={name}" for name in getattr(options, "imports", ())]
     if (code := launch.start_processes("train", argv, options.gpus, options.procs)) is not None:
         return code
-    # a process of a launcher ends as it is told to, and the launcher says so
+    # A launcher reports the end of its processes itself.
     with nullcontext() if launch.under_launcher() else launch.leaving_on_signals():
         return train_here(options, overrides, sweep)
 
 
-def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) -> int:
+def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]) -> int:
     folder = RunFolder(options.run_dir or default_folder(Path(options.config)))
     if os.environ.get("RANK", "0") == "0" and not options.dry_run:
-        folder.open()  # where another run is writing, nothing else is waited for
+        folder.open()  # fails at once if another run is writing there
     with closing(folder):
-        # imports torch, which must not happen before --gpus is applied
+        # This imports torch, which must not happen before --gpus is applied.
         from duetgan.training.engine.run import train
 
         with explained(
@@ -158,7 +162,7 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) 
                 options.config,
                 overrides,
                 run_dir=folder,
-                device=launch.wanted_device(options.device, options.gpus, options.procs),
+                device=launch.requested_device(options.device, options.gpus, options.procs),
                 max_steps=options.max_steps,
                 profile_steps=options.profile,
                 sweep=sweep if options.lr_find else None,

@@ -1,6 +1,4 @@
-"""What images and packed files are refused by, and the limits that both reading and packing keep
-to.
-"""
+"""Errors of images and packed files, and the size limits of images in reading and packing."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from pathlib import Path
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
-MOST_PIXELS = 89_478_485  # of an image: Pillow's limit for files of others
+MOST_PIXELS = 89_478_485  # of an image: Pillow's limit for untrusted files
 MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images
 
 
@@ -19,33 +17,33 @@ class ImageError(ValueError):
     """
 
 
-def unread(error: Exception) -> ImageError:
-    """That a file cannot be read, where `error` was raised."""
-    refused = isinstance(error, bounded.Refused)
-    return ImageError(
-        str(error) if refused else f"cannot be read ({getattr(error, 'strerror', None) or error})"
-    )
+def read_error(error: Exception) -> ImageError:
+    """Return the ImageError of a file that cannot be read because of `error`."""
+    if isinstance(error, bounded.Refused):
+        return ImageError(str(error))
+    return ImageError(f"cannot be read ({getattr(error, 'strerror', None) or error})")
 
 
 class DamageError(UserError):
-    """Records whose bytes are not those that were written.
+    """Records whose bytes differ from those that were written.
 
-    The text names the records of the file; `records` counts from `first`, the number of the file's
-    first record in a data set of several files.
+    The message has the records' numbers in the file. `records` has their numbers in the data set,
+    in which the file's first record has the number `first`.
     """
 
     def __init__(self, path: Path, records: Sequence[int], reason: str, first: int = 0) -> None:
-        self.records, self.reason = [record + first for record in records], reason
+        self.records = [record + first for record in records]
+        self.reason = reason
         self._arguments = (path, records, reason, first)
         name = f"record {records[0]}"
         if len(records) > 1:
-            whole = records[-1] - records[0] == len(records) - 1
-            name += f" to {records[-1]}" if whole else f" and {len(records) - 1} more"
-        # Other ranks may not meet the same record: every rank says it.
+            is_range = records[-1] - records[0] == len(records) - 1
+            name += f" to {records[-1]}" if is_range else f" and {len(records) - 1} more"
+        # Other ranks may not read the same record, so every rank prints the message.
         super().__init__(
             f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True
         )
 
     def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str, int]]:
-        """So that it travels between processes."""
+        """Pickle by the constructor's arguments, as `Exception` does not."""
         return type(self), self._arguments

@@ -1,4 +1,4 @@
-"""One image: open any file by the rules that docs/lmdb.md lists, bring it to size, encode it."""
+"""A single image: open a file by the rules of docs/lmdb.md, resize it, encode it."""
 
 import io
 import re
@@ -18,51 +18,37 @@ from duetgan.utils.errors import explained
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 SUFFIXES = frozenset(
-    (
-        *(
-            ".jpg",
-            ".jpeg",
-            ".jfif",
-            ".png",
-            ".webp",
-            ".bmp",
-            ".gif",
-            ".tif",
-            ".tiff",
-            ".ppm",
-            ".pgm",
-        ),
-        *(".avif", ".heic", ".heif"),
-    )
+    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+    | {".ppm", ".pgm", ".avif", ".heic", ".heif"}
 )
-HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brands in a file's head
-PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
+HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brands in the header
+PNG = b"\x89PNG\r\n\x1a\n"  # first bytes
 MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not images
-# What Pillow raises for a file that is damaged.
+# Errors that Pillow raises for damaged files. RuntimeError: the decoders of AVIF and HEIC
 DAMAGED = (
-    *(
-        OSError,
-        SyntaxError,
-        ValueError,
-        EOFError,
-        LookupError,
-        TypeError,
-        OverflowError,
-        MemoryError,
-    ),
-    *(struct.error, zlib.error, RuntimeError),  # the last one: AVIF's and HEIC's decoders
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    RuntimeError,
 )
 BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 JPEG_QUALITY = 95  # without chroma subsampling
 
 # mode -> its name in the metadata
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}
-# of ready-made networks
+# the preprocessing of published classifiers
 PUBLISHED = re.compile("shorter-side-([0-9]{1,5})[+](bilinear|bicubic|lanczos)[+]centre-crop")
 NO_HEIF = "is a HEIC image, which needs a package that is not installed: pip install pillow-heif"
 TOO_LARGE = f"has more than {MOST_PIXELS:,} pixels; make it smaller first"
 
-# Remarks about odd EXIF data are ignored, too many pixels are an error.
+# Warnings about unusual EXIF data are ignored; too many pixels are an error.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 warnings.simplefilter("error", Image.DecompressionBombWarning)
 
@@ -80,7 +66,7 @@ def formats(content: bytes) -> tuple[str, ...]:
 
 
 def has_16_bits(content: bytes) -> bool:
-    """Whether a file that can be decoded has 16 bits a value, of which Pillow may keep the high 8."""
+    """Return True if a decodable file has 16 bits a value; Pillow may keep only the high 8."""
     if content[:8] == PNG:
         return content[24] == 16
     if content[:2] not in (b"II", b"MM", b"P5"):
@@ -92,22 +78,26 @@ def has_16_bits(content: bytes) -> bool:
 
 @contextmanager
 def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Image.Image]:
-    """Around decoding a file of unknown origin: its image, which Pillow decodes when it is asked
-    for pixels. Raises ImageError for what is refused, and with the reason for what Pillow raises.
+    """Open an untrusted image file. Pillow decodes it inside the `with` block.
 
-    `size`: height and width that it must have, of its record, whose checksum has been compared.
+    Args:
+        content: the file.
+        size: height and width that the file must have, those of its record, whose checksum
+            matches; None for a file without a record.
+
+    Raises ImageError for files that are refused, and for all errors of Pillow.
     """
     if not content:
         raise ImageError("is an empty file")
     try:
         if size is None and content[:8] == PNG:
             with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
-                image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
+                image.verify()  # Pillow compares the checksums of PNG chunks only here.
         with Image.open(io.BytesIO(content), formats=formats(content)) as image:
-            # Pillow itself may only warn of its size, the filters are the process's; it may be
-            # stored on its side.
+            # Pillow may only warn about large images: the warning filters belong to the process.
+            # `size` may have height and width swapped for an image that is stored rotated.
             check_size((image.height, image.width), None if image.size == size else size)
-            # MPO: a camera's JPEG, the first frame is the image
+            # The first frame of an MPO, a camera's JPEG, is the image.
             if image.format != "MPO" and has_another(image):
                 raise ImageError("is animated or has several pages; save one of them as an image")
             _check_depth(image, content)
@@ -123,7 +113,7 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
 
 
 def has_another(image: Image.Image) -> bool:
-    """Whether there is a second frame or page; to count 65,535 of them takes Pillow minutes."""
+    """Return True if there is a second frame or page. Counting 65,535 of them takes minutes."""
     try:
         image.seek(1)
     except EOFError:
@@ -132,19 +122,20 @@ def has_another(image: Image.Image) -> bool:
 
 
 def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None:
-    """Raise ImageError for too many pixels, and if a header's height and width are not those of the
-    record; None: they are not known.
+    """Raise ImageError for too many pixels, and if a header's height and width differ from those of
+    the record; `size` is None without a record.
     """
     if in_header[0] * in_header[1] > MOST_PIXELS:
         raise ImageError(TOO_LARGE)
     if size is not None and in_header != size:
         raise ImageError(
-            f"is {in_header[1]}x{in_header[0]} px by its header, {size[1]}x{size[0]} px by its record"
+            f"is {in_header[1]}x{in_header[0]} px by its header, {size[1]}x{size[0]} px by its"
+            " record"
         )
 
 
 def _check_depth(image: Image.Image, content: bytes) -> None:
-    """Raise ImageError for pixels whose range is not known from their values."""
+    """Raise ImageError for pixel formats whose range of values is undefined."""
     if image.format == "TIFF" and image.mode == "I":  # 16 bits without a sign are I;16
         bits = "32-bit" if image.tag_v2.get(258) == (32,) else "signed"  # type: ignore[attr-defined]  # BitsPerSample
         raise ImageError(f"has {bits} pixels; save it with 8 or 16 bits, without a sign")
@@ -160,30 +151,28 @@ def _check_depth(image: Image.Image, content: bytes) -> None:
 
 
 def centre_box(
-    height: int, width: int, wanted: tuple[int, int] = (1, 1)
+    height: int, width: int, target: tuple[int, int] = (1, 1)
 ) -> tuple[int, int, int, int]:
-    """Top, left, height and width of the largest part in the middle that has the shape of `wanted`
+    """Return top, left, height and width of the largest centre crop with the aspect of `target`
     (height, width).
     """
-    down, across = wanted
-    h, w = (
-        min(height, max(1, round(width * down / across))),
-        min(width, max(1, round(height * across / down))),
-    )
+    down, across = target
+    h = min(height, max(1, round(width * down / across)))
+    w = min(width, max(1, round(height * across / down)))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
 def fit(
     pixels: np.ndarray, size: int | tuple[int, int], mode: str, alpha: bool = False
 ) -> np.ndarray:
-    """Bring an image [H, W, C] of any depth to the side or the (height, width) `size`.
+    """Resize an image [H, W, C] of any depth to the side or (height, width) `size`.
 
-    Modes: "exact" leaves it and refuses other sizes; "crop" takes the largest part of that shape in
-    the middle and scales it with Pillow's Lanczos filter; "pad" puts it in the middle of zeros,
-    scaled down before (Lanczos) if it is larger than `size`, never scaled up.
-    "shorter-side-256+bilinear+centre-crop" (PUBLISHED) scales the shorter side to 256 px and takes
-    the middle, as classifiers of others have it. Raises ImageError for a size that "exact" does not
-    allow.
+    Modes:
+        exact: return the image, and raise ImageError for another size.
+        crop: scale the largest centre crop of the target aspect with Pillow's Lanczos filter.
+        pad: centre the image on zeros, scaled down (Lanczos) if it is larger, never scaled up.
+        shorter-side-256+bilinear+centre-crop (PUBLISHED): scale the shorter side to 256 px and take
+            the centre crop, as published classifiers do.
     """
     height, width = pixels.shape[:2]
     down, across = size if isinstance(size, tuple) else (size, size)
@@ -203,7 +192,7 @@ def fit(
     if mode == "crop":
         top, left, high, wide = centre_box(height, width, (down, across))
         return _scale(pixels[top : top + high, left : left + wide], down, across, alpha=alpha)
-    # of the side that is tighter
+    # The side that limits the scale
     room, needed = (down, height) if height * across > width * down else (across, width)
     if needed > room:
         height, width = (max(1, round(side * room / needed)) for side in (height, width))
@@ -213,11 +202,12 @@ def fit(
 
 
 def thumbnail(pixels: np.ndarray, side: int) -> np.ndarray:
-    """An image uint8 [H, W, C] for people: uint8 [3, side, side], its middle, small ones with their
-    pixels enlarged.
+    """Return the centre square of an image uint8 [H, W, C] for display: uint8 [3, side, side].
+
+    The pixels of smaller images are enlarged.
     """
-    middle = _pillow(fit(pixels, min(side, *pixels.shape[:2]), "crop")).convert("RGB")
-    return np.asarray(middle.resize((side, side), Image.Resampling.NEAREST)).transpose(2, 0, 1)
+    square = _pillow(fit(pixels, min(side, *pixels.shape[:2]), "crop")).convert("RGB")
+    return np.asarray(square.resize((side, side), Image.Resampling.NEAREST)).transpose(2, 0, 1)
 
 
 def _pillow(pixels: np.ndarray) -> Image.Image:
@@ -227,9 +217,7 @@ def _pillow(pixels: np.ndarray) -> Image.Image:
 
 
 def trained_mode(checkpoint: Mapping[str, Any]) -> str:
-    """The mode of `fit` for a further image, as the data of a checkpoint's training was brought to
-    size.
-    """
+    """Return the mode of `fit` with which a checkpoint's training images were resized."""
     name = str((checkpoint.get("data") or {}).get("resize_filter", ""))
     if PUBLISHED.fullmatch(name):
         return name
@@ -240,7 +228,7 @@ def _scale(
     pixels: np.ndarray,
     height: int,
     width: int,
-    filtering: Any = Image.Resampling.LANCZOS,
+    filtering: Image.Resampling = Image.Resampling.LANCZOS,
     alpha: bool = False,
 ) -> np.ndarray:
     if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
@@ -258,8 +246,9 @@ def _scale(
 def through_floats(
     scaled: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray, alpha: bool
 ) -> np.ndarray:
-    """`scaled` of an image's values as float32 [H, W, C], its colours multiplied by alpha
-    meanwhile; in its depth.
+    """Apply `scaled` to an image's values as float32 [H, W, C], and convert back to its depth.
+
+    With `alpha` the colours are multiplied by alpha meanwhile.
     """
     floats, integers = pixels.astype(np.float32), pixels.dtype != np.float32
     most = np.float32(np.iinfo(pixels.dtype).max if integers else 1)
@@ -268,8 +257,8 @@ def through_floats(
     floats = scaled(floats)
     if alpha:
         opacity = (floats[:, :, -1:] / most).clip(0, 1)
-        seen = (opacity * most).round() > 0 if integers else opacity > 0
-        floats[:, :, :-1] = np.where(seen, floats[:, :, :-1] / np.where(seen, opacity, 1), 0)
+        visible = (opacity * most).round() > 0 if integers else opacity > 0
+        floats[:, :, :-1] = np.where(visible, floats[:, :, :-1] / np.where(visible, opacity, 1), 0)
     if integers or alpha:
         floats = floats.clip(0, most)
     return (floats + np.float32(0.5) if integers else floats).astype(pixels.dtype)
@@ -278,12 +267,10 @@ def through_floats(
 def resized(
     pixels: np.ndarray, size: tuple[int, int], method: int, alpha: bool = False
 ) -> np.ndarray:
-    """An image [H, W, C] of any depth by OpenCV's `method` at a height and width: [height, width,
-    C].
-    """
+    """Resize an image [H, W, C] of any depth to (height, width) `size` by OpenCV's `method`."""
 
     def scaled(pixels: np.ndarray) -> np.ndarray:
-        if pixels.shape[2] <= 4:  # OpenCV takes no more at once
+        if pixels.shape[2] <= 4:  # OpenCV's limit of channels
             return cv2.resize(pixels, size[::-1], interpolation=method).reshape(
                 *size, pixels.shape[2]
             )
@@ -297,14 +284,14 @@ def resized(
 
 
 def encode(pixels: np.ndarray, encoding: str) -> bytes:
-    """A "png" (lossless, 8 or 16 bits; 4 channels: the last is alpha) or "jpeg" (quality
-    JPEG_QUALITY, 4:4:4) file of an image [H, W, 1, 3 or 4].
+    """Encode an image [H, W, 1, 3 or 4] as a file.
+
+    `encoding` is "png" (lossless, 8 or 16 bits; the last of 4 channels is alpha) or "jpeg"
+    (JPEG_QUALITY, 4:4:4).
     """
-    ordered = (
-        np.ascontiguousarray(pixels[:, :, [2, 1, 0, 3][: pixels.shape[2]]])
-        if pixels.shape[2] > 1
-        else pixels
-    )
+    ordered = pixels
+    if pixels.shape[2] > 1:  # OpenCV expects BGR
+        ordered = np.ascontiguousarray(pixels[:, :, [2, 1, 0, 3][: pixels.shape[2]]])
     options = [cv2.IMWRITE_PNG_COMPRESSION, 6]
     if encoding == "jpeg":
         sampling = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444]

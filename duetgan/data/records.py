@@ -1,5 +1,5 @@
-"""From images to records: the pixels of one, packed files of images that are in memory, and all
-images of a source, in threads and in order: what packing and the index of tar files do first.
+"""Convert images to records: a single image, arrays in memory, and all images of a source, in
+threads and in order. Packing and the index of tar files use it.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import cv2
 import numpy as np
@@ -38,25 +38,25 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.provenance import Provenance
 
-# of images that are encoded here
+# by encoding, of images that are encoded here
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}
 DEPTHS = {"8": "uint8", "16": "uint16", "float": "float32"}  # as --depth names them
 SHORT = {depth: name for name, depth in DEPTHS.items()}
-# resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE
-PAD_SHARE = 8
+# Resize "auto" pads images that are smaller than N px by at most N / PAD_DIVISOR.
+PAD_DIVISOR = 8
 
-MOST_WORKERS = 16  # that are started unasked: more than the one writer can keep up with
-WINDOW = 4  # pieces per thread that may be under way or wait for an earlier one
+MOST_WORKERS = 16  # by default: the single writer cannot keep up with more
+WINDOW = 4  # chunks per thread that are in progress or wait for an earlier one
 
-# A piece is what a thread converts at a time: long enough that handing it over costs little, short
-# enough that the pieces under way take little memory.
-PIECE_BYTES = 1 << 20  # of pixels
-PIECE_IMAGES = 64
-PIECE_FILES = 4  # of images that keep sizes of their own
+# A chunk is converted by one thread. It is long enough that passing it costs little, and short
+# enough that all chunks together take little memory.
+CHUNK_BYTES = 1 << 20  # of pixels
+CHUNK_IMAGES = 64
+CHUNK_FILES = 4  # of images of individual sizes
 
 
 T = TypeVar("T")
-Converted = Record | ImageError  # an image of a source, or why it cannot be used
+Converted = Record | ImageError  # the error of an image that cannot be used
 
 
 def make_record(
@@ -67,14 +67,14 @@ def make_record(
     codec: int = CODEC_RULES,  # of that file
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
-    wanted = layout.spec
-    if image.dtype != wanted.depth or image.ndim != 3 or image.shape[2] != wanted.channels:
+    spec = layout.spec
+    if image.dtype != spec.depth or image.ndim != 3 or image.shape[2] != spec.channels:
         raise ValueError(
-            f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {wanted.channels}]"
+            f"image {image.dtype} {image.shape}, expected {spec.depth} [H, W, {spec.channels}]"
         )
-    if wanted.side and image.shape[:2] != wanted.size:
+    if spec.side and image.shape[:2] != spec.size:
         raise ValueError(
-            f"image of {image.shape[1]}x{image.shape[0]} px, expected {wanted.width}x{wanted.height}"
+            f"image of {image.shape[1]}x{image.shape[0]} px, expected {spec.width}x{spec.height}"
         )
     assert (payload is None) == (layout.encoding != "source")
     levels = pyramid(image, layout)
@@ -85,16 +85,15 @@ def make_record(
     else:
         payloads = [encode(level, layout.encoding) for level in levels]
     codec = CODECS.get(layout.encoding, codec)
-    sizes = [level.shape[:2] for level in levels]
-    entries = [
-        make_entry(content, label, h, w, codec)
-        for content, (h, w) in zip(payloads, sizes, strict=True)
-    ]
+    entries = []
+    for level, content in zip(levels, payloads, strict=True):
+        height, width, _ = level.shape
+        entries.append(make_entry(content, label, height, width, codec))
     pixels = image.shape[0] * image.shape[1]
     record = Record(
         label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image)
     )
-    return replace(record, ends=value_ends(image)) if wanted.deep else record
+    return replace(record, ends=value_ends(image)) if spec.deep else record
 
 
 def add_image(
@@ -105,9 +104,10 @@ def add_image(
 
 
 def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
-    """The image at every resolution, ascending; each is the mean of 2x2 pixels of the next larger
-    one, rounded half up, as in the progressive growing of GANs (Karras et al. 2018, section 2:
-    average pooling).
+    """Return the image at every resolution, ascending.
+
+    Each level has the means of 2x2 pixels of the next larger one, rounded half up (average pooling;
+    Karras et al. 2018, "Progressive Growing of GANs", section 2).
     """
     levels = [image]
     for side in reversed(layout.resolutions[:-1]):
@@ -117,7 +117,7 @@ def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
 
 
 def signature(pixels: np.ndarray) -> np.ndarray:
-    """The signature of an image [H, W, C], as an array of shape [1] and type SIGNATURE."""
+    """Return the signature of an image [H, W, C], an array of shape [1] and type SIGNATURE."""
     pixels = np.ascontiguousarray(pixels)
     digest = hashlib.blake2b(pixels.data, digest_size=8, person=b"%dx%d" % pixels.shape[:2])
     if pixels.shape[2] in (1, 3):
@@ -131,8 +131,9 @@ def signature(pixels: np.ndarray) -> np.ndarray:
 
 
 def pixel_sums(image: np.ndarray) -> np.ndarray:
-    """Sums of the values and of their squares of an image [H, W, C]: [2, C], int64 of 8 bits, else
-    float64.
+    """Return the sums of an image's values and of their squares per channel.
+
+    The image is [H, W, C]; the result is [2, C], int64 for 8 bits, else float64.
     """
     channels = image.shape[2]
     if image.dtype != np.uint8 or channels > 4:
@@ -142,24 +143,22 @@ def pixel_sums(image: np.ndarray) -> np.ndarray:
             np.einsum("nc,nc->c", flat, flat, dtype=np.float64, casting="unsafe"),
         ]
         return np.array(sums).astype(np.int64 if image.dtype == np.uint8 else np.float64)
-    # at most 255**2: exact, as are the float64 sums
+    # Squares of at most 255**2 are exact in float32, and so are the float64 sums.
     squares = cv2.multiply(image, image, dtype=cv2.CV_32F)
     sums = [cv2.sumElems(values)[:channels] for values in (image, squares)]
     return np.array(sums).astype(np.int64)
 
 
 def plain_codec(content: bytes, channels: int) -> int:
-    """The decoder that reads this file as `decode_image` does: CODEC_JPEG or CODEC_PNG where no
-    rule applies to it (8 bits, no transparency, no orientation, no change from colour to grey),
-    else CODEC_RULES.
+    """Return the fastest decoder that gives the same pixels as `decode_image`.
+
+    That is CODEC_JPEG or CODEC_PNG for files of 8 bits without transparency, orientation or a
+    conversion from colour to grey, else CODEC_RULES.
     """
+    modes = ("L",) if channels == 1 else ("L", "RGB")
     with Image.open(io.BytesIO(content), formats=formats(content)) as image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-        if (
-            turned
-            or image.has_transparency_data
-            or image.mode not in (("L",) if channels == 1 else ("L", "RGB"))
-        ):
+        if turned or image.has_transparency_data or image.mode not in modes:
             return CODEC_RULES
         if image.format == "PNG" and content[24] == 8:  # bits, in the header
             return CODEC_PNG
@@ -168,11 +167,11 @@ def plain_codec(content: bytes, channels: int) -> int:
 
 def pack_arrays(
     path: str | Path,
-    images: np.ndarray,  # [n, C, H, W] uint8; uint16 and float32, of a range that is found
+    images: np.ndarray,  # [n, C, H, W]; uint8, or uint16 and float32 with the range of the values
     labels: Sequence[int] | np.ndarray | None = None,  # [n]
     classes: Sequence[str] = (),
     *,
-    sets: Sequence[Sequence[int]] | None = None,  # of classes, by label; None: a label is a class
+    label_sets: Sequence[Sequence[int]] | None = None,  # classes by label; None: a label is a class
     encoding: str = "raw",
     source: str = "arrays",
     passport: Provenance | None = None,  # of generated images
@@ -186,8 +185,15 @@ def pack_arrays(
         ImageSpec.of(channels, 0, {"depth": images.dtype.name}), height=height, width=width
     )
     layout = Layout.of(image, encoding, smallest, ranged=not image.deep)
-    about: Any = {"classes": classes, "sets": sets, "source": source, "passport": passport}
-    with LMDBWriter(path, layout, **about, overwrite=overwrite) as writer:
+    with LMDBWriter(
+        path,
+        layout,
+        classes=classes,
+        label_sets=label_sets,
+        source=source,
+        passport=passport,
+        overwrite=overwrite,
+    ) as writer:
         for index, image in enumerate(images):
             add_image(writer, image.transpose(1, 2, 0), 0 if labels is None else int(labels[index]))
         return writer.finish()
@@ -195,10 +201,10 @@ def pack_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How every image is brought into the file."""
+    """The conversion of all images of a file."""
 
     layout: Layout
-    mode: str  # data.images.fit's
+    mode: str  # of data.images.fit
 
     @property
     def resize_filter(self) -> str:
@@ -210,49 +216,53 @@ def make_plan(
     *,
     size: int | str | None = None,  # side in px, or width x height: 96x64
     encoding: str = "raw",
-    channels: int | str | None = None,  # "auto": those of all images
-    depth: str | None = None,  # "8", "16", "float"; "auto": that of all images
-    # of 16 bits and floats; None: found while packing
+    channels: int | str | None = None,  # "auto": by all images
+    depth: str | None = None,  # "8", "16", "float"; "auto": by all images
+    # of 16 bits and floats; None: from the values, while packing
     value_range: tuple[float, float] | None = None,
     resize: str = "auto",  # "crop" or "pad"
     smallest: int | None = None,  # px: side of a pyramid's smallest images; None: no pyramid
 ) -> Plan:
-    """Decide what the user has left open.
+    """Decide everything that the options leave open.
 
-    Channels and depth: the source's own; of files 3 and 8 bits, of arrays as they are. Size: the
-    source's own, else the first readable image's, and then all must have it. Resize "auto": "pad"
-    where all images have one known size that lies within both sides, at most 1/8 below the shorter
-    one, else "crop".
+    Channels and depth are those of the source; without `source.spec` they are 3 and 8 bits for
+    files, and unchanged for arrays. The size is that of the source, else that of the first readable
+    image, and then all images must have it. Resize "auto" means "pad" if all images have one known
+    size that is smaller on both sides, by at most 1/8 of the shorter side, else "crop".
+
     Raises UserError for options that do not fit together.
     """
-    own = source.spec
-    shape = own.size if own is not None and own.side else None
+    source_spec = source.spec
+    shape = source_spec.size if source_spec is not None and source_spec.side else None
     if encoding == "source":
         for option, value in (("--size", size), ("--pyramid", smallest)):
             if value is not None:
                 raise UserError(
-                    f"--encoding source keeps the files as they are: drop {option} or choose raw, jpeg or png"
+                    f"--encoding source keeps the files as they are: drop {option} or choose raw,"
+                    " jpeg or png"
                 )
         if shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
-        with explained(ValueError, lambda why: f"{source.name}: {why}"):
+        with explained(ValueError, lambda error: f"{source.name}: {error}"):
             return Plan(
                 layout=Layout.of(_form(source, channels or 3, depth or "8"), encoding), mode="exact"
             )
     form, ranged = _form(source, channels, depth), True
     if value_range is not None:
         with explained(
-            ValueError, lambda why: f"--range {value_range[0]:g},{value_range[1]:g}: {why}"
+            ValueError, lambda error: f"--range {value_range[0]:g},{value_range[1]:g}: {error}"
         ):
-            known = dict(zip(("low", "high"), value_range, strict=True))
-            form = ImageSpec.of(form.channels, 0, {**(form.pixel_format or {}), **known})
+            low, high = value_range
+            pixel_format = {**(form.pixel_format or {}), "low": low, "high": high}
+            form = ImageSpec.of(form.channels, 0, pixel_format)
     elif form.deep and not form.alpha:
-        ranged = source.ranged and own is not None and form.words == own.words
-    with explained(ValueError, lambda why: f"{source.name}: {why}"):
+        same = source_spec is not None and form.words == source_spec.words
+        ranged = source.ranged and same
+    with explained(ValueError, lambda error: f"{source.name}: {error}"):
         check_encoding(form, encoding)
     if size is None:
         height, width = shape or next(
-            _of_images(source, lambda it: decode_image(it, form).shape[:2])
+            _map_images(source, lambda content: decode_image(content, form).shape[:2])
         )
         image, mode = replace(form, height=height, width=width), "exact"
         if height != width:
@@ -260,13 +270,15 @@ def make_plan(
                 str(max(1, round(side / image.side * 4)) * 16) for side in (width, height)
             )
             raise UserError(
-                f"{source.name}: images are {width}x{height} px, not square: pass --size N, or {example}"
+                f"{source.name}: images are {width}x{height} px, not square: pass --size N, or"
+                f" {example}"
             )
     elif shape == (image := ImageSpec.of(form.channels, size, form.pixel_format)).size:
         mode = "exact"
     elif resize == "auto":
-        room = min(there - here for there, here in zip(image.size, shape or (0, 0), strict=True))
-        mode = "pad" if shape is not None and 0 < room <= image.side // PAD_SHARE else "crop"
+        height, width = shape or (0, 0)
+        margin = min(image.height - height, image.width - width)
+        mode = "pad" if shape is not None and 0 < margin <= image.side // PAD_DIVISOR else "crop"
     else:
         mode = resize
     if max(image.size) > MOST_SIDE:
@@ -280,60 +292,60 @@ def make_plan(
 
 
 def _form(source: Source, channels: int | str | None, depth: str | None) -> ImageSpec:
-    """The channels, alpha and depth that a source's images are packed with; without a size.
+    """Return the channels, alpha and depth with which a source's images are packed, without a size.
 
-    "auto": colours where an image has some, alpha where one has it, the largest depth. Two channels
-    are grey and alpha, four RGB and alpha, unless the first image has so many without alpha. Raises
-    UserError where "auto" finds floats beside whole numbers, or numbers of channels that do not go
-    together.
+    "auto" means RGB if an image has colours, alpha if an image has it, and the largest depth. Two
+    channels are grey and alpha, and four RGB and alpha, unless the first image has as many channels
+    without alpha. Raises UserError if "auto" meets floats and integers, or numbers of channels that
+    cannot be combined.
     """
-    own = source.spec
-    usual = (
-        (own.channels, SHORT[own.depth]) if own else ("auto", "auto") if source.as_is else (3, "8")
-    )
-    channels, depth = channels or usual[0], depth or usual[1]
-    if (
-        own is not None
-        and channels in ("auto", own.channels)
-        and depth in ("auto", SHORT[own.depth])
-    ):
-        return replace(own, height=0, width=0)
+    spec = source.spec
+    if spec is not None:
+        default_channels, default_depth = spec.channels, SHORT[spec.depth]
+        channels, depth = channels or default_channels, depth or default_depth
+        if channels in ("auto", default_channels) and depth in ("auto", default_depth):
+            return replace(spec, height=0, width=0)
+    elif source.as_is:
+        channels, depth = channels or "auto", depth or "auto"
+    else:
+        channels, depth = channels or 3, depth or "8"
     deepest = DEPTHS.get(depth, "uint8")
     if channels in (1, 3) and depth != "auto":
         return ImageSpec.of(int(channels), 0, {"depth": deepest})
-    found = Counter(
-        itertools.islice(_of_images(source, kind), None if "auto" in (channels, depth) else 1)
-    )
-    first, depths = next(iter(found)), {form.depth for form in found}
-    kinds = ", ".join(f"{count:,} of {form.title}" for form, count in found.items())
+    looked_at = None if "auto" in (channels, depth) else 1  # None: all images
+    forms = Counter(itertools.islice(_map_images(source, kind), looked_at))
+    first, depths = next(iter(forms)), {form.depth for form in forms}
+    kinds = ", ".join(f"{count:,} of {form.title}" for form, count in forms.items())
     if depth == "auto":
         if "float32" in depths and len(depths) > 1:
             raise UserError(
-                f"{source.name}: {kinds}: floats and whole numbers have no range in common: pass --depth"
+                f"{source.name}: {kinds}: floats and whole numbers have no range in common: pass"
+                " --depth"
             )
         deepest = max(depths, key=list(DEPTHS.values()).index)
     if channels == "auto":
-        colours = {form.colours for form in found}
+        colours = {form.colours for form in forms}
         if len(colours) > 1 and colours != {1, 3}:
             raise UserError(
-                f"{source.name}: {kinds}: these do not go together: pass --channels, or pack them apart"
+                f"{source.name}: {kinds}: these do not go together: pass --channels, or pack them"
+                " apart"
             )
-        alpha = any(form.alpha for form in found)
+        alpha = any(form.alpha for form in forms)
         channels = max(colours) + alpha
     else:
         alpha = channels in (2, 4) and (first.channels, first.alpha) != (channels, False)
     form = ImageSpec.of(int(channels), 0, {"depth": deepest, "alpha": alpha})
-    if source.as_is or depth == "auto" or len(found) > 1:
+    if source.as_is or depth == "auto" or len(forms) > 1:
         print(f"{source.name}: {kinds}: taken as {form.title}", file=sys.stderr)
     return form
 
 
-def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
-    """What is `found` in each image that can be read. Raises UserError if none can."""
+def _map_images(source: Source, function: Callable[[Content], T]) -> Iterator[T]:
+    """Yield the function of each readable image. Raises UserError if none can be read."""
     problem, readable = None, False
     for index in range(len(source)):
         try:
-            yield found(source.content(index))
+            yield function(source.content(index))
             readable = True
         except ImageError as error:
             problem = problem or Problem(source.item_name(index), str(error))
@@ -343,12 +355,14 @@ def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
         )
 
 
-# how files begin that may be transparent: PNG, WebP, GIF
+# first bytes of files that may be transparent: PNG, WebP, GIF
 WITH_ALPHA = (b"\x89PNG", b"RIFF", b"GIF8")
 
 
 def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
-    layout, payload, codec = plan.layout, None, CODEC_RULES
+    layout = plan.layout
+    payload: bytes | None = None
+    codec = CODEC_RULES
     try:
         content = read()
         image = pixels = decode_image(content, layout.spec)
@@ -358,16 +372,18 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
             payload, codec = content, plain_codec(content, layout.spec.channels)
         else:
             raise UserError(
-                f"{source.item_name(row)} is no file that could be kept: choose --encoding raw or png"
+                f"{source.item_name(row)} is no file that could be kept: choose --encoding raw or"
+                " png"
             )
         record = make_record(image, int(source.labels()[row]), layout, payload, codec)
     except ImageError as error:
         return error
-    pure = content.pixels if isinstance(content, Values) else content
-    as_had = pure if isinstance(pure, bytes) else b"%dx%dx%d" % pure.shape + pure.tobytes()
+    original = content.pixels if isinstance(content, Values) else content
+    if not isinstance(original, bytes):
+        original = b"%dx%dx%d" % original.shape + original.tobytes()
     enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], layout.spec.size))
     cut = 0
-    with suppress(ImageError):  # of files that only Pillow reads
+    with suppress(ImageError):  # for files that only Pillow reads
         cut = bits_of(content) if payload is None and layout.spec.plain else 0
     if isinstance(content, bytes):
         transparent = content[:4] in WITH_ALPHA and kind(content).alpha
@@ -376,7 +392,7 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     on_white = payload is None and not layout.spec.alpha and transparent
     return replace(
         record,
-        digest=hashlib.sha256(as_had).digest(),
+        digest=hashlib.sha256(original).digest(),
         enlarged=enlarged,
         cut=cut,
         on_white=on_white,
@@ -384,33 +400,37 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
 
 
 def thread_count(source: Source, workers: int | None) -> int:
-    """The threads that convert beside this one: `workers`; None: one a core where there are files
-    to decode.
+    """Return the number of converting threads besides this one.
+
+    It is `workers`; None means one per core if files must be decoded.
     """
     if workers is not None:
         return workers
-    return 0 if isinstance(source, ArraySource) or cores() == 1 else min(MOST_WORKERS, cores())
+    if isinstance(source, ArraySource) or cores() == 1:
+        return 0
+    return min(MOST_WORKERS, cores())
 
 
 def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
-    """All images of a source in order, converted by so many threads beside this one.
+    """Yield all images of a source in order, converted by `workers` threads.
 
-    Close it after an error. It then waits for no thread: they are daemons, so that one that reads
-    from a server that does not answer holds up neither Ctrl-C nor the end of the program.
+    With 0 this thread converts. After an error close the generator. That does not wait for the
+    threads, which are daemons: one that waits for a server must not delay Ctrl-C or the end of the
+    program.
     """
     if not workers:
         for row in range(len(source)):
             yield _convert(source, row, source.later(row), plan)
         return
     pixels = plan.layout.spec.values
-    length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
+    length = max(1, min(CHUNK_IMAGES, CHUNK_BYTES // pixels if pixels else CHUNK_FILES))
     pool = ThreadPool(workers)
     waiting: deque[AsyncResult[list[Converted]]] = deque()
     try:
         for start in range(0, len(source), length):
-            piece = range(start, min(len(source), start + length))
-            reads = list(map(source.later, piece))
-            images = map(_convert, itertools.repeat(source), piece, reads, itertools.repeat(plan))
+            rows = range(start, min(len(source), start + length))
+            readers = list(map(source.later, rows))
+            images = map(_convert, itertools.repeat(source), rows, readers, itertools.repeat(plan))
             waiting.append(pool.apply_async(list, (images,)))
             if len(waiting) == WINDOW * workers:
                 yield from waiting.popleft().get()

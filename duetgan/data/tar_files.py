@@ -1,17 +1,17 @@
-"""Tar files that are not compressed: their members, and the bytes of a member from its place."""
+"""Uncompressed tar files: list their members, and read a member from its position."""
 
 import functools
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from duetgan.data.errors import ImageError, unread
+from duetgan.data.errors import ImageError, read_error
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 
-NAME_BYTES = 1 << 20  # of a name: tarfile reads it at once
+NAME_BYTES = 1 << 20  # longest name: tarfile reads it in one call
 END = 10_240  # bytes: tar fills its last record with zeros
 OPEN = 256  # files kept open at once
 
@@ -19,19 +19,19 @@ OPEN = 256  # files kept open at once
 class Member(NamedTuple):
     name: str
     shard: int
-    start: int  # of its bytes in the tar
+    start: int  # position of its first byte in the tar
     size: int
 
 
 def state_of(status: os.stat_result) -> tuple[int, int]:
-    """What says that a file is the one it was: its size in bytes and the time of its last change in
-    ns.
-    """
+    """Return the size in bytes and the modification time in ns, by which a change is noticed."""
     return status.st_size, status.st_mtime_ns
 
 
 class _Open:
-    """An open file, closed when nobody holds it: a thread may still read one that was let go."""
+    """An open file that is closed with its last reference: a thread may still read it after the
+    cache has dropped it.
+    """
 
     descriptor = -1
 
@@ -45,10 +45,10 @@ class _Open:
 
 
 class TarFiles:
-    """The bytes of members of several tar files. Those read last stay open; threads may share it,
-    processes may not.
+    """Reads members of several tar files, and keeps the last OPEN files open.
 
-    With `states` (`state_of`) a file is refused that is not as it was.
+    Threads may share an instance, processes may not. With `states` (`state_of`) a file that has
+    changed is refused.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class TarFiles:
         self._file = functools.lru_cache(OPEN)(self._opened)
 
     def read(self, member: Member, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
-        """A member's bytes. Raises ImageError, and UserError for a tar that has changed."""
-        with explained(OSError, unread):
+        """Read the bytes of a member. Raises ImageError, and UserError for a changed tar."""
+        with explained(OSError, read_error):
             bounded.refuse_large(member.size, kind)
-            # kept until the read is done: it is closed with its last reference
+            # The reference keeps the file open during the read.
             file = self._file(member.shard)
             content = os.pread(file.descriptor, member.size, member.start)
         if len(content) != member.size:
@@ -75,28 +75,30 @@ class TarFiles:
         return file
 
     def close(self) -> None:
-        """Let all files go; the next read opens its own again."""
+        """Close all files. The next read opens its file again."""
         self._file.cache_clear()
 
 
 class _Bounded:
-    """An open tar for tarfile, which reads as much at once as a head says that a long name has."""
+    """An open tar for tarfile, with a limit for names: tarfile reads as many bytes as a header
+    declares.
+    """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int) -> bytes:
         if size > NAME_BYTES:
             raise bounded.Refused(f"a name of {size:,} bytes")
-        content: bytes = self._file.read(size)
-        return content
+        return self._file.read(size)
 
 
 def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
-    """All members of a tar that is not compressed. Raises OSError, tarfile's errors and ValueError,
-    also at its end for what tarfile ends at silently: a damaged head, no mark of the end, and
-    members behind it.
+    """Yield all members of an uncompressed tar.
+
+    Raises OSError, tarfile's errors and ValueError. ValueError is also raised where tarfile stops
+    silently: at a damaged header, a missing end mark, and members after the end mark.
     """
     with (
         bounded.open_file(path, bounded.ARCHIVE) as file,
@@ -109,11 +111,10 @@ def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
                 raise ValueError(f"member {member.name} lies before its head")
             last = member.offset_data
             yield member
-        place = archive.offset
+        end = archive.offset
         size = os.fstat(file.fileno()).st_size
-        if place >= size:
-            # an end mark follows the members
-            raise ValueError(f"{size:,} of at least {max(place, size + 1):,} bytes")
-        file.seek(place)
-        if any(file.read(END + 512)):  # and a head behind it
-            raise ValueError(f"no member begins at byte {place:,}; joined tars must be given apart")
+        if end >= size:  # the end mark is missing
+            raise ValueError(f"{size:,} of at least {max(end, size + 1):,} bytes")
+        file.seek(end)
+        if any(file.read(END + 512)):  # another header follows the end mark
+            raise ValueError(f"no member begins at byte {end:,}; joined tars must be given apart")

@@ -1,8 +1,8 @@
-"""Images of any depth and number of channels: what a file holds, as it is, and brought to an
+"""Images of any depth and number of channels: read the values of a file, and convert them to an
 ImageSpec.
 
-Files hold straight alpha, and so do packed records. What is scaled or composited is multiplied by
-alpha before. The rules are in docs/lmdb.md.
+Files and packed records have straight alpha. Before scaling and compositing, colours are multiplied
+by alpha. The rules are in docs/lmdb.md.
 """
 
 import io
@@ -31,48 +31,49 @@ from duetgan.data.images import (
 from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
 
-NPY = b"\x93NUMPY"  # how one begins
+NPY = b"\x93NUMPY"  # first bytes
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 EXACT = 1 << 24  # whole numbers up to here are exact as floats of 32 bits
-# of TIFF: straight alpha in ExtraSamples; not compressed, or by zlib
-STRAIGHT, DEFLATE = (2,), (1, 8, 32946)
+STRAIGHT = (2,)  # TIFF's ExtraSamples with straight alpha
+DEFLATE = (1, 8, 32946)  # TIFF's Compression: none, or zlib
 GREY = ("1", "L", "LA", "La")  # Pillow's modes
-# what products of values fit into
+# types that hold the product of two values
 WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}
 
 
 class Values(NamedTuple):
-    """An image as its file has it."""
+    """The values of an image in the depth and channels of its file."""
 
     pixels: np.ndarray  # uint8, uint16 or float32 [H, W, C]
     alpha: bool = False  # the last channel is transparency
 
 
-# a file, or pixels [H, W, C], with alpha as Values
+# a file, or pixels [H, W, C]; Values for pixels with alpha
 Content: TypeAlias = bytes | np.ndarray | Values
 
 
 def decode_image(
     content: Content, spec: ImageSpec, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """An image with the channels and the depth of `spec`: [H, W, C], any size. Raises ImageError.
-    `size`: of a file's record, see `opened`.
+    """Decode an image to [H, W, C] with the channels and depth of `spec`, at its own size.
+
+    `size` is that of a file's record, see `opened`. Raises ImageError.
     """
     return bring(native(content, spec.plain, size), spec)
 
 
 def kind(content: Content) -> ImageSpec:
-    """Channels, alpha and depth of an image, by a file's header where that tells them. Raises
-    ImageError.
+    """Return channels, alpha and depth of an image, from a file's header if it has them.
+
+    Raises ImageError.
     """
     if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
         with opened(content) as image:
-            grey, alpha = (
-                image.mode in GREY or image.mode.startswith("I"),
-                image.has_transparency_data,
-            )
-            # Pillow has RGBA for grey of 16 bits
-            grey = content[25] in (0, 4) if content[:8] == PNG else grey
+            alpha = image.has_transparency_data
+            if content[:8] == PNG:  # by its header: Pillow has RGBA for grey of 16 bits
+                grey = content[25] in (0, 4)
+            else:
+                grey = image.mode in GREY or image.mode.startswith("I")
             depth = "uint16" if has_16_bits(content) else "uint8"
             return ImageSpec.of((1 if grey else 3) + alpha, 0, {"alpha": alpha, "depth": depth})
     pixels, alpha = native(content)
@@ -89,15 +90,16 @@ def bits_of(content: Content) -> int:
 
 
 def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
-    """An image's values as they are, of files with `plain` as Pillow has them. Raises ImageError
-    for what cannot be read and for values without a meaning.
+    """Return the values of an image without conversion; with `plain` as Pillow reads them.
+
+    Raises ImageError for files that cannot be read and for values without a defined range.
     """
     if isinstance(content, Values):
         return content
     if isinstance(content, np.ndarray):
-        return Values(known(content))
+        return Values(checked_pixels(content))
     if content[:6] == NPY:
-        return Values(known(channels_last(npy_array(content))))
+        return Values(checked_pixels(channels_last(npy_array(content))))
     if not plain and content[:4] in TIFF and (pages := _tiff(content)) is not None:
         return pages
     with opened(content, size) as image:
@@ -107,50 +109,49 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
             raise ImageError("has 16 bits and is stored turned; save it upright")
         if (pixels := cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)) is None:
             raise ImageError("cannot be decoded")
-        # of its header: grey and alpha
+        # colour type 4 in the header: grey and alpha
         order = [0, 3] if content[25] == 4 else [2, 1, 0, 3][: pixels.shape[2]]
-        return Values(known(pixels[:, :, order]), pixels.shape[2] == 4)
+        return Values(checked_pixels(pixels[:, :, order]), pixels.shape[2] == 4)
 
 
 def of_pillow(image: Image.Image) -> Values:
-    """The values of an image that Pillow has opened. Raises ImageError."""
-    image.load()  # what a file says of itself may stand behind its pixels
+    """Return the values of an image that Pillow has opened. Raises ImageError."""
+    image.load()  # metadata may follow the pixels
     image = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):
         array = np.asarray(image)[:, :, None]
         whole = array.dtype.kind != "f" and 0 <= array.min() <= array.max() < 65536
-        pixels, clear = (
-            known(array.astype(np.uint16) if whole else array),
-            image.info.get("transparency"),
-        )
-        if clear is None:
+        pixels = checked_pixels(array.astype(np.uint16) if whole else array)
+        transparent = image.info.get("transparency")  # the value of transparent pixels
+        if transparent is None:
             return Values(pixels)
-        # the value that stands for it
-        return Values(np.dstack([pixels, (pixels != clear) * np.uint16(65535)]), True)
+        return Values(np.dstack([pixels, (pixels != transparent) * np.uint16(65535)]), True)
     grey = image.mode in GREY
     if image.has_transparency_data:
         pixels = np.asarray(image.convert("RGBA"))
-        return Values(known(pixels[:, :, [0, 3]] if grey else pixels), True)
-    return Values(known(np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))))
+        return Values(checked_pixels(pixels[:, :, [0, 3]] if grey else pixels), True)
+    return Values(checked_pixels(np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))))
 
 
 # --- arrays
 
 
 def npy_array(content: bytes) -> np.ndarray:
-    """The array of a .npy file, a view into its bytes. Raises ImageError."""
+    """Return the array of a .npy file, as a view into its bytes. Raises ImageError."""
     shape, fortran, dtype, start = npy_header(io.BytesIO(content), len(content))
     return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
 
 
 def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Shape, whether it is in Fortran's order, type and first byte of the array of a .npy file of
-    `size` bytes. Raises ImageError for one that is none, or has other bytes.
+    """Read the header of a .npy file of `size` bytes.
+
+    Returns shape, True for Fortran order, type, and the position of the first value. Raises
+    ImageError for files without numbers, or with another size than in the header.
     """
-    # whatever Python's own parser raises
+    # Exception: Python's parser, which NumPy uses, may raise any.
     with explained(
         Exception,
-        lambda why: ImageError(f"is no array of NumPy's ({' '.join(str(why).split())[:80]})"),
+        lambda error: ImageError(f"is no array of NumPy's ({' '.join(str(error).split())[:80]})"),
     ):
         version = np.lib.format.read_magic(stream)
         read: Any = {
@@ -162,8 +163,8 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
         raise ImageError(
             f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32"
         )
-    start, told = stream.tell(), math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 1 or size - start != told:
+    start = stream.tell()
+    if min(shape, default=0) < 1 or size - start != math.prod(shape) * dtype.itemsize:
         raise ImageError(
             f"has {size - start:,} bytes of values, by its header {list(shape)[:8]} of {dtype}"
         )
@@ -171,17 +172,18 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
 
 
 def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
-    """An array as an image [H, W, C] or as `many` [n, H, W, C]: the last axis holds channels if
-    there are few enough, and else, or where that alone leaves a square, the first of an image.
-    Raises ImageError.
+    """Move the channels of an image to the last axis: [H, W, C], or with `many` [n, H, W, C].
+
+    The last axis of an image has the channels if it has at most MOST_CHANNELS. Otherwise, or if
+    only the first axis leaves a square, the first axis has them. Raises ImageError if neither fits.
     """
     first = int(many)
     if array.ndim == first + 2:
         return array[..., None]
     if array.ndim == first + 3 and min(array.shape[first], array.shape[-1]) <= MOST_CHANNELS:
         a, b, c = array.shape[first:]
-        ahead = c > MOST_CHANNELS or (a <= MOST_CHANNELS and a != b == c)
-        return np.moveaxis(array, first, -1) if ahead else array
+        channels_first = c > MOST_CHANNELS or (a <= MOST_CHANNELS and a != b == c)
+        return np.moveaxis(array, first, -1) if channels_first else array
     axes = " or ".join(f"[{'n, ' * many}{axes}]" for axes in ("H, W", "H, W, C", "C, H, W"))
     raise ImageError(
         f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels"
@@ -189,7 +191,7 @@ def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
 
 
 def check_shape(height: int, width: int, channels: int) -> None:
-    """Raise ImageError for what no image has."""
+    """Raise ImageError for a size or number of channels that is not supported."""
     check_size((height, width), None)
     if min(height, width) < MIN_SIDE:
         raise ImageError(f"is only {width}x{height} px")
@@ -197,30 +199,32 @@ def check_shape(height: int, width: int, channels: int) -> None:
         raise ImageError(f"has {channels} channels; at most {MOST_CHANNELS} are read")
 
 
-def known(array: np.ndarray) -> np.ndarray:
-    """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change
-    them, for numbers that are not finite, and for sizes that no image has.
+def checked_pixels(array: np.ndarray) -> np.ndarray:
+    """Return numbers [H, W, C] as uint8 or uint16 if they have that type, else as float32.
+
+    Raises ImageError if float32 would change them, for numbers that are not finite, and for
+    unsupported sizes.
     """
     check_shape(*array.shape)
-    kept = array.dtype.newbyteorder("=")
-    if kept.name not in RANGES:
-        if kept.kind == "f" and (np.abs(array) > np.finfo(np.float32).max).any():
+    dtype = array.dtype.newbyteorder("=")
+    if dtype.name not in RANGES:
+        if dtype.kind == "f" and (np.abs(array) > np.finfo(np.float32).max).any():
             raise ImageError("has values that no float of 32 bits holds")
-        if kept.kind in "iu" and (int(array.max()) > EXACT or int(array.min()) < -EXACT):
+        if dtype.kind in "iu" and (int(array.max()) > EXACT or int(array.min()) < -EXACT):
             raise ImageError(f"has whole numbers above {EXACT:,}, which floats of 32 bits round")
-        kept = np.dtype(np.float32)
-    found = np.ascontiguousarray(array, kept)
-    if found.dtype == np.float32 and not np.isfinite(found).all():
+        dtype = np.dtype(np.float32)
+    pixels = np.ascontiguousarray(array, dtype)
+    if pixels.dtype == np.float32 and not np.isfinite(pixels).all():
         raise ImageError("has values that are not finite (NaN or infinite)")
-    return found
+    return pixels
 
 
 # --- TIFF files
 
 
 def _tiff(content: bytes) -> Values | None:
-    """The pages of a TIFF file as channels, in their order; None: one page as Pillow reads it."""
-    # others: tifffile knows
+    """Read the pages of a TIFF file as channels. Returns None for one page that Pillow reads."""
+    # tifffile reads the files that Pillow refuses.
     with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:
         few = set(image.tag_v2.get(258, (1,))) <= {1, 8}  # type: ignore[attr-defined]  # BitsPerSample
         if (few or image.mode.startswith("I;16")) and not has_another(image):
@@ -235,43 +239,50 @@ def _tiff(content: bytes) -> Values | None:
 
 
 def stacked(parts: list[Values]) -> Values:
-    """Images of one size and kind as the channels of one. Raises ImageError."""
+    """Stack images of one size and type as the channels of one. Raises ImageError."""
     kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
     if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
         raise ImageError(
             "has pages or channels of several sizes or kinds; save one of them as an image"
         )
-    return (
-        parts[0] if len(parts) == 1 else Values(known(np.dstack([part.pixels for part in parts])))
-    )
+    if len(parts) == 1:
+        return parts[0]
+    return Values(checked_pixels(np.dstack([part.pixels for part in parts])))
 
 
-def open_tiff(content: Any) -> Any:
-    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError; UserError if tifffile is
-    not installed.
+def open_tiff(content: bytes | BinaryIO) -> Any:
+    """Return a tifffile.TiffFile of bytes or an open file.
+
+    Raises ImageError, and UserError if tifffile is not installed.
     """
-    told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed: pip install tifffile"
-    with explained(ImportError, told):
+    missing = (
+        "TIFF files of several pages or more than 8 bits need tifffile, which is not installed: "
+        "pip install tifffile"
+    )
+    with explained(ImportError, missing):
         import tifffile
-    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
-    # tifffile raises whatever comes up
+    # Its errors become ImageErrors, so that its log would only repeat them.
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+    # Exception: tifffile raises many types for damaged files.
     with explained(
-        Exception, lambda why: ImageError(f"is no TIFF file ({' '.join(str(why).split())[:80]})")
+        Exception,
+        lambda error: ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})"),
     ):
-        # a name, since that of an open file is its number
+        # tifffile needs a text; the name of an open file may be its descriptor, a number.
         return tifffile.TiffFile(
             io.BytesIO(content) if isinstance(content, bytes) else content, name="it"
         )
 
 
 def page_values(page: Any, size: int) -> Values:
-    """A page of a TIFF file of `size` bytes. Raises ImageError, before anything is decoded if it is
-    too large.
+    """Decode a page of a TIFF file of `size` bytes.
+
+    Raises ImageError; for a page that is too large, before decoding.
     """
     try:
         shape, dtype = tuple(page.shape), page.dtype
         described = page.axes in ("YX", "YXS", "SYX") and dtype is not None
-        # black is 0, or RGB
+        # photometric: 1 is grey with 0 as black, 2 is RGB
         if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):
             raise ImageError(
                 f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values"
@@ -296,13 +307,11 @@ def page_values(page: Any, size: int) -> Values:
         raise ImageError("has colours multiplied by alpha; save it with straight alpha")
     values = values[:, :, None] if values.ndim == 2 else values
     values = values.transpose(1, 2, 0) if page.axes == "SYX" else values
-    return Values(known(values), extra == STRAIGHT)
+    return Values(checked_pixels(values), extra == STRAIGHT)
 
 
 def _check_segments(page: Any, size: int) -> None:
-    """Raise ImageError unless each strip or tile lies in the file and unpacks to no more than it
-    may.
-    """
+    """Raise ImageError if a strip or tile exceeds the file, or decompresses to more than its size."""
     if int(page.compression) not in DEFLATE:
         name = getattr(page.compression, "name", page.compression)
         raise ImageError(f"is compressed by {name}; save it without compression, or by deflate")
@@ -324,30 +333,30 @@ def _check_segments(page: Any, size: int) -> None:
                 raise ImageError("holds more than it declares")
 
 
-# --- from one form to another
+# --- conversion
 
 
 def bring(values: Values, spec: ImageSpec) -> np.ndarray:
-    """Values with the channels and depth of `spec`: [H, W, C].
+    """Convert values to the channels and depth of `spec`: [H, W, C].
 
-    8 bits become 16 by repetition (x 257), 16 become 8 by their high ones, and whole numbers floats
-    as they are. Grey is repeated to RGB, RGB weighed to grey (ITU-R 601); an image without alpha is
-    opaque; with alpha, where none is wanted, it is put on white. Raises ImageError for all else.
+    8 bits become 16 by multiplication with 257, 16 become 8 by their high bits, and integers become
+    floats of the same value. Grey is repeated to RGB, RGB is weighted to grey (ITU-R 601). An image
+    without alpha becomes opaque; one with alpha is put on white if `spec` has none. Raises
+    ImageError for other conversions.
     """
     pixels, alpha = values
     if pixels.dtype != spec.depth:
         if pixels.dtype == np.float32:
             raise ImageError(
-                "has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth float"
+                "has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth"
+                " float"
             )
         if spec.depth == "uint16":
             pixels = pixels.astype(np.uint16) * np.uint16(257)
+        elif spec.depth == "uint8":
+            pixels = (pixels >> 8).astype(np.uint8)
         else:
-            pixels = (
-                (pixels >> 8).astype(np.uint8)
-                if spec.depth == "uint8"
-                else pixels.astype(np.float32)
-            )
+            pixels = pixels.astype(np.float32)
     most = int(RANGES[spec.depth][1])
     if (
         alpha
@@ -358,28 +367,28 @@ def bring(values: Values, spec: ImageSpec) -> np.ndarray:
     if alpha and not spec.alpha:
         wide: Any = pixels.astype(WIDE[spec.depth])
         white = wide[:, :, :-1] * wide[:, :, -1:] + most * (most - wide[:, :, -1:])
-        pixels = (white if spec.depth == "float32" else (white + most // 2) // most).astype(
-            spec.depth
-        )
+        if spec.depth != "float32":
+            white = (white + most // 2) // most
+        pixels = white.astype(spec.depth)
         alpha = False
     colours = pixels[:, :, : pixels.shape[2] - alpha]
     if colours.shape[2] != spec.colours:
         if {colours.shape[2], spec.colours} != {1, 3}:
             raise ImageError(
-                f"has {colours.shape[2]} channels{' and alpha' * alpha} where {spec.words} was expected; pass "
+                f"has {colours.shape[2]} channels{' and alpha' * alpha} where {spec.words} was"
+                " expected; pass "
                 f"--channels {pixels.shape[2]}"
             )
         if spec.colours == 3:
             colours = np.repeat(colours, 3, axis=2)
         elif spec.depth == "uint8":
-            colours = np.asarray(Image.fromarray(np.ascontiguousarray(colours)).convert("L"))[
-                :, :, None
-            ]
+            grey = Image.fromarray(np.ascontiguousarray(colours)).convert("L")
+            colours = np.asarray(grey)[:, :, None]
         else:
             floats = colours @ np.array([0.299, 0.587, 0.114])
-            colours = (floats if spec.depth == "float32" else floats.round()).astype(spec.depth)[
-                :, :, None
-            ]
+            if spec.depth != "float32":
+                floats = floats.round()
+            colours = floats.astype(spec.depth)[:, :, None]
     if not spec.alpha:
         return np.ascontiguousarray(colours)
     opacity = pixels[:, :, -1:] if alpha else np.full_like(pixels[:, :, :1], most)

@@ -1,11 +1,13 @@
-"""The runs that the explorer shows, two of them side by side, and what their models are asked for.
-A generator: samples, mixtures, walks, edits, and its nearest image to a given one; a classifier: an
-image's classes, the evidence, and the training images that spoke for it.
+"""The runs of the explorer, and the answers of their models as JSON or HTML.
+
+A generator draws samples, mixes, interpolates and edits them, and finds its image nearest to
+another one. A classifier gives an image's classes, the evidence for them, and the training images
+that supported them. Two runs can be compared.
 """
 
 import base64
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -19,13 +21,13 @@ from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.inference.editing import Editor, pair_of
 from duetgan.inference.influence import checkpoint_files
 from duetgan.inference.influence_scores import (
-    Part,
+    GradientBatch,
     check_data,
+    gradient_batches,
     images_of,
     influence,
-    most,
-    passes,
     snapshot,
+    top_records,
 )
 from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
@@ -49,20 +51,22 @@ from duetgan.reporting import figures
 from duetgan.reporting.compare import shared_charts
 from duetgan.reporting.report import render
 from duetgan.reporting.run_files import Run
-from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.checkpoint import Checkpoint, resolve_for_people
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 from duetgan.utils.runlog.run_folder import runs_folder
 
+Document = dict[str, Any]  # a JSON object
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shown:
-    """One model and the run folder that it came from."""
+class LoadedRun:
+    """A model and the run folder that it was loaded from."""
 
     name: str
-    path: Path  # as it was named: a run folder or a checkpoint
-    checkpoint: dict[str, Any]  # without its state
+    path: Path  # the run folder or checkpoint that the user named
+    checkpoint: Checkpoint  # without its state
     model: Any  # ImageGenerator or Classifier, by its task
 
     @property
@@ -72,17 +76,17 @@ class Shown:
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes; none where a generator is unconditional."""
+        """The names of the classes; empty for an unconditional generator."""
         return self.checkpoint["classes"] if self.model.classes else []
 
     def files(self) -> Run:
-        """What the run folder holds now: one that is still training has more later. Empty for a
-        checkpoint file.
+        """Read the run folder as it is now, since a training may still add to it. The result is
+        empty for a checkpoint file.
         """
         return Run(self.path)
 
-    def facts(self) -> dict[str, Any]:
-        """What the page is told."""
+    def facts(self) -> Document:
+        """Return the description of the run that the page gets."""
         return {
             "name": self.name,
             "task": self.task,
@@ -94,95 +98,92 @@ class Shown:
         }
 
 
-def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list[Shown]:
-    """Load the models, GANs first; a folder that is no run stands for the runs in it, and no name
-    for the quickstart's.
-    Raises UserError for what holds no checkpoint.
+def open_runs(names: Sequence[str], *, which: str, device: torch.device) -> list[LoadedRun]:
+    """Load the models of runs, GANs first.
+
+    Args:
+        names: run folders, checkpoints, or folders of runs; empty: the quickstart's runs.
+        which: "last" or "best" checkpoint of a run folder.
+
+    Raises UserError for a name without a checkpoint.
     """
     quickstart = runs_folder() / "quickstart"
-    paths = [
-        *{
-            run.resolve(): run
-            for name in named or [str(quickstart)]
-            for run in _runs_in(Path(name))
-        }.values()
-    ]
-    if not named and not quickstart.is_dir():
+    if not names and not quickstart.is_dir():
         raise UserError(
             f"there is no {quickstart}; name a run with --checkpoint RUN, or run quickstart.py first"
         )
-    opened = [
-        _open(path, name, which, device)
-        for path, name in zip(paths, _told_apart(paths), strict=True)
-    ]
-    return sorted(opened, key=lambda shown: shown.task != "gan")
+    by_location: dict[Path, Path] = {}  # a run that is named twice is loaded once
+    for name in names or [str(quickstart)]:
+        for path in _runs_in(Path(name)):
+            by_location[path.resolve()] = path
+    paths = list(by_location.values())
+    runs = []
+    for path, name in zip(paths, _distinct_names(paths), strict=True):
+        runs.append(_open(path, name, which, device))
+    return sorted(runs, key=lambda run: run.task != "gan")
 
 
-def _told_apart(paths: Sequence[Path]) -> list[str]:
-    """A name for each: its last part, with as many before it as are needed where others end so,
-    too.
-    """
-    parts = [path.resolve().parts for path in paths]
-    ends = [
-        ["/".join(part[-length:]) for part in parts]
-        for length in range(1, max(map(len, parts), default=0) + 1)
-    ]
-    return [
-        next((each[place] for each in ends if each.count(each[place]) == 1), "")
-        for place in range(len(paths))
-    ]
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Name each path by its last part, preceded by as many parts as make the name unique."""
+    all_parts = [path.resolve().parts for path in paths]
+    names = [""] * len(paths)
+    for length in range(max(map(len, all_parts), default=0), 0, -1):
+        ends = ["/".join(parts[-length:]) for parts in all_parts]
+        for i, end in enumerate(ends):
+            if ends.count(end) == 1:
+                names[i] = end  # a shorter unique name replaces a longer one
+    return names
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """A run or a file itself; of another folder the runs in it, e.g. a quickstart's `gan` and
-    `classifier`.
+    """List the runs in a folder, e.g. a quickstart's `gan` and `classifier`. A run or a file gives
+    itself.
     """
-    inside = sorted(file.parent.parent for file in path.glob("*/checkpoints/last.json"))
-    return inside if inside and not (path / "checkpoints").is_dir() else [path]
+    runs = sorted(file.parent.parent for file in path.glob("*/checkpoints/last.json"))
+    return runs if runs and not (path / "checkpoints").is_dir() else [path]
 
 
-def _open(path: Path, name: str, which: str, device: torch.device) -> Shown:
+def _open(path: Path, name: str, which: str, device: torch.device) -> LoadedRun:
     checkpoint = read(resolve_for_people(path, which))
     task = checkpoint["task"]
     if task not in ("gan", "classifier"):
         raise UserError(f"{path}: is of task {task!r}; the explorer shows GANs and classifiers")
     model = (generator_from if task == "gan" else classifier_from)(checkpoint, device)
-    del checkpoint["state"]  # the largest part, and no longer needed
-    return Shown(name=name, path=path, checkpoint=checkpoint, model=model)
+    del checkpoint["state"]  # frees the memory of the optimizers
+    return LoadedRun(name=name, path=path, checkpoint=checkpoint, model=model)
 
 
-def compare_page(a: Shown, b: Shown) -> str:
-    """The HTML of two runs side by side, whatever they are: their figures in a table, their curves
-    in the same charts. Whether a difference is more than chance `duet compare` says.
+def compare_page(a: LoadedRun, b: LoadedRun) -> str:
+    """Return the HTML of two runs of any tasks side by side: their metrics in a table, their curves
+    in common charts. For the significance of differences, users have `duet compare`.
     """
     names, runs = (a.name, b.name), (a.files(), b.files())
-    pairs = dict(zip(names, runs, strict=True))
-    notes = [f"{name}: {note}" for name, run in pairs.items() for note in run.notes]
-    # how sure is another for each run
-    found = [[*figures.results(run), *figures.headline(run)] for run in runs]
-    results = [{what: value + how for value, what, how in each} for each in found]
-    # how far and how fast
-    progress = [{what: value for value, what in figures.progress(run)} for run in runs]
-    both = (results, progress)
-    rows = [
-        (what, left.get(what, "-"), right.get(what, "-"))
-        for left, right in both
-        for what in left | right
-    ]
+    by_name = dict(zip(names, runs, strict=True))
+    notes = [f"{name}: {note}" for name, run in by_name.items() for note in run.notes]
+    metrics: list[dict[str, str]] = []
+    progress: list[dict[str, str]] = []
+    for run in runs:
+        tiles = [*figures.results(run), *figures.headline(run)]
+        metrics.append({meaning: value + context for value, meaning, context in tiles})
+        progress.append({meaning: value for value, meaning in figures.progress(run)})
+    rows = []
+    for left, right in (metrics, progress):
+        for meaning in left | right:
+            rows.append((meaning, left.get(meaning, "-"), right.get(meaning, "-")))
     return render(
         "side_by_side.html.j2",
         names=names,
         rows=rows,
-        charts_of_both=shared_charts(pairs),
+        shared_charts=shared_charts(by_name),
         notes=notes,
     )
 
 
-CLASSES = 5  # the most likely ones, which are told
-SPOKE = 8  # training images
-MOST_KEPT = 500_000  # training images times checkpoints: about a gigabyte
+CLASSES = 5  # the most probable classes, which the page lists
+INFLUENTIAL = 8  # training images that the page shows for a prediction
+MAX_CACHED = 500_000  # training images times checkpoints: about a gigabyte of gradients
 FRAMES = 24  # of a walk, without its end
-AT_ONCE = 8  # images in a batch
+BATCH = 8  # images
 SEARCH = ProjectionConfig(steps=150)  # in w, and then in w+
 STEPS = torch.linspace(-2, 4, 25)  # of an edit, in units of the samples' spread; 0 is among them
 LOSSLESS = 128  # px a side up to which images are sent as PNG
@@ -190,205 +191,214 @@ LOSSLESS = 128  # px a side up to which images are sent as PNG
 
 @dataclass(frozen=True)
 class Source:
-    """A sample: what `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi PSI
-    --truncation-mean MEAN` draws.
+    """A sample: the image that `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi
+    PSI --truncation-mean MEAN` draws.
     """
 
     seed: int
     label: int | None = None  # None: unconditional
     psi: float = 1.0
-    mean: TruncationMean = "class"  # towards which it is truncated
+    mean: TruncationMean = "class"  # the mean that w is truncated towards
 
-    def sampler(self, shown: Shown) -> Sampler:
-        """Its number 0 is this sample."""
+    def sampler(self, run: LoadedRun) -> Sampler:
+        """Return a sampler whose number 0 is this sample."""
         chosen = () if self.label is None else (self.label,)
         return Sampler(
-            generator=shown.model,
+            generator=run.model,
             chosen=chosen,
             seed=self.seed,
             truncation_psi=self.psi,
             truncation_mean=self.mean,
-            batch_size=AT_ONCE,
+            batch_size=BATCH,
         )
 
 
 def address(image: Tensor, spec: ImageSpec | None = None) -> str:
-    """The `data:` address of an image [C, H, W]; `spec`: see `visible`."""
+    """Encode an image [C, H, W] as a `data:` URL; `spec` is that of `visible`."""
     image = visible(image, spec)
     kind = "png" if image.shape[-1] <= LOSSLESS else "jpeg"
     content = encode(image.permute(1, 2, 0).contiguous().numpy(), kind)
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def draw(shown: Shown, sources: Sequence[Source]) -> dict[str, Any]:
-    """The `images`: each sample's seed and address."""
-    samples = [(source.seed, source.sampler(shown).images([0])[0]) for source in sources]
-    return {
-        "images": [
-            {"seed": seed, "address": address(image, shown.model.spec)} for seed, image in samples
-        ]
-    }
+def draw(run: LoadedRun, sources: Sequence[Source]) -> Document:
+    """Draw samples. Returns `images`, each with its `seed` and `address`."""
+    images = []
+    for source in sources:
+        image = source.sampler(run).images([0])[0]
+        images.append({"seed": source.seed, "address": address(image, run.model.spec)})
+    return {"images": images}
 
 
-def mix(shown: Shown, pair: tuple[Source, Source], layers: Sequence[int]) -> dict[str, Any]:
-    """The addresses of `a`, `b`, and `mixed`: A with B's styles and noise at `layers`."""
-    with_styles(shown.model, "style mixing")
-    samplers = [source.sampler(shown) for source in pair]
-    of_a, of_b = (truncated_styles(sampler, [0]) for sampler in samplers)
-    images = [synthesize(samplers[0], how)[0] for how in (of_a, of_b, mixed(of_a, of_b, 0, layers))]
-    return {
-        name: address(image, shown.model.spec)
-        for name, image in zip(("a", "b", "mixed"), images, strict=True)
-    }
+def mix(run: LoadedRun, pair: tuple[Source, Source], layers: Sequence[int]) -> Document:
+    """Mix the styles of two samples. Returns the addresses of `a`, `b`, and `mixed`, which is A
+    with the styles and noise of B at `layers`.
+    """
+    with_styles(run.model, "style mixing")
+    samplers = [source.sampler(run) for source in pair]
+    a, b = (truncated_styles(sampler, [0]) for sampler in samplers)
+    addresses = {}
+    for name, start in (("a", a), ("b", b), ("mixed", mixed(a, b, 0, layers))):
+        image = synthesize(samplers[0], start)[0]
+        addresses[name] = address(image, run.model.spec)
+    return addresses
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair(Sampler):
-    """Number 0 is this sampler's, number 1 another's."""
+    """A sampler whose number 0 is its own first sample and whose number 1 is that of `second`."""
 
-    other: Sampler
+    second: Sampler
 
     def latents(self, numbers: Sequence[int]) -> Start:
-        own = super().latents([0])
-        both = Start.join([own, self.other.latents([0])])
-        return replace(both.take(numbers), noise=own.noise)  # a walk keeps the noise of its start
+        first = super().latents([0])
+        pair = Start.join([first, self.second.latents([0])])
+        return replace(pair.take(numbers), noise=first.noise)  # a walk keeps the noise of its start
 
 
-def walk(shown: Shown, pair: tuple[Source, Source]) -> dict[str, Any]:
-    """The `frames`, FRAMES + 1 addresses from A to B: straight in w, or along a great circle in z
-    if there is no w.
+def walk(run: LoadedRun, pair: tuple[Source, Source]) -> Document:
+    """Interpolate from sample A to B, linearly in w, or along a great circle in z if the generator
+    has no w. Returns `frames`, FRAMES + 1 addresses.
     """
-    a, b = (source.sampler(shown) for source in pair)
-    journey = Journey(_Pair(**vars(a), other=b), keyframes=2, frames=FRAMES)
-    frames = [
-        torch.from_numpy(frame.transpose(2, 0, 1))
-        for frame in itertools.islice(journey, FRAMES + 1)
-    ]
-    return {"frames": list(map(address, frames))}
+    a, b = (source.sampler(run) for source in pair)
+    journey = Journey(_Pair(**vars(a), second=b), keyframes=2, frames=FRAMES)
+    frames = []
+    for frame in itertools.islice(journey, FRAMES + 1):
+        frames.append(address(torch.from_numpy(frame.transpose(2, 0, 1))))
+    return {"frames": frames}
 
 
-def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[str, Any]:
-    """The generator's nearest images to that in `content`: `target`, and `found`: name, words,
-    address. Raises ImageError for what is no image, UserError for a generator without w.
+def nearest(run: LoadedRun, content: bytes, tick: Callable[[], object]) -> Document:
+    """Find the generator's images nearest to the image file `content`. Returns `target`, the
+    address of the image at the generator's size; the `class` of the start; and `images`, each with
+    `name`, `caption` and `address`.
+
+    Raises ImageError if `content` is no image, UserError for a generator without w.
     """
-    target = Transform.of(shown.checkpoint).read(content)[None]
-    sampler = Sampler(generator=shown.model, chosen=range(shown.model.classes), noise_mode="const")
+    target = Transform.of(run.checkpoint).read(content)[None]
+    sampler = Sampler(generator=run.model, chosen=range(run.model.classes), noise_mode="const")
     result = find(sampler, target, SEARCH, tick=tick)
-    words = {"w": "one style for all layers", "w+": "a style for each layer"}
-    found = [
-        {
-            "name": name,
-            "words": f"{words[name]}: {', '.join(near.distances)}",
-            "address": address(near.image),
-        }
-        for name, near in result.spaces.items()
-    ]
-    label = None if result.label is None else shown.classes[result.label]
-    return {"target": address(target[0]), "class": label, "found": found}
+    captions = {"w": "one style for all layers", "w+": "a style for each layer"}
+    images = []
+    for space, projection in result.spaces.items():
+        caption = f"{captions[space]}: {', '.join(projection.distances)}"
+        images.append({"name": space, "caption": caption, "address": address(projection.image)})
+    label = None if result.label is None else run.classes[result.label]
+    return {"target": address(target[0]), "class": label, "images": images}
 
 
-def edit(shown: Shown, source: Source, towards: tuple[Shown, str]) -> dict[str, Any]:
-    """The sample at each of STEPS `towards` a class of a classifier's: `source` and `target`, the
-    classes, `space`, and `frames` with `step`, `address` and the probabilities `from` and `to` of
-    the two classes.
+def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Document:
+    """Move a sample towards a class of a classifier by each of STEPS. The first call for two
+    classes takes seconds.
 
-    The first time takes seconds. Raises UserError where there is no way.
+    Returns:
+        `source` and `target`, the two classes; `space`; and `frames`, each with `step`, `address`,
+        and the probabilities `from` and `to` of the two classes.
+
+    Raises UserError if no direction leads from class to class.
     """
-    classifier, target = towards
-    editor = editor_of(shown, classifier)
-    start = editor.start(source.sampler(shown), [0])
-    named = (
-        int(editor.probabilities(editor.images(start))[0].argmax())
-        if source.label is None
-        else source.label
-    )
-    first, last = pair_of(editor.names, editor.names[named], target)
+    classifier, target_class = target
+    editor = editor_of(run, classifier)
+    start = editor.start(source.sampler(run), [0])
+    label = source.label
+    if label is None:
+        label = int(editor.probabilities(editor.images(start))[0].argmax())
+    first, last = pair_of(editor.names, editor.names[label], target_class)
     images = editor.images(start.take([0] * len(STEPS)), editor.direction(first, last), STEPS)
-    shares = editor.probabilities(images)[:, [first, last]].tolist()
-    frames = [
-        {"step": step, "address": address(image), "from": share[0], "to": share[1]}
-        for step, image, share in zip(STEPS.tolist(), images, shares, strict=True)
-    ]
+    probabilities = editor.probabilities(images)[:, [first, last]].tolist()
+    frames = []
+    for step, image, (p_first, p_last) in zip(STEPS.tolist(), images, probabilities, strict=True):
+        frames.append({"step": step, "address": address(image), "from": p_first, "to": p_last})
     return {
         "source": editor.names[first],
-        "target": target,
+        "target": target_class,
         "space": editor.space,
         "frames": frames,
     }
 
 
 @cache
-def editor_of(shown: Shown, classifier: Shown) -> Editor:
-    """An editor of a generator by a classifier; it keeps the directions that it has found."""
+def editor_of(run: LoadedRun, classifier: LoadedRun) -> Editor:
+    """Return the editor of a generator by a classifier, which caches its directions."""
     names = classifier.checkpoint["classes"]
-    if shown.classes:
+    if run.classes:
         require_same_classes(
-            "the generator", shown.classes, f"the classifier {classifier.name}", names
+            "the generator", run.classes, f"the classifier {classifier.name}", names
         )
-    sampler = Sampler(generator=shown.model, chosen=range(shown.model.classes), batch_size=AT_ONCE)
+    sampler = Sampler(generator=run.model, chosen=range(run.model.classes), batch_size=BATCH)
     return Editor(sampler, classifier.model, names)
 
 
-def name(shown: Shown, content: bytes) -> dict[str, Any]:
-    """The likely classes of the image in `content`, largest first, and the evidence for the first
-    (Grad-CAM). Raises ImageError for what is no image.
+def classify(run: LoadedRun, content: bytes) -> Document:
+    """Classify the image file `content`. Returns the most probable `classes`, largest first, the
+    `image` as the classifier sees it, the `evidence` for the first class (Grad-CAM) and its
+    `layer`.
+
+    Raises ImageError if `content` is no image.
     """
-    classifier, image = shown.model, Transform.of(shown.checkpoint).read(content)
-    row = judge_images(classifier, image[None])[0]
-    order = row.sort(descending=True, stable=True).indices[:CLASSES].tolist()
+    classifier, image = run.model, Transform.of(run.checkpoint).read(content)
+    probabilities = judge_images(classifier, image[None])[0]
+    order = probabilities.sort(descending=True, stable=True).indices[:CLASSES].tolist()
     layer = default_layer(classifier)
     heat = image_heat(classifier, image[None], torch.tensor(order[:1]), layer)[0]
-    seen, evidence = overlay(visible(image, classifier.spec), heat)
+    enlarged, evidence = overlay(visible(image, classifier.spec), heat)
+    classes = []
+    for label in order:
+        classes.append({"name": run.classes[label], "probability": float(probabilities[label])})
     return {
-        "classes": [
-            {"name": shown.classes[label], "probability": float(row[label])} for label in order
-        ],
-        "image": address(seen),
+        "classes": classes,
+        "image": address(enlarged),
         "evidence": address(evidence),
         "layer": layer if heat.any() else "",
     }
 
 
-def spoke_for(shown: Shown, content: bytes, data: str | None = None) -> dict[str, Any]:
-    """The training images that spoke most for the class that the image is given, by TracInCP over
-    the run's checkpoints. `data`: these images in place of those that the config names.
+def influential_images(run: LoadedRun, content: bytes, data: str | None = None) -> Document:
+    """Find the training images that supported the predicted class of the image file `content` most,
+    by TracInCP over the run's checkpoints.
 
-    Raises ImageError for what is no image, UserError where the training images are not there or
-    have other classes.
+    Args:
+        data: packed training images; None: those that the run's config names.
+
+    Returns the predicted `class`, and `images`, each with `record`, `class`, `score` and `address`.
+    Raises ImageError if `content` is no image, UserError if the training images are missing or have
+    other classes.
     """
-    image = Transform.of(shown.checkpoint).read(content)
-    label = int(judge_images(shown.model, image[None])[0].argmax())
-    files, path = (
-        tuple(checkpoint_files(str(shown.path))),
-        data or data_of(shown.checkpoint, "path"),
-    )
+    image = Transform.of(run.checkpoint).read(content)
+    label = int(judge_images(run.model, image[None])[0].argmax())
+    files = tuple(checkpoint_files(str(run.path)))
+    path = data or data_of(run.checkpoint, "path")
     if not isinstance(path, str):
         raise UserError(
-            f"{shown.name}: its config names no file of training images; start with --data X.lmdb"
+            f"{run.name}: its config names no file of training images; start with --data X.lmdb"
         )
-    with dataset_for_model(path, shown.checkpoint) as reader:
-        check_data(reader, shown.checkpoint, path)
-        few = len(reader) * len(files) <= MOST_KEPT
-        parts = _kept(shown, files, path) if few else _parts(shown, files, reader)
-        scores = influence(parts, len(reader), image, label)
-        rows = most(scores, SPOKE)
-        found = [
-            {
-                "record": row,
-                "class": reader.classes[reader.labels()[row]],
-                "score": float(scores[row]),
-            }
-            | {"address": address(picture, reader.spec)}
-            for row, picture in zip(rows, images_of(reader, rows), strict=True)
-        ]
-    return {"class": shown.classes[label], "found": found}
+    with dataset_for_model(path, run.checkpoint) as dataset:
+        check_data(dataset, run.checkpoint, path)
+        batches: Iterable[GradientBatch]
+        if len(dataset) * len(files) <= MAX_CACHED:
+            batches = _cached_gradients(run, files, path)
+        else:
+            batches = _gradients(run, files, dataset)
+        scores = influence(batches, len(dataset), image, label)
+        records = top_records(scores, INFLUENTIAL)
+        images = []
+        for record, picture in zip(records, images_of(dataset, records), strict=True):
+            images.append(
+                {
+                    "record": record,
+                    "class": dataset.classes[dataset.labels()[record]],
+                    "score": float(scores[record]),
+                    "address": address(picture, dataset.spec),
+                }
+            )
+    return {"class": run.classes[label], "images": images}
 
 
-def _parts(shown: Shown, files: Sequence[Path], reader: Dataset) -> Iterator[Part]:
-    return passes([snapshot(file, device_of(shown.model)) for file in files], reader)
+def _gradients(run: LoadedRun, files: Sequence[Path], dataset: Dataset) -> Iterator[GradientBatch]:
+    return gradient_batches([snapshot(file, device_of(run.model)) for file in files], dataset)
 
 
-@lru_cache(1)  # of the last run that was asked for
-def _kept(shown: Shown, files: Sequence[Path], path: str) -> list[Part]:
-    with dataset_for_model(path, shown.checkpoint) as reader:
-        return list(_parts(shown, files, reader))
+@lru_cache(1)  # only the run of the last request
+def _cached_gradients(run: LoadedRun, files: Sequence[Path], path: str) -> list[GradientBatch]:
+    with dataset_for_model(path, run.checkpoint) as dataset:
+        return list(_gradients(run, files, dataset))

@@ -1,15 +1,15 @@
-// The explorer's page: it asks the server (explorer/app.py) and shows what comes back. Nothing is loaded from elsewhere.
+// The explorer's page: it sends requests to the server (explorer/app.py) and shows the answers. It loads nothing else.
 
 const at = (id) => document.getElementById(id);
 const PAGES = [...document.querySelectorAll("main > section")];
-let runs = [], upload = 0, content = null; // content: the image that is to be named
+let runs = [], uploadLimit = 0, imageFile = null; // imageFile: the image to classify
 
-const tell = (text, bad = false) => {
-  at("told").textContent = text;
-  at("told").classList.toggle("note", bad);
+const setStatus = (text, isError = false) => {
+  at("status").textContent = text;
+  at("status").classList.toggle("note", isError);
 };
 
-async function ask(path, options = {}, body = null) {
+async function request(path, options = {}, body = null) {
   let answer;
   try {
     const query = new URLSearchParams(options);
@@ -21,7 +21,7 @@ async function ask(path, options = {}, body = null) {
   return answer.headers.get("Content-Type").startsWith("application/json") ? answer.json() : answer.text();
 }
 
-// Of several calls while one is under way only the last is made, when that one is done.
+// Wrap `work` so that it never runs twice at once: calls during a run are merged into one run after it.
 function latest(work) {
   let busy = false, again = false;
   return async () => {
@@ -29,25 +29,25 @@ function latest(work) {
     busy = true;
     do {
       again = false;
-      const waiting = setTimeout(() => tell("Computing…"), 400);
+      const timer = setTimeout(() => setStatus("Computing…"), 400);
       try {
         await work();
-        if (!again) tell("");
+        if (!again) setStatus("");
       } catch (error) {
-        tell(error.message, true);
+        setStatus(error.message, true);
       }
-      clearTimeout(waiting);
+      clearTimeout(timer);
     } while (again);
     busy = false;
   };
 }
 
-// --- parts of the page
+// --- elements
 
 function make(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
 }
 
 const figure = (address, caption, alt = caption) =>
@@ -60,29 +60,31 @@ function show(id, address, alt) {
 
 const option = (text, value) => make("option", { textContent: text, value });
 const field = (text, input) => make("label", {}, `${text} `, input);
-const kinds = { gan: (run) => run.task === "gan", classifier: (run) => run.task === "classifier",
+const percent = (fraction) => `${(100 * fraction).toFixed(1)} %`;
+// The runs that a form offers, by its data-for.
+const FITS = { gan: (run) => run.task === "gan", classifier: (run) => run.task === "classifier",
   steps: (run) => run.steps.length, two: () => true };
 
-// A form's controls: which run, and for each sample its class and seed; `changed` is called with every change.
-function controls(form, changed) {
-  const fits = runs.map((run, place) => [run, place]).filter(([run]) => kinds[form.dataset.for](run));
+// Add a form's controls: the run, and the class and seed of each sample. Every change calls `changed`.
+function addControls(form, changed) {
+  const options = runs.map((run, number) => [run, number]).filter(([run]) => FITS[form.dataset.for](run));
   const names = form.dataset.for === "two" ? ["a", "b"] : ["run"];
-  for (const [number, name] of names.entries()) {
-    const choice = make("select", { name }, ...fits.map(([run, place]) => option(`${run.name}, step ${run.step}`, place)));
-    choice.selectedIndex = Math.min(number, fits.length - 1);
+  for (const [index, name] of names.entries()) {
+    const choice = make("select", { name }, ...options.map(([run, number]) => option(`${run.name}, step ${run.step}`, number)));
+    choice.selectedIndex = Math.min(index, options.length - 1);
     form.append(field({ run: "Model", a: "First run", b: "Second run" }[name], choice));
   }
-  const samples = (form.dataset.sample ?? "none").split(" ").filter((which) => which !== "none");
-  for (const [number, which] of samples.entries()) {
-    const end = which && `_${which.toLowerCase()}`;
-    form.append(field(`Class ${which}`.trim(), make("select", { name: `class${end}` })));
-    const seed = { name: `seed${end}`, type: "number", min: 0, max: 4294967295, value: number, required: true };
-    form.append(field(`Seed ${which}`.trim(), make("input", seed)));
+  const samples = (form.dataset.sample ?? "none").split(" ").filter((letter) => letter !== "none");
+  for (const [index, letter] of samples.entries()) {
+    const suffix = letter && `_${letter.toLowerCase()}`;
+    form.append(field(`Class ${letter}`.trim(), make("select", { name: `class${suffix}` })));
+    const seed = { name: `seed${suffix}`, type: "number", min: 0, max: 4294967295, value: index, required: true };
+    form.append(field(`Seed ${letter}`.trim(), make("input", seed)));
   }
   if ("towards" in form.dataset) {
-    const judges = runs.map((run, place) => [run, place]).filter(([run]) => kinds.classifier(run));
-    form.append(field("Towards", make("select", { name: "target" })),
-      field("By", make("select", { name: "by" }, ...judges.map(([run, place]) => option(run.name, place)))));
+    const classifiers = runs.map((run, number) => [run, number]).filter(([run]) => FITS.classifier(run));
+    form.append(field("Target class", make("select", { name: "target" })),
+      field("Classifier", make("select", { name: "by" }, ...classifiers.map(([run, number]) => option(run.name, number)))));
   }
   if ("psi" in form.dataset) {
     const range = make("input", { name: "psi", type: "range", min: 0, max: 1.5, step: 0.05 });
@@ -94,16 +96,16 @@ function controls(form, changed) {
   }
   const fill = () => {
     const run = runs[form.elements.run?.value];
-    for (const [number, which] of samples.entries()) {
-      const choice = form.elements[`class${which && `_${which.toLowerCase()}`}`];
+    for (const [index, letter] of samples.entries()) {
+      const choice = form.elements[`class${letter && `_${letter.toLowerCase()}`}`];
       choice.replaceChildren(...run.classes.map((name) => option(name, name)));
-      if (run.classes.length) choice.selectedIndex = number % run.classes.length;
+      if (run.classes.length) choice.selectedIndex = index % run.classes.length;
       choice.parentElement.hidden = !run.classes.length;
     }
     if (form.elements.target) {
-      const names = runs[form.elements.by.value].classes;
-      form.elements.target.replaceChildren(...names.map((name) => option(name, name)));
-      form.elements.target.selectedIndex = Math.min(1, names.length - 1);
+      const classes = runs[form.elements.by.value].classes;
+      form.elements.target.replaceChildren(...classes.map((name) => option(name, name)));
+      form.elements.target.selectedIndex = Math.min(1, classes.length - 1);
     }
     if (form.elements.psi) {
       form.elements.psi.parentElement.hidden = !run.layers;
@@ -115,50 +117,57 @@ function controls(form, changed) {
   form.addEventListener("change", (event) => {
     if (samples.length && ["run", "by"].includes(event.target.name)) fill();
   });
-  form.addEventListener("input", () => form.checkValidity() ? changed() : tell(form.querySelector(":invalid").validationMessage, true));
+  form.addEventListener("input", () => form.checkValidity() ? changed() : setStatus(form.querySelector(":invalid").validationMessage, true));
   form.addEventListener("change", (event) => event.target.tagName === "SELECT" && changed());
 }
 
+const formOf = (id) => at(id).querySelector("form");
 const values = (id) => {
-  const found = Object.fromEntries(new FormData(at(id).querySelector("form")));
-  if (found.run !== undefined && !runs[found.run].layers) delete found.psi;
-  return found;
+  const entries = Object.fromEntries(new FormData(formOf(id)));
+  if (entries.run !== undefined && !runs[entries.run].layers) delete entries.psi;
+  return entries;
 };
 const runOf = (id) => runs[values(id).run];
-const seedOf = (id) => at(id).querySelector("form").elements.seed;
 
 // --- draw
 
 const NEXT = 12;
 let drawnAddress = "";
 const draw = latest(async () => {
-  const { images } = await ask("draw", { ...values("draw"), count: NEXT + 1 });
-  const what = (seed) => [values("draw").class, `seed ${seed}`].filter(Boolean).join(", ");
-  const wanted = Number(values("draw").seed);
-  const first = images.find(({ seed }) => seed === wanted) ?? images[0];
+  const { images } = await request("draw", { ...values("draw"), count: NEXT + 1 });
+  const caption = (seed) => [values("draw").class, `seed ${seed}`].filter(Boolean).join(", ");
+  const requestedSeed = Number(values("draw").seed);
+  const first = images.find(({ seed }) => seed === requestedSeed) ?? images[0];
   drawnAddress = first.address;
-  show("drawn", first.address, `Sample: ${what(first.seed)}`);
-  at("drawn-told").textContent = what(first.seed);
+  show("drawn", first.address, `Sample: ${caption(first.seed)}`);
+  at("drawn-caption").textContent = caption(first.seed);
   at("save").href = first.address;
-  at("save").download = `${what(first.seed).replace(/[^\w-]+/g, "-")}.png`;
+  at("save").download = `${caption(first.seed).replace(/[^\w-]+/g, "-")}.png`;
   at("next").replaceChildren(...images.filter((image) => image !== first).map(({ seed, address }) => {
     const button = make("button", { type: "button", title: `Seed ${seed}` }, make("img", { src: address, alt: `Seed ${seed}` }));
-    button.addEventListener("click", () => { seedOf("draw").value = seed; draw(); });
+    button.addEventListener("click", () => drawSeed(seed));
     return button;
   }));
 });
 
-at("new-seed").addEventListener("click", () => { seedOf("draw").value = Math.floor(Math.random() * 2 ** 32); draw(); });
+function drawSeed(seed) {
+  formOf("draw").elements.seed.value = seed;
+  draw();
+}
+
+at("new-seed").addEventListener("click", () => drawSeed(Math.floor(Math.random() * 2 ** 32)));
 
 // --- mix
 
 const mix = latest(async () => {
   const layers = [...at("layers").querySelectorAll("input:checked")].map((box) => box.value).join(",");
-  const made = await ask("mix", { ...values("mix"), layers });
-  for (const which of ["a", "b", "mixed"]) show(`mix-${which}`, made[which], which === "mixed" ? "The mixture" : `Sample ${which.toUpperCase()}`);
+  const images = await request("mix", { ...values("mix"), layers });
+  show("mix-a", images.a, "Sample A");
+  show("mix-b", images.b, "Sample B");
+  show("mix-mixed", images.mixed, "The mixture");
 });
 
-function layers() {
+function addLayerBoxes() {
   const run = runOf("mix"), first = Math.ceil(run.layers / 2);
   at("layers").querySelectorAll("label").forEach((label) => label.remove());
   for (let layer = 0; layer < run.layers; layer++) {
@@ -169,87 +178,86 @@ function layers() {
 
 // --- walk
 
-let frames = [], playing = 0;
-const step = () => {
+let frames = [], player = 0;
+const showFrame = () => {
   if (!frames.length) return;
-  const place = Number(at("way").value);
-  show("walked", frames[place], "An image on the way from A to B");
-  at("walked-told").textContent = `${Math.round((100 * place) / (frames.length - 1))} % of the way`;
+  const frame = Number(at("position").value);
+  show("walked", frames[frame], "An interpolation between A and B");
+  at("walked-caption").textContent = `${Math.round((100 * frame) / (frames.length - 1))} % of the way`;
 };
 const walk = latest(async () => {
-  ({ frames } = await ask("walk", values("walk")));
-  at("way").max = frames.length - 1;
-  step();
+  ({ frames } = await request("walk", values("walk")));
+  at("position").max = frames.length - 1;
+  showFrame();
 });
-function play() {
-  if (playing) {
-    clearInterval(playing);
-    playing = 0;
+function togglePlay() {
+  if (player) {
+    clearInterval(player);
+    player = 0;
   } else {
-    let way = 1;
-    playing = setInterval(() => {
-      const place = Number(at("way").value), last = frames.length - 1;
-      if (place + way > last || place + way < 0) way = -way;
-      at("way").value = place + way;
-      step();
+    let direction = 1;
+    player = setInterval(() => {
+      const frame = Number(at("position").value), last = frames.length - 1;
+      if (frame + direction > last || frame + direction < 0) direction = -direction;
+      at("position").value = frame + direction;
+      showFrame();
     }, 90);
   }
-  at("play").textContent = playing ? "Stop" : "Play";
+  at("play").textContent = player ? "Stop" : "Play";
 }
 
 // --- edit
 
 let edits = null;
-const much = () => {
+const showEdit = () => {
   if (!edits) return;
-  const { step, address, from, to } = edits.frames[at("much").value];
+  const { step, address, from, to } = edits.frames[at("amount").value];
   show("edited", address, `The sample, ${step} towards ${edits.target}`);
-  at("edited-told").textContent = `${step > 0 ? "+" : ""}${step}: ${edits.source} ${percent(from)}, ${edits.target} ${percent(to)}`;
+  at("edited-caption").textContent = `${step > 0 ? "+" : ""}${step}: ${edits.source} ${percent(from)}, ${edits.target} ${percent(to)}`;
 };
 const edit = latest(async () => {
-  edits = await ask("edit", values("edit"));
-  at("much").max = edits.frames.length - 1;
-  much();
+  edits = await request("edit", values("edit"));
+  at("amount").max = edits.frames.length - 1;
+  showEdit();
 });
 
-// --- name
+// --- classify
 
-const percent = (share) => `${(100 * share).toFixed(1)} %`;
-const named = latest(async () => {
-  if (!content) return;
-  at("spoke-found").replaceChildren();
-  at("nearest-found").replaceChildren();
-  const found = await ask("name", values("name"), content);
-  show("seen", found.image, "The image as the classifier sees it");
-  show("evidence", found.evidence, "The image under a map of the evidence");
-  const first = found.classes[0].name;
-  at("evidence-told").textContent = found.layer ? `Evidence for ${first} (Grad-CAM, ${found.layer})` : `No evidence for ${first}`;
-  at("likely").tBodies[0].replaceChildren(...found.classes.map(({ name, probability }) => make("tr", {},
+const classify = latest(async () => {
+  if (!imageFile) return;
+  at("influential").replaceChildren();
+  at("nearest-images").replaceChildren();
+  const result = await request("classify", values("classify"), imageFile);
+  show("input-image", result.image, "The image at the input size of the classifier");
+  show("evidence", result.evidence, "The image under a map of the evidence");
+  const first = result.classes[0].name;
+  at("evidence-caption").textContent = result.layer ? `Evidence for ${first} (Grad-CAM, ${result.layer})` : `No evidence for ${first}`;
+  at("probabilities").tBodies[0].replaceChildren(...result.classes.map(({ name, probability }) => make("tr", {},
     make("th", { scope: "row", textContent: name }),
     make("td", {}, make("meter", { value: probability, ariaLabel: name })), make("td", { textContent: percent(probability) }))));
-  at("named").hidden = false;
+  at("prediction").hidden = false;
 });
 
-function take(file) {
+function classifyFile(file) {
   if (!file) return;
-  if (file.size > upload) return tell(`${file.name} has more than the ${upload >> 20} MiB that are taken`, true);
-  content = file;
-  named();
+  if (file.size > uploadLimit) return setStatus(`${file.name} is larger than the limit of ${uploadLimit >> 20} MiB`, true);
+  imageFile = file;
+  classify();
 }
 
-// Long work behind a button, which says how long it has been at it.
-function behind(button, work) {
+// Let a button start long work, and show the elapsed time in it. `search` returns a function that shows the result.
+function addSearch(button, search) {
   button.addEventListener("click", async () => {
-    const text = button.textContent, begun = Date.now();
-    const clock = setInterval(() => { button.textContent = `Searching, ${Math.round((Date.now() - begun) / 1000)} s…`; }, 500);
+    const text = button.textContent, started = Date.now();
+    const clock = setInterval(() => { button.textContent = `Searching, ${Math.round((Date.now() - started) / 1000)} s…`; }, 500);
     button.disabled = true;
-    const asked = content;
+    const searchedFile = imageFile;
     try {
-      tell("");
-      const show = await work();
-      if (content === asked) show(); // another image was dropped meanwhile
+      setStatus("");
+      const showResult = await search();
+      if (imageFile === searchedFile) showResult(); // otherwise another image was dropped meanwhile
     } catch (error) {
-      tell(error.message, true);
+      setStatus(error.message, true);
     }
     clearInterval(clock);
     button.textContent = text;
@@ -257,114 +265,118 @@ function behind(button, work) {
   });
 }
 
-async function spoke() {
-  const { found, class: label } = await ask("spoke", values("name"), content);
-  const shown = found.map((one) => figure(one.address, `record ${one.record}: ${one.class}`));
-  return () => at("spoke-found").replaceChildren(...(shown.length ? shown : [`No training image spoke for ${label}.`]));
+async function findInfluential() {
+  const { images, class: label } = await request("influence", values("classify"), imageFile);
+  const figures = images.map((image) => figure(image.address, `record ${image.record}: ${image.class}`));
+  return () => at("influential").replaceChildren(...(figures.length ? figures : [`No training image supports ${label}.`]));
 }
 
-async function nearest() {
-  const gan = at("draw").querySelector("form").elements.run.value;
-  const { target, found } = await ask("nearest", { run: gan }, content);
-  const shown = [figure(target, "as the generator was trained on it"), ...found.map((one) => figure(one.address, `${one.name}, ${one.words}`))];
-  return () => at("nearest-found").replaceChildren(...shown);
+async function findNearest() {
+  const gan = formOf("draw").elements.run.value;
+  const { target, images } = await request("nearest", { run: gan }, imageFile);
+  const figures = images.map((image) => figure(image.address, `${image.name}, ${image.caption}`));
+  return () => at("nearest-images").replaceChildren(figure(target, "the image at the generator's size"), ...figures);
 }
 
-// --- over time, and two runs
+// --- samples over time, and two runs
 
-async function picture(id, run, place) {
-  const found = await ask("history", { run, place });
-  at(`${id}-told`).textContent = found.caption;
-  if (found.address) show(id, found.address, `Samples at ${found.caption}`);
+async function showGrid(id, run, place) {
+  const grid = await request("history", { run, place });
+  at(`${id}-caption`).textContent = grid.caption;
+  if (grid.address) show(id, grid.address, `Samples at ${grid.caption}`);
 }
 
-const history = latest(async () => {
+const showHistory = latest(async () => {
   const { run } = values("time");
   at("place").max = runs[run].steps.length - 1;
-  await picture("then", run, Math.min(at("place").value, at("place").max));
+  await showGrid("history", run, Math.min(at("place").value, at("place").max));
 });
-const ago = latest(async () => {
+const showGrids = latest(async () => {
   for (const [id, run] of [["left", values("compare").a], ["right", values("compare").b]]) {
     const last = runs[run].steps.length - 1;
     at(id).hidden = last < 0;
-    at(`${id}-told`).textContent = `${runs[run].name} has kept no samples`;
-    if (last >= 0) await picture(id, run, Math.round((last * at("share").value) / 100));
-    if (last >= 0) at(`${id}-told`).textContent = `${runs[run].name}, ${at(`${id}-told`).textContent}`;
+    at(`${id}-caption`).textContent = `${runs[run].name} has saved no samples`;
+    if (last >= 0) await showGrid(id, run, Math.round((last * at("progress").value) / 100));
+    if (last >= 0) at(`${id}-caption`).textContent = `${runs[run].name}, ${at(`${id}-caption`).textContent}`;
   }
 });
 const compare = latest(async () => {
-  at("compared").innerHTML = await ask("compare", values("compare")); // of the server's template, which escapes
-  await ago();
+  at("compared").innerHTML = await request("compare", values("compare")); // the server's template escapes all values
+  await showGrids();
 });
 
 // --- start
 
-const BEGIN = { draw, mix, walk, edit, name: () => {}, time: history, compare };
-const begun = new Set();
+// Page -> the function that fills it.
+const FILL = { draw, mix, walk, edit, classify, time: showHistory, compare };
+const filled = new Set();
 
-function turn() {
-  const name = location.hash.slice(1), page = PAGES.find(({ id, dataset }) => id === name && !dataset.missing) ?? PAGES.find(({ dataset }) => !dataset.missing);
-  for (const other of PAGES) other.hidden = other !== page;
+function showPage() {
+  const name = location.hash.slice(1), available = PAGES.filter(({ dataset }) => !("missing" in dataset));
+  const page = available.find(({ id }) => id === name) ?? available[0];
+  for (const section of PAGES) section.hidden = section !== page;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${page?.id}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (playing) play();
-  tell("");
-  scrollTo(0, 0); // the page, not the section that the address names
-  if (page && !begun.has(page.id)) {
-    begun.add(page.id);
-    BEGIN[page.id]();
+  if (player) togglePlay();
+  setStatus("");
+  scrollTo(0, 0); // The browser would scroll to the section that the address names.
+  if (page && !filled.has(page.id)) {
+    filled.add(page.id);
+    if (page.id !== "classify") FILL[page.id](); // that page waits for an image
   }
 }
 
-const LACKS = {
-  draw: () => !runs.some(kinds.gan), walk: () => !runs.some(kinds.gan), mix: () => !runs.some((run) => run.layers),
-  edit: () => !(runs.some(kinds.gan) && runs.some(kinds.classifier)), name: () => !runs.some(kinds.classifier), time: () => !runs.some(kinds.steps), compare: () => runs.length < 2,
+// Page -> true if the runs cannot fill it.
+const UNAVAILABLE = {
+  draw: () => !runs.some(FITS.gan), walk: () => !runs.some(FITS.gan), mix: () => !runs.some((run) => run.layers),
+  edit: () => !(runs.some(FITS.gan) && runs.some(FITS.classifier)), classify: () => !runs.some(FITS.classifier),
+  time: () => !runs.some(FITS.steps), compare: () => runs.length < 2,
 };
 
 async function start() {
-  ({ runs, upload } = await ask("runs"));
+  ({ runs, upload: uploadLimit } = await request("runs"));
   document.body.classList.toggle("smooth", runs.some((run) => run.resolution > 128)); // small images show their pixels
   for (const page of PAGES) {
-    if (LACKS[page.id]()) {
+    if (UNAVAILABLE[page.id]()) {
       page.dataset.missing = "";
       document.querySelector(`nav a[href="#${page.id}"]`).hidden = true;
     } else {
-      controls(page.querySelector("form"), () => BEGIN[page.id] && (page.id === "name" ? named() : BEGIN[page.id]()));
+      addControls(page.querySelector("form"), FILL[page.id]);
     }
   }
   if (!("missing" in at("mix").dataset)) {
-    layers();
-    at("mix").querySelector("form").elements.run.addEventListener("change", layers);
+    addLayerBoxes();
+    formOf("mix").elements.run.addEventListener("change", addLayerBoxes);
     at("layers").addEventListener("change", mix);
   }
-  at("time").querySelector("form").elements.run?.addEventListener("change", () => { at("place").value = at("place").max; });
+  formOf("time").elements.run?.addEventListener("change", () => { at("place").value = at("place").max; });
   at("place").max = at("place").value = Math.max(0, (runOf("time")?.steps.length ?? 1) - 1);
-  at("ask").hidden = "missing" in at("name").dataset;
+  at("classify-sample").hidden = "missing" in at("classify").dataset;
   at("nearest").hidden = !runs.some((run) => run.layers);
-  at("way").addEventListener("input", step);
-  at("much").addEventListener("input", much);
-  at("reset").addEventListener("click", () => { at("much").value = edits?.frames.findIndex(({ step }) => step === 0) ?? 8; much(); });
-  at("play").addEventListener("click", play);
-  at("place").addEventListener("input", history);
-  at("share").addEventListener("input", ago);
-  at("file").addEventListener("change", () => take(at("file").files[0]));
-  at("ask").addEventListener("click", async () => {
-    take(await (await fetch(drawnAddress)).blob());
-    location.hash = "name";
+  at("position").addEventListener("input", showFrame);
+  at("amount").addEventListener("input", showEdit);
+  at("reset").addEventListener("click", () => { at("amount").value = edits?.frames.findIndex(({ step }) => step === 0) ?? 8; showEdit(); });
+  at("play").addEventListener("click", togglePlay);
+  at("place").addEventListener("input", showHistory);
+  at("progress").addEventListener("input", showGrids);
+  at("file").addEventListener("change", () => classifyFile(at("file").files[0]));
+  at("classify-sample").addEventListener("click", async () => {
+    classifyFile(await (await fetch(drawnAddress)).blob());
+    location.hash = "classify";
   });
-  behind(at("spoke"), spoke);
-  behind(at("nearest"), nearest);
+  addSearch(at("influence"), findInfluential);
+  addSearch(at("nearest"), findNearest);
   for (const name of ["dragover", "dragleave", "drop"]) {
     addEventListener(name, (event) => {
       event.preventDefault();
       at("drop").classList.toggle("over", name === "dragover");
-      if (name === "drop" && !at("name").hidden) take(event.dataTransfer.files[0]);
+      if (name === "drop" && !at("classify").hidden) classifyFile(event.dataTransfer.files[0]);
     });
   }
-  addEventListener("hashchange", turn);
-  turn();
+  addEventListener("hashchange", showPage);
+  showPage();
 }
 
-start().catch((error) => tell(error.message, true));
+start().catch((error) => setStatus(error.message, true));

@@ -1,1 +1,1 @@
-"""What is made from a checkpoint."""
+"""Products of a checkpoint: samples, edits, predictions and exports."""

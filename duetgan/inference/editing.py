@@ -1,14 +1,14 @@
-"""Moves images of a generator from one class of a classifier towards another, along a direction in
-w or z that raises the one class against the other while the rest stays.
+"""Edits: move images of a generator from one class of a classifier towards another, along a
+direction in w or z that changes little else.
 
-How steeply each class's logit rises is known from gradients. The direction n from class a to b
-maximises (g n)^2 / n A n with g = slope_b - slope_a and
+The gradients of the classes' logits give their slopes. The direction n from class a to b maximises
+(g n)^2 / n A n with g = slope_b - slope_a and
 
     A = 1 + pixel_weight * mean change of pixels + keep_weight * change of the other classes
 
-each term scaled to a trace of `size`. Without the weights it is g itself (InterFaceGAN's normal,
-1907.10786, is that of a linear model); with keep_weight towards infinity it is g without its part
-along the other classes, InterFaceGAN's conditional manipulation (section 2.3).
+where each term is scaled to a trace of `size`. Without the weights, n is g itself (InterFaceGAN's
+normal, 1907.10786, is that of a linear model). With an infinite keep_weight, n is g without its
+component along the other classes, InterFaceGAN's conditional manipulation (section 2.3).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,28 +30,26 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.seeding import seed_of
 
-# classes at most whose logits shall stay: those that the classifier thinks of most often at these
-# samples
-OTHERS = 8
-DRAWS = 4  # vectors for each image that tell how its pixels change
-# samples are drawn for each one that is wanted; what is not found by then is not there
-PATIENCE = 50
+# number of other classes whose logits an edit preserves: the most probable ones of the samples
+PRESERVED = 8
+DRAWS = 4  # random vectors for each image to estimate how its pixels change
+PATIENCE = 50  # samples that are drawn at most for each one of a class that is needed
 GRID = 24  # steps at which an image may arrive
 
 
 @dataclass(frozen=True)
 class Direction:
-    """A way from one class to another: what a step of 1 adds."""
+    """A direction from one class to another; a step of 1 adds `vector`."""
 
     source: int
     target: int
-    # float32 [size of its space]; its length is the spread of the samples it was found on
+    # float32 [size of its space]; its length is the spread of the samples it was computed from
     vector: Tensor
 
 
 class Editor:
-    """Finds directions from class to class and moves images along them: in w the style of every
-    layer, in z all but the class that is asked for. Deterministic for the sampler's seed.
+    """Directions from class to class, and edits of images along them. In w, the styles of all
+    layers move; in z, the label of the generator stays. Deterministic for the sampler's seed.
     """
 
     def __init__(
@@ -61,31 +59,36 @@ class Editor:
         names: Sequence[str],
         config: EditConfig | None = None,
     ) -> None:
-        """Args: `names` of the classifier's classes. Raises UserError for a space that the
-        generator does not have.
+        """Set up the editor; `names` are those of the classifier's classes. Raises UserError for a
+        space that the generator does not have.
         """
-        self.sampler, self.classifier, self.names = sampler, classifier, list(names)
+        self.sampler = sampler
+        self.classifier = classifier
+        self.names = list(names)
         self.config = config or EditConfig()
-        self.device, self.generator = sampler.device, sampler.generator
+        self.device = sampler.device
+        self.generator = sampler.generator
         self.generator.spec.need_plain("an edit")
         self.space = self.config.space or ("w" if self.generator.has_styles else "z")
-        in_w = self.space == "w"
-        self.size = (
-            with_styles(self.generator, "--space w").w_avg.numel() if in_w else self.generator.z_dim
-        )
-        self.direction = cache(self._direction)  # what is found is kept
-        # directions are learned from other samples than are shown
-        other = seed_of(sampler.seed, "edit") % 2**32
-        self._samples = cache(lambda label: self.starts(label, self.config.samples, seed=other))
+        if self.space == "w":
+            self.size = with_styles(self.generator, "--space w").w_avg.numel()
+        else:
+            self.size = self.generator.z_dim
+        self.direction = cache(self._direction)
+        # Directions are computed from other samples than those that are edited.
+        seed = seed_of(sampler.seed, "edit") % 2**32
+        self._samples = cache(lambda label: self.starts(label, self.config.samples, seed=seed))
 
     # --- images
 
     def start(self, sampler: Sampler, numbers: Sequence[int]) -> Start:
-        """The sampler's images as a start."""
+        """Return samples in the space of the editor."""
         return sampler.latents(numbers) if self.space == "z" else truncated_styles(sampler, numbers)
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
-        """The images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size]; differentiable."""
+        """Return the images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size];
+        differentiable.
+        """
         offsets = offsets.to(start.code.dtype)
         if self.space == "z":
             return self.generator(
@@ -96,11 +99,10 @@ class Editor:
         )
 
     def starts(self, label: int, count: int, *, seed: int | None = None) -> Start:
-        """The first `count` samples, of the sampler's seed or another, that the classifier names
-        `label`.
+        """Return the first `count` samples that the classifier predicts as `label`. `seed` replaces
+        the sampler's.
 
-        A conditional generator is asked for that class. Raises UserError if there are too few of
-        them.
+        A conditional generator draws samples of that class. Raises UserError if too few are found.
         """
         sampler = self.sampler if seed is None else replace(self.sampler, seed=seed)
         if sampler.chosen:
@@ -108,87 +110,81 @@ class Editor:
         parts: list[Start] = []
         missing, first = count, 0
         while missing and first < PATIENCE * count:
-            numbers = range(first, first + sampler.batch_size)
-            drawn, first = self.start(sampler, numbers), numbers.stop
-            fitting = self.probabilities(self.images(drawn)).argmax(1) == label
-            rows = fitting.nonzero()[:missing, 0].to(self.device)
-            parts.append(drawn.take(rows))
+            batch = self.start(sampler, range(first, first + sampler.batch_size))
+            first += sampler.batch_size
+            is_label = self.probabilities(self.images(batch)).argmax(1) == label
+            rows = is_label.nonzero()[:missing, 0].to(self.device)
+            parts.append(batch.take(rows))
             missing -= len(rows)
         if missing:
             raise UserError(
-                f"the classifier names only {count - missing} of {first:,} samples {self.names[label]}, and {count} "
-                "are wanted; take other classes, or a generator that draws this one"
+                f"the classifier predicts only {count - missing} of {first:,} samples as "
+                f"{self.names[label]}, and {count} are needed; choose other classes, or a generator "
+                "that draws this one"
             )
         return Start.join(parts)
 
     def images(
         self, start: Start, direction: Direction | None = None, steps: Tensor | float = 0.0
     ) -> Tensor:
-        """The images uint8 [n, C, H, H] on the CPU, moved by a step each, [n] or one for all."""
-        each = torch.as_tensor(steps, dtype=torch.float32).expand(len(start)).to(self.device)
+        """Return the images uint8 [n, C, H, H] on the CPU, moved by steps [n], or by one step."""
+        row_steps = torch.as_tensor(steps, dtype=torch.float32).expand(len(start)).to(self.device)
         vector = torch.zeros(self.size) if direction is None else direction.vector
-        offsets = each[:, None] * vector.to(self.device)
-        drawn, size = [], self.sampler.batch_size
+        offsets = row_steps[:, None] * vector.to(self.device)
+        images, size = [], self.sampler.batch_size
         with torch.no_grad(), full_float32(self.device):
             for part, offset in zip(start.batches(size), offsets.split(size), strict=True):
-                drawn.append(self.generator.spec.from_float(self.moved(part, offset)).cpu())
-        return torch.cat(drawn)
+                images.append(self.generator.spec.from_float(self.moved(part, offset)).cpu())
+        return torch.cat(images)
 
     def probabilities(self, images: Tensor, classifier: Classifier | None = None) -> Tensor:
-        """What the classifier, or another one, says of images uint8 [n, C, H, H]: float64 [n, K] on
-        the CPU.
+        """Return the probabilities float64 [n, K] on the CPU that the editor's classifier, or
+        another one, gives images uint8 [n, C, H, H].
         """
-        size = self.sampler.batch_size
-        return torch.cat(
-            [judge_images(classifier or self.classifier, part) for part in images.split(size)]
-        )
+        classifier = classifier or self.classifier
+        parts = images.split(self.sampler.batch_size)
+        return torch.cat([judge_images(classifier, part) for part in parts])
 
     def reach(self, start: Start, direction: Direction) -> tuple[Tensor, Tensor]:
-        """`first_reached`, on a grid up to `config.limit`, of the target's probability
-        `config.reach`: [n].
+        """Find the first step, on a grid up to `config.limit`, at which the target's probability is
+        `config.reach`. Returns what `first_reached` does.
         """
 
-        def share(rows: Tensor, step: float) -> Tensor:
+        def target_probability(rows: Tensor, step: float) -> Tensor:
             images = self.images(start.take(rows.to(self.device)), direction, step)
             return self.probabilities(images)[:, direction.target]
 
         steps = [self.config.limit * number / GRID for number in range(1, GRID + 1)]
-        return first_reached(
-            share, torch.full([len(start)], self.config.reach, dtype=torch.float64), steps
-        )
+        thresholds = torch.full([len(start)], self.config.reach, dtype=torch.float64)
+        return first_reached(target_probability, thresholds, steps)
 
     # --- directions
 
     def _direction(self, source: int, target: int) -> Direction:
-        """The way from a class to another. Raises UserError where there is none."""
+        """Compute the direction from a class to another. Raises UserError if there is none."""
         parts = [self._samples(label) for label in (source, target)]
         start = Start.join(parts)
-        likely = self.probabilities(self.images(start)).mean(0)
-        likely[[source, target]] = -1
-        others = (
-            likely.sort(descending=True, stable=True)
-            .indices[: min(OTHERS, len(likely) - 2)]
-            .tolist()
-        )
-        slopes, pixels = self._sensitivity(start, [source, target, *others])
+        mean = self.probabilities(self.images(start)).mean(0)
+        mean[[source, target]] = -1
+        order = mean.sort(descending=True, stable=True).indices
+        preserved = order[: min(PRESERVED, len(mean) - 2)].tolist()
+        slopes, pixels = self._sensitivity(start, [source, target, *preserved])
         config = self.config
         unit = steer(
             slopes, pixels, pixel_weight=config.pixel_weight, keep_weight=config.keep_weight
         )
         if not unit.any():
             raise UserError(f"nothing moves {self.names[source]} towards {self.names[target]}")
-        points = [
-            (part.code.mean(1) if self.space == "w" else part.code).float().cpu() for part in parts
-        ]
-        # the length of the deviations within the classes: root of the mean of their variances, of
-        # all dimensions
-        spread = float(
-            torch.stack([p.var(0, correction=0) for p in points]).mean(0).sqrt().double().norm()
-        )
+        # The spread is the root of the total variance within the classes, averaged over both.
+        variances = []
+        for part in parts:
+            code = part.code.mean(1) if self.space == "w" else part.code
+            variances.append(code.float().cpu().var(0, correction=0))
+        spread = float(torch.stack(variances).mean(0).sqrt().double().norm())
         return Direction(source, target, (unit * spread).float())
 
     def _sensitivity(self, start: Start, labels: list[int]) -> tuple[Tensor, Tensor]:
-        """How steeply the logits of `labels` rise, float64 [labels, size], and `pixel_rows`,
+        """Return the slopes of the logits of `labels`, float64 [labels, size], and `pixel_rows`,
         float64 [m, size].
         """
         slopes = torch.zeros(len(labels), self.size, dtype=torch.float64)
@@ -207,10 +203,10 @@ class Editor:
 
 
 def pair_of(names: Sequence[str], source: str, target: str) -> tuple[int, int]:
-    """The labels of two classes. Raises UserError for an unknown one, and where they are the same."""
+    """Return the labels of two classes. Raises UserError if one is unknown or both are equal."""
     labels = label_of(source, names, "from"), label_of(target, names, "to")
     if source == target:
-        raise UserError(f"from {source} to {target} is no way; name two classes")
+        raise UserError(f"from {source} to {target} is no edit; name two classes")
     return labels
 
 
@@ -218,77 +214,78 @@ def pair_of(names: Sequence[str], source: str, target: str) -> tuple[int, int]:
 
 
 def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
-    """The sum over images of each logit's gradient, float64 [k, size], of logits [n, k] made with
-    offsets [n, size].
+    """Return the gradient of each logit, summed over images, float64 [k, size]. The logits [n, k]
+    depend on `offsets` [n, size].
     """
     wide = widest(offsets.device)
-    rows = [
-        torch.autograd.grad(logits[:, k].sum(), offsets, retain_graph=k + 1 < logits.shape[1])[0]
-        .to(wide)
-        .sum(0)
-        for k in range(logits.shape[1])
-    ]
+    count = logits.shape[1]
+    rows = []
+    for k in range(count):
+        total = logits[:, k].sum()
+        (gradient,) = torch.autograd.grad(total, offsets, retain_graph=k + 1 < count)
+        rows.append(gradient.to(wide).sum(0))
     return torch.stack(rows).cpu()
 
 
 def pixel_rows(images: Tensor, offsets: Tensor, draws: Iterator[Tensor]) -> Tensor:
-    """Rows r [n * draws, size] whose mean r r^T estimates how the mean square of the pixels changes
-    with the offsets: r = J^T v with v of N(0, 1 / pixels). Images [n, C, H, W] and draws of their
-    shape.
+    """Return rows r [n * draws, size] whose mean r r^T estimates how the mean square of the pixels
+    changes with the offsets: r = J^T v with v from N(0, 1 / pixels).
+
+    Args:
+        images: [n, C, H, W], which depend on `offsets` [n, size].
+        draws: standard normal tensors of the images' shape.
     """
     pixels = images[0].numel()
-    rows = [
-        torch.autograd.grad(images, offsets, draw.to(images) / pixels**0.5, retain_graph=True)[0]
-        for draw in draws
-    ]
+    rows: list[Tensor] = []
+    for draw in draws:
+        v = draw.to(images) / pixels**0.5
+        rows += torch.autograd.grad(images, offsets, v, retain_graph=True)
     return torch.cat(rows).cpu().double()
 
 
 def steer(
-    # float64 [2 + others, size]: of the source's logit, the target's, and of others that shall stay
+    # float64 [2 + k, size]: slopes of the logits of the source, the target, and k classes to
+    # preserve
     slopes: Tensor,
     pixels: Tensor,  # float64 [m, size], of `pixel_rows`
     *,
     pixel_weight: float,
     keep_weight: float,
 ) -> Tensor:
-    """The direction, float64 [size], of length 1; zeros where no dimension moves the two classes
-    apart.
+    """Return the direction, float64 [size], of length 1; zeros if no dimension separates the two
+    classes.
     """
     size = slopes.shape[1]
     gain = slopes[1] - slopes[0]
-    # a softmax does not see what is added to all logits
-    others = slopes[2:] - (slopes[0] + slopes[1]) / 2
-    penalties = [
-        weight**0.5 * rows / (rows.square().sum() / size).sqrt()
-        for rows, weight in ((pixels, pixel_weight), (others, keep_weight))
-        if len(rows) and rows.any()
-    ]
+    # relative to source and target, because softmax ignores a constant that is added to all logits
+    preserved = slopes[2:] - (slopes[0] + slopes[1]) / 2
+    penalties = []
+    for rows, weight in ((pixels, pixel_weight), (preserved, keep_weight)):
+        if len(rows) and rows.any():
+            penalties.append(weight**0.5 * rows / (rows.square().sum() / size).sqrt())
     stacked = torch.cat([*penalties, gain.new_zeros(0, size)])  # A = 1 + stacked^T stacked
     direction = torch.linalg.solve(torch.eye(size, dtype=gain.dtype) + stacked.T @ stacked, gain)
     return direction / direction.norm().clamp_min(torch.finfo(direction.dtype).tiny)
 
 
 def first_reached(
-    height: Callable[[Tensor, float], Tensor],  # rows and a step -> how high each of them is there
-    wanted: Tensor,  # [n], the height that each row shall reach
+    value_at: Callable[[Tensor, float], Tensor],  # numbers of rows, a step -> the rows' values
+    thresholds: Tensor,  # [n], for each row
     steps: list[float],  # ascending
 ) -> tuple[Tensor, Tensor]:
-    """The first of `steps` at which each row is as high as wanted, float64 [n], and whether it ever
-    is, bool.
+    """Find the first of `steps` at which the value of each row reaches its threshold.
 
-    A row that never is has the step at which it is highest.
+    Returns the steps, float64 [n], and bool [n]: True for rows that reach their threshold. The step
+    of a row that does not is the one with its largest value.
     """
-    count = len(wanted)
-    result, best = (
-        torch.zeros(count, dtype=torch.float64),
-        torch.full([count], -torch.inf, dtype=torch.float64),
-    )
+    count = len(thresholds)
+    result = torch.zeros(count, dtype=torch.float64)
+    best = torch.full([count], -torch.inf, dtype=torch.float64)
     for step in steps:
-        rows = (best < wanted).nonzero()[:, 0]
+        rows = (best < thresholds).nonzero()[:, 0]
         if not len(rows):
             break
-        heights = height(rows, step).double()
-        result[rows[heights > best[rows]]] = step
-        best[rows] = best[rows].maximum(heights)
-    return result, best >= wanted
+        values = value_at(rows, step).double()
+        result[rows[values > best[rows]]] = step
+        best[rows] = best[rows].maximum(values)
+    return result, best >= thresholds

@@ -1,8 +1,8 @@
-"""Which training images helped or hurt a prediction, and whose labels are likely wrong.
+"""Find the training images that helped or hurt a prediction most, or whose labels are likely wrong.
 
 `duet influence --checkpoint RUN --data train.lmdb (--image FILE | --mislabelled) --out FILE.png`.
-Every checkpoint that the run has kept counts, by its learning rate; train with `--checkpoint.keep
-10` to have some.
+The scores sum over all checkpoints of the run, weighted by their learning rates; train with
+`--checkpoint.keep 10` to have several.
 """
 
 import json
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     )
     check_writable(options.out.parent)
     files = checkpoint_files(options.checkpoint)
-    # with torch, now that the options are known to be right
+    # torch is imported only after the options are checked
     from duetgan.inference.influence_scores import answer
 
     document = {
@@ -94,28 +94,23 @@ def main(argv: list[str]) -> int:
 
 
 def checkpoint_files(run_or_file: str) -> list[Path]:
-    """All checkpoints of a run, the earliest first, or the one file."""
+    """List all checkpoints of a run, the earliest first. A file gives itself."""
     file = resolve(run_or_file)
     return [file] if Path(run_or_file).is_file() else newest_first(file.parent)[::-1]
 
 
 def _table(document: dict[str, Any]) -> str:
     if "mislabelled" in document:
-        lines = [
-            f"confident learning would change {document['issues']} labels; the first by {document['measure']}:"
-        ]
+        issues, measure = document["issues"], document["measure"]
+        lines = [f"confident learning would change {issues} labels; the first by {measure}:"]
         for item in document["mislabelled"]:
-            lines.append(
-                f"record {item['record']}: {item['label']} {item['given']:.3f}, rather {item['named']} "
-                f"{item['probability']:.3f}"
-            )
+            label = f"{item['label']} {item['given']:.3f}"
+            suggestion = f"{item['named']} {item['probability']:.3f}"
+            lines.append(f"record {item['record']}: {label}, rather {suggestion}")
         return "\n".join(lines)
-    lines = [
-        f"{document['image']}: {document['named']} {document['probability']:.3f}; for {document['label']}"
-    ]
+    prediction = f"{document['named']} {document['probability']:.3f}"
+    lines = [f"{document['image']}: {prediction}; influence on {document['label']}:"]
     for kind in ("helped", "hurt"):
-        lines += [
-            f"{kind} {item['score']:+.3g}: record {item['record']}, {item['label']}"
-            for item in document[kind]
-        ]
+        for item in document[kind]:
+            lines.append(f"{kind} {item['score']:+.3g}: record {item['record']}, {item['label']}")
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""Which training images helped or hurt a prediction, and which labels are likely wrong: scores of
-every image, from the gradients of every image's own loss.
+"""Scores of training images: their influence on a prediction, and how likely their labels are
+wrong. Both come from per-sample gradients of the loss.
 
-By hand: captum's TracInCP gives the same numbers for the head in the same time, but refuses
-channels_last networks for other layers, and needs as many lines around it; cleanlab brings pandas
-and scikit-learn for one formula.
+No library is used: captum's TracInCP gives the same numbers for the head in the same time, but
+refuses channels_last networks for other layers, and needs as many lines around it; cleanlab depends
+on pandas and scikit-learn for one formula.
 """
 
 import sys
@@ -28,101 +28,101 @@ from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
 from duetgan.utils import bounded
-from duetgan.utils.checkpoint import load
+from duetgan.utils.checkpoint import Checkpoint, load
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 
-MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
+Document = dict[str, Any]  # a JSON object
+
+MOST_ELEMENTS = 1 << 26  # elements of gradients in memory at once: 256 MiB of float32
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of n images as outer products of two factors, [n, K] x [n, F], which need not be
-    made.
+    """Gradients of n images in factored form, [n, K] x [n, F], whose outer products are never
+    computed.
 
-    Of the last linear layer, with p = softmax(logits), y the label as one-hot and f what the layer
-    takes: the weight's is (p - y) f^T, the bias's p - y. Gradients that are at hand [n, P] have
-    ones [n, 1] as their first factor.
+    For the last linear layer, with p = softmax(logits), y the one-hot label and f the layer's
+    input, the gradient of the weight is (p - y) f^T and that of the bias is p - y. Explicit
+    gradients [n, P] have ones [n, 1] as their first factor.
     """
 
     errors: Tensor  # [n, K]
     inputs: Tensor  # [n, F]
-    bias: bool = False  # whether `errors` are a part of the gradients too
+    bias: bool = False  # True if the layer has a bias, whose gradients are `errors`
 
-    def dot(self, other: "Gradients") -> Tensor:
-        """Dot products [n, m] of all these gradients with all of `other`'s."""
-        return (self.errors @ other.errors.T) * (self.inputs @ other.inputs.T + self.bias)
+    def dot(self, columns: "Gradients") -> Tensor:
+        """Return the dot products [n, m] of these n gradients with the m gradients `columns`."""
+        return (self.errors @ columns.errors.T) * (self.inputs @ columns.inputs.T + self.bias)
 
     def squared_norms(self) -> Tensor:
-        """[n]: the dot product of each with itself."""
+        """Return the squared norm of each gradient, [n]."""
         return self.errors.square().sum(1) * (self.inputs.square().sum(1) + self.bias)
 
 
 def sample_gradients(
     model: nn.Module,  # images -> logits, in evaluation mode: BatchNorm must not mix the images
-    images: Tensor,  # [n, C, H, W] as the model takes them
+    images: Tensor,  # [n, C, H, W], the input of the model
     labels: Tensor,  # int64 [n]
-    names: Sequence[str],  # of the parameters that gradients are taken of
+    names: Sequence[str],  # names of the parameters to differentiate by
     *,
     # images at once; None: one on a CPU, else as many as MOST_ELEMENTS allows
     chunk: int | None = None,
 ) -> Gradients:
-    """d cross_entropy(model(x_i), y_i) / d parameters, [n, P]: the named parameters flattened one
-    after the other.
+    """Return d cross_entropy(model(x_i), y_i) / d parameters, [n, P], the named parameters
+    flattened and concatenated.
 
-    Parameters need not require gradients and their `.grad` is not touched. Raises ValueError for a
-    model in training mode.
+    Parameters need not require gradients, and their `.grad` does not change. Raises ValueError for
+    a model in training mode.
     """
     if any(module.training for module in model.modules()):
         raise ValueError(
             "per-sample gradients need a model in evaluation mode: BatchNorm mixes the images otherwise"
         )
-    tensors = {name: p.detach() for name, p in model.named_parameters()} | dict(
-        model.named_buffers()
-    )
-    asked = {name: tensors.pop(name) for name in names}
+    constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    constants |= dict(model.named_buffers())
+    variables = {name: constants.pop(name) for name in names}
 
     def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(
-            functional_call(model, (parameters, tensors), (image[None],)), label[None]
-        )
+        logits = functional_call(model, (parameters, constants), (image[None],))
+        return F.cross_entropy(logits, label[None])
 
     if chunk is None:
-        most = max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in asked.values()))
-        # there convolutions with a weight for each image are slow
-        chunk = 1 if images.device.type == "cpu" else most
-    each = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(asked, images, labels)
-    found = torch.cat([each[name].flatten(1) for name in names], dim=1)
-    return Gradients(torch.ones_like(found[:, :1]), found)
+        chunk = max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in variables.values()))
+        if images.device.type == "cpu":
+            chunk = 1  # On CPUs, convolutions with a weight for each image are slow.
+    by_name = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(variables, images, labels)
+    gradients = torch.cat([by_name[name].flatten(1) for name in names], dim=1)
+    return Gradients(torch.ones_like(gradients[:, :1]), gradients)
 
 
 def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
-    """Gradients of each image's cross entropy with respect to the last linear layer, and the logits
-    [n, K].
+    """Return the gradients of each image's cross entropy with respect to the last linear layer, and
+    the logits [n, K].
 
-    One forward pass where the layer's output are the logits, else `sample_gradients`. Raises
-    UserError for a model without a linear layer.
+    This is one forward pass if the layer's output is the logits; otherwise `sample_gradients` is
+    called too. Raises UserError for a model without a linear layer.
     """
     linear = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
     ]
     if not linear:
-        raise UserError(
-            "the network has no linear layer, whose gradients tell the influence of an image"
-        )
-    (name, layer), seen = linear[-1], []
-    note = layer.register_forward_hook(
-        lambda _layer, inputs, output: seen.append((inputs[0], output))
+        raise UserError("the network has no linear layer, which the influence is computed from")
+    name, layer = linear[-1]
+    calls: list[tuple[Tensor, Tensor]] = []
+    hook = layer.register_forward_hook(
+        lambda _layer, inputs, output: calls.append((inputs[0], output))
     )
-    with note, torch.no_grad():
+    with hook, torch.no_grad():
         logits = model(images)
-    if not torch.equal(seen[-1][1], logits):  # the logits are scaled, say
+    features, output = calls[-1]
+    if not torch.equal(output, logits):  # for example, a temperature scales the logits
         names = [f"{name}.{parameter}".lstrip(".") for parameter, _ in layer.named_parameters()]
         return sample_gradients(model, images, labels, names), logits
     errors = logits.softmax(1) - F.one_hot(labels, logits.shape[1])
-    return Gradients(errors, seen[-1][0], layer.bias is not None), logits
+    return Gradients(errors, features, layer.bias is not None), logits
 
 
 # --- scores
@@ -130,245 +130,259 @@ def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gr
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint of the run and the learning rate that it was trained on with."""
+    """A checkpoint of the run and the learning rate of its optimizer."""
 
     rate: float
-    load: Callable[[], Classifier]  # in evaluation mode on its device
+    load: Callable[[], Classifier]  # returns the model in evaluation mode on its device
 
 
-def rate_of(checkpoint: dict[str, Any]) -> float:
-    """The largest rate of a checkpoint's optimizer; 1 where it has none."""
+def rate_of(checkpoint: Checkpoint) -> float:
+    """Return the largest learning rate of a checkpoint's optimizer; 1 without an optimizer."""
     groups = (checkpoint["state"].get("optimizer") or {}).get("param_groups") or []
-    rates, faults = (
-        f"{checkpoint.get('file')}: state.optimizer",
-        (TypeError, LookupError, ValueError, RuntimeError),
-    )
-    with bounded.reading(rates, "use another checkpoint", *faults):
+    source = f"{checkpoint.get('file')}: state.optimizer"
+    faults = (TypeError, LookupError, ValueError, RuntimeError)
+    with bounded.reading(source, "use another checkpoint", *faults):
         return max((float(group["lr"]) for group in groups), default=1.0)
 
 
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
-    """`head_gradients` of uint8 images [n, C, H, W] with labels [n]."""
+    """Return `head_gradients` of uint8 images [n, C, H, W] with labels [n]."""
     device = device_of(model)
     with full_float32(device):
         return head_gradients(model, classifier_input(model, images), labels.to(device))
 
 
 @dataclass(frozen=True)
-class Part:
-    """A batch of training images as one checkpoint sees them. Kept, it takes 4 (2 K + F) bytes an
+class GradientBatch:
+    """The gradients of a batch of training images by one checkpoint. It takes 4 (2 K + F) bytes an
     image, e.g. 2 KiB.
     """
 
-    share: float  # of the checkpoint in a score
+    weight: float  # of the checkpoint in a score
     model: Classifier
-    rows: slice  # where the images lie
-    gradients: Gradients  # of the head, of the average model, for whole images without augmentation
+    rows: slice  # the records of the images
+    # of the head of the EMA model, for images without augmentation
+    gradients: Gradients
     logits: Tensor  # [n, K]
 
 
-def passes(
-    snapshots: Sequence[Snapshot], reader: Dataset, *, batch_size: int = 64
-) -> Iterator[Part]:
-    """All training images, by each checkpoint in turn. Shares are rates scaled to a sum of 1; equal
-    where all are 0.
+def gradient_batches(
+    snapshots: Sequence[Snapshot], dataset: Dataset, *, batch_size: int = 64
+) -> Iterator[GradientBatch]:
+    """Yield the gradients of all training images, checkpoint by checkpoint. The weights are the
+    learning rates scaled to a sum of 1, or equal if all rates are 0.
     """
     total = sum(snapshot.rate for snapshot in snapshots)
-    with Bar(total=len(reader) * len(snapshots), desc="images", unit="image") as bar:
+    with Bar(total=len(dataset) * len(snapshots), desc="images", unit="image") as bar:
         for snapshot in snapshots:
-            share = snapshot.rate / total if total else 1 / len(snapshots)
+            weight = snapshot.rate / total if total else 1 / len(snapshots)
             model = snapshot.load()
             start = 0
-            for batch in evaluation_batches(reader, batch_size):
+            for batch in evaluation_batches(dataset, batch_size):
                 gradients, logits = gradients_of(model, batch.images, batch.labels)
-                yield Part(share, model, slice(start, start + len(batch)), gradients, logits)
+                rows = slice(start, start + len(batch))
+                yield GradientBatch(weight, model, rows, gradients, logits)
                 start += len(batch)
                 bar.update(len(batch))
 
 
 def influence(
-    parts: Iterable[Part],  # `passes`, or what was kept of it
-    count: int,  # of all training images
-    image: Tensor,  # uint8 [C, H, W]: the image whose prediction is to be explained
-    label: int,  # the class that the prediction is explained for
+    batches: Iterable[GradientBatch],
+    count: int,  # number of training images
+    image: Tensor,  # uint8 [C, H, W]: the image whose prediction is explained
+    label: int,  # the class that is explained
 ) -> Tensor:
-    """TracInCP (Pruthi et al. 2002.08484, section 3.3): how much a step on each training image
-    lowered the loss of this one, [count] float64: sum over checkpoints of rate x gradient .
-    gradient, the rates scaled to a sum of 1.
+    """Return the influence of each training image on the loss of `image`, float64 [count].
 
-    Positive: it helped (a proponent), negative: it hurt.
+    TracInCP (Pruthi et al. 2002.08484, section 3.3): the sum over checkpoints of rate x dot product
+    of the two images' gradients, with the rates scaled to a sum of 1. A positive score means that
+    training on the image lowered the loss (a proponent), a negative one that it raised it.
     """
     scores = torch.zeros(count, dtype=torch.float64)
     model: Classifier | None = None
-    for part in parts:
-        if part.model is not model:  # a checkpoint begins
-            model = part.model
-            own, _ = gradients_of(model, image[None], torch.tensor([label]))
-        scores[part.rows] += part.share * part.gradients.dot(own)[:, 0].cpu().double()
+    for batch in batches:
+        if batch.model is not model:  # the first batch of a checkpoint
+            model = batch.model
+            gradient, _ = gradients_of(model, image[None], torch.tensor([label]))
+        scores[batch.rows] += batch.weight * batch.gradients.dot(gradient)[:, 0].cpu().double()
     return scores
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """How likely each image's label is wrong, by two measures; float64 [count]."""
+    """Two measures, float64 [count], of how likely the label of each image is wrong."""
 
-    self_influence: Tensor  # sum over checkpoints of rate x squared norm of its own gradient
+    # sum over checkpoints of rate x squared norm of the image's gradient
+    self_influence: Tensor
     probabilities: Tensor  # [count, K] by the last checkpoint
     labels: Tensor  # int64 [count]
 
     @property
-    def given(self) -> Tensor:
-        """The probability of the label that an image has."""
+    def label_probability(self) -> Tensor:
+        """The probability of each image's label."""
         return self.probabilities.gather(1, self.labels[:, None])[:, 0]
 
     def issues(self) -> Tensor:
-        """The class that confident learning would rather give, else -1: int64 [count].
+        """Return the class that confident learning suggests for each image, or -1 if it accepts the
+        label: int64 [count].
 
-        Northcutt et al. (1911.00068, equation 2): among the classes whose probability reaches the
-        mean that it has in the images labelled so, the likeliest, where that is not the image's
-        label.
+        Northcutt et al. (1911.00068, equation 2): the threshold of a class is its mean probability
+        in the images with this label. The suggestion is the most probable class of those that reach
+        their threshold, if it differs from the label.
         """
         classes = self.probabilities.shape[1]
-        sums = torch.zeros(classes, dtype=torch.float64).index_add_(0, self.labels, self.given)
+        sums = torch.zeros(classes, dtype=torch.float64)
+        sums.index_add_(0, self.labels, self.label_probability)
         members = torch.bincount(self.labels, minlength=classes)
         thresholds = torch.where(members > 0, sums / members.clamp(min=1), torch.inf)
-        best, named = torch.where(self.probabilities >= thresholds, self.probabilities, -1.0).max(1)
-        return torch.where((best >= 0) & (named != self.labels), named, -1)
+        reaching = torch.where(self.probabilities >= thresholds, self.probabilities, -1.0)
+        best, suggested = reaching.max(1)
+        return torch.where((best >= 0) & (suggested != self.labels), suggested, -1)
 
     def order(self, by: str) -> Tensor:
-        """Image numbers, the most suspicious first: by `self-influence`, or by `probability`: those
-        that confident learning would rename come first, then it is the lowest probability of the
-        given label.
+        """Return the numbers of the images, the most suspicious first.
+
+        Args:
+            by: `self-influence`; or `probability`: first the images that confident learning would
+                relabel, then those with the lowest probability of their label.
         """
         if by == "self-influence":
             return self.self_influence.argsort(descending=True, stable=True)
-        return (self.given - (self.issues() >= 0).double()).argsort(stable=True)
+        return (self.label_probability - (self.issues() >= 0).double()).argsort(stable=True)
 
 
-def suspicion(parts: Iterable[Part], reader: Dataset) -> Suspicion:
-    """Both measures for every image of the file."""
-    norms = torch.zeros(len(reader), dtype=torch.float64)
-    probabilities = torch.zeros(len(reader), len(reader.classes), dtype=torch.float64)
-    for part in parts:
-        norms[part.rows] += part.share * part.gradients.squared_norms().cpu().double()
-        # the last checkpoint's stay
-        probabilities[part.rows] = part.logits.cpu().double().softmax(1)
-    return Suspicion(norms, probabilities, torch.from_numpy(reader.labels().copy()))
+def suspicion(batches: Iterable[GradientBatch], dataset: Dataset) -> Suspicion:
+    """Compute both measures for every image of the data set."""
+    norms = torch.zeros(len(dataset), dtype=torch.float64)
+    probabilities = torch.zeros(len(dataset), len(dataset.classes), dtype=torch.float64)
+    for batch in batches:
+        norms[batch.rows] += batch.weight * batch.gradients.squared_norms().cpu().double()
+        # The last checkpoint overwrites the probabilities of earlier ones.
+        probabilities[batch.rows] = batch.logits.cpu().double().softmax(1)
+    return Suspicion(norms, probabilities, torch.from_numpy(dataset.labels().copy()))
 
 
-def most(scores: Tensor, count: int) -> list[int]:
-    """The places of the largest scores, largest first; those above 0 only."""
-    return [
-        place
-        for place in scores.argsort(descending=True, stable=True)[:count].tolist()
-        if scores[place] > 0
-    ]
+def top_records(scores: Tensor, count: int) -> list[int]:
+    """Return the records of at most `count` of the largest scores above 0, largest first."""
+    records = scores.argsort(descending=True, stable=True)[:count].tolist()
+    return [record for record in records if scores[record] > 0]
 
 
 # --- the command
 
 
-def answer(options: Namespace, files: list[Path]) -> dict[str, Any]:
-    """What `inference.influence` is asked for of these checkpoints, in words and numbers; writes
-    its grid.
+def answer(options: Namespace, files: list[Path]) -> Document:
+    """Answer the options of `duet influence` for these checkpoints: return the document and write
+    the image grid.
     """
     device, last = choose_device(options.device), load(files[-1])
     snapshots = [snapshot(file, device) for file in files]
-    with dataset_for_model(options.data, last) as reader:
-        check_data(reader, last, options.data)
-        parts = passes(snapshots, reader, batch_size=options.batch_size)
+    with dataset_for_model(options.data, last) as dataset:
+        check_data(dataset, last, options.data)
+        batches = gradient_batches(snapshots, dataset, batch_size=options.batch_size)
         if options.mislabelled:
-            return _mislabelled(options, parts, reader)
-        return _explain(
-            options, parts, reader, read_target(options.image, last), snapshots[-1].load()
-        )
+            return _mislabelled(options, batches, dataset)
+        image = read_target(options.image, last)
+        return _explain(options, batches, dataset, image, snapshots[-1].load())
 
 
 def snapshot(file: Path, device: torch.device) -> Snapshot:
-    """A classifier's checkpoint. Raises UserError for another task's."""
+    """Return a classifier's checkpoint. Raises UserError for that of another task."""
     checkpoint = load(file, verify=False)
     if checkpoint["task"] != "classifier":
         raise UserError(
             f"{file}: is a checkpoint of task {checkpoint['task']!r}; give one of a classifier"
         )
-    # read again when its turn comes: all of a run's networks at once may not fit into memory
+    # Each network is loaded when it is needed, because all of a run may not fit into memory.
     return Snapshot(rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
 
 
-def check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
-    """Raise UserError unless the images have the classifier's classes; tell where they are not its
-    training's.
+def check_data(dataset: Dataset, checkpoint: Checkpoint, path: str) -> None:
+    """Raise UserError unless the images have the classifier's classes. Print a note if they are not
+    its training images.
     """
     require_same_classes(
         path,
-        reader.classes,
+        dataset.classes,
         "the classifier",
         checkpoint["classes"],
         "give the images that it was trained on",
     )
-    if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
+    if dataset.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
         print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
 
 
-def images_of(reader: Dataset, rows: list[int]) -> list[Tensor]:
-    """Records of a packed file, uint8 [C, H, W]."""
-    return list(torch.from_numpy(reader.read(rows)[0])) if rows else []
+def images_of(dataset: Dataset, records: list[int]) -> list[Tensor]:
+    """Read records of a packed file, uint8 [C, H, W]."""
+    return list(torch.from_numpy(dataset.read(records)[0])) if records else []
 
 
 def _explain(
-    options: Namespace, parts: Iterable[Part], reader: Dataset, image: Tensor, model: Classifier
-) -> dict[str, Any]:
-    classes, top = reader.classes, options.top
+    options: Namespace,
+    batches: Iterable[GradientBatch],
+    dataset: Dataset,
+    image: Tensor,
+    model: Classifier,
+) -> Document:
+    """Find the training images with the largest influence on the prediction of `image`."""
+    classes, top = dataset.classes, options.top
     probabilities = judge_images(model, image[None])[0]
-    named = int(probabilities.argmax())
-    label = named if options.label is None else label_of(options.label, classes, "--label")
-    scores = influence(parts, len(reader), image, label)
-    labels, blank = reader.labels(), torch.full(image.shape, reader.spec.high).to(image)
-    first, head = image, f"named {classes[named]} {probabilities[named]:.2f}"
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    images, captions = [], []
-    for kind, rows in (("helped", most(scores, top)), ("hurt", most(-scores, top))):
-        kinds[kind] = [
-            {"record": row, "label": classes[labels[row]], "score": float(scores[row])}
-            for row in rows
-        ]
-        told = [f"{item['record']}: {item['label']}\n{item['score']:+.3g}" for item in kinds[kind]]
-        images += [first, *images_of(reader, rows), *[blank] * (top - len(rows))]
-        captions += [f"{head}\n{kind} {classes[label]}:", *told, *[""] * (top - len(rows))]
-        first, head = blank, ""
-    save_captioned(images, captions, options.out, columns=top + 1, spec=reader.spec)
-    about = {
+    predicted = int(probabilities.argmax())
+    label = predicted if options.label is None else label_of(options.label, classes, "--label")
+    scores = influence(batches, len(dataset), image, label)
+    labels, blank = dataset.labels(), torch.full(image.shape, dataset.spec.high).to(image)
+    # The grid has two rows; only the first begins with the explained image.
+    first, title = image, f"predicted {classes[predicted]} {probabilities[predicted]:.2f}"
+    document: Document = {
         "image": options.image,
-        "named": classes[named],
-        "probability": float(probabilities[named]),
+        "named": classes[predicted],
+        "probability": float(probabilities[predicted]),
+        "label": classes[label],
     }
-    return {**about, "label": classes[label], **kinds}
+    images, captions = [], []
+    for kind, kind_scores in (("helped", scores), ("hurt", -scores)):
+        records = top_records(kind_scores, top)
+        images += [first, *images_of(dataset, records), *[blank] * (top - len(records))]
+        captions.append(f"{title}\n{kind} {classes[label]}:")
+        document[kind] = []
+        for record in records:
+            name, score = classes[labels[record]], float(scores[record])
+            document[kind].append({"record": record, "label": name, "score": score})
+            captions.append(f"{record}: {name}\n{score:+.3g}")
+        captions += [""] * (top - len(records))
+        first, title = blank, ""
+    save_captioned(images, captions, options.out, columns=top + 1, spec=dataset.spec)
+    return document
 
 
-def _mislabelled(options: Namespace, parts: Iterable[Part], reader: Dataset) -> dict[str, Any]:
-    result, classes = suspicion(parts, reader), reader.classes
+def _mislabelled(
+    options: Namespace, batches: Iterable[GradientBatch], dataset: Dataset
+) -> Document:
+    """Find the training images whose labels are most likely wrong."""
+    result, classes = suspicion(batches, dataset), dataset.classes
     measure = options.by or "probability"
-    rows = result.order(measure)[: options.top].tolist()
-    # the likeliest class but the given
-    others = result.probabilities.scatter(1, result.labels[:, None], -1).max(1)
-    suspects = [
-        {
-            "record": row,
-            "label": classes[int(result.labels[row])],
-            "given": float(result.given[row]),
-            "named": classes[int(others.indices[row])],
-            "probability": float(others.values[row]),
-            "self_influence": float(result.self_influence[row]),
-        }
-        for row in rows
-    ]
-    captions = [
-        f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?"
-        for item in suspects
-    ]
-    save_captioned(
-        images_of(reader, rows), captions, options.out, columns=min(10, len(rows)), spec=reader.spec
-    )
+    records = result.order(measure)[: options.top].tolist()
+    # the most probable class other than the label
+    best = result.probabilities.scatter(1, result.labels[:, None], -1).max(1)
+    suspects: list[Document] = []
+    captions = []
+    for record in records:
+        label, suggestion = classes[int(result.labels[record])], classes[int(best.indices[record])]
+        label_probability = float(result.label_probability[record])
+        suspects.append(
+            {
+                "record": record,
+                "label": label,
+                "given": label_probability,
+                "named": suggestion,
+                "probability": float(best.values[record]),
+                "self_influence": float(result.self_influence[record]),
+            }
+        )
+        captions.append(f"{record}: {label} {label_probability:.2f}\n{suggestion}?")
+    columns = min(10, len(records))
+    images = images_of(dataset, records)
+    save_captioned(images, captions, options.out, columns=columns, spec=dataset.spec)
     return {
         "measure": measure,
         "issues": int((result.issues() >= 0).sum()),

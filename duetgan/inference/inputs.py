@@ -1,15 +1,15 @@
-"""An image of a user's as a network takes it; and what predict.py is given: images, folders,
-patterns, archives, packed files and lists, as one row of images.
+"""The preparation of a user's image for a network, and the inputs of predict.py: images, folders,
+patterns, archives, packed files and lists.
 """
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import PIL.Image
@@ -21,8 +21,17 @@ from duetgan.data.images import fit, trained_mode
 from duetgan.data.sources import is_source, open_images
 from duetgan.data.sources.base import Source
 from duetgan.data.sources.files import LocalSource, read_file
-from duetgan.data.values import Content, Values, bring, check_shape, decode_image, known, of_pillow
+from duetgan.data.values import (
+    Content,
+    Values,
+    bring,
+    check_shape,
+    checked_pixels,
+    decode_image,
+    of_pillow,
+)
 from duetgan.utils import bounded
+from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
 
@@ -31,28 +40,31 @@ Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tens
 
 @dataclass(frozen=True)
 class Transform:
-    """An image as a network takes it: float32 [C, H, W], those of `spec`, in [-1, 1].
+    """A function that prepares an image for a network: float32 [C, H, W] in [-1, 1], of the shape
+    of `spec`.
 
-    Brings it to size as the images of the network's training were. Takes a file's name; a PIL
-    image; an array [H, W], [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]; where `spec`
-    is not plain, values as it has them. Can be sent to the workers of a DataLoader. Raises
-    UserError for an image that cannot be read, and for floats outside [0, 1].
+    The image is resized as the network's training images were. It is a file name, a PIL image, an
+    array [H, W] or [H, W, C], or a tensor [C, H, W], of uint8 or of floats in [0, 1]; or of values
+    in the range of `spec` if that is not plain. Transforms can be pickled for the workers of a
+    DataLoader. Raises UserError for an image that cannot be read, and for floats outside [0, 1].
     """
 
-    spec: ImageSpec  # of what it gives
-    mode: str  # of data.images.fit: crop, pad, or as a ready-made network has it
+    spec: ImageSpec  # of the result
+    mode: str  # of data.images.fit: crop, pad, or the mode of a ready-made network
 
     def __call__(self, image: Image) -> Tensor:
         return self.spec.to_float(self.pixels(image)[None], channels_last=False)[0]
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], resize: str | None = None) -> "Transform":
-        """That of a checkpoint's network; `resize`: crop or pad instead of what its training did."""
+    def of(cls, checkpoint: Checkpoint, resize: str | None = None) -> "Transform":
+        """Return the transform of a checkpoint's network; `resize`: crop or pad instead of the mode
+        of its training.
+        """
         return cls(ImageSpec.read(checkpoint["shape"]), resize or trained_mode(checkpoint))
 
     def read(self, image: "Image | Content") -> Tensor:
-        """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's
-        name.
+        """Do the same as `pixels`, also for the bytes of a file. Raises ImageError, whose message
+        lacks the image's name.
         """
         if isinstance(image, str | os.PathLike):
             image = read_file(Path(image))
@@ -63,21 +75,20 @@ class Transform:
             pixels = bring(of_pillow(image), spec)
         else:
             values = _hwc(image, spec.plain)
-            values = _eight_bits(values) if spec.plain else known(values)
+            values = _eight_bits(values) if spec.plain else checked_pixels(values)
             pixels = bring(Values(values, spec.alpha and values.shape[2] == spec.channels), spec)
-        return torch.from_numpy(
-            fit(pixels, spec.size, self.mode, spec.alpha).transpose(2, 0, 1).copy()
-        )
+        fitted = fit(pixels, spec.size, self.mode, spec.alpha)
+        return torch.from_numpy(fitted.transpose(2, 0, 1).copy())
 
     def pixels(self, image: Image) -> Tensor:
-        """The same in the depth of `spec`: [C, H, W]."""
+        """Resize an image, but keep the depth of `spec`: [C, H, W]."""
         name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
-        with explained(ImageError, lambda why: f"{name} {why}"):
+        with explained(ImageError, lambda error: f"{name} {error}"):
             return self.read(image)
 
 
 def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
-    """An array or a tensor as an array [H, W, C]; with `plain` C is 1 or 3."""
+    """Return an array or a tensor as an array [H, W, C]; with `plain`, C must be 1 or 3."""
     if isinstance(image, Tensor):
         image = image.detach().float() if image.is_floating_point() else image
         array = image.cpu().numpy()
@@ -88,18 +99,17 @@ def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
     elif isinstance(image, Tensor) and array.ndim == 3:
         array = array.transpose(1, 2, 0)
     if array.ndim != 3 or (plain and array.shape[2] not in (1, 3)):
-        layout = (
-            "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
-        )
-        raise ImageError(
-            f"is of shape {list(image.shape)}; give {layout}{' with 1 or 3 channels' * plain}"
-        )
+        layout = "an array [H, W] or [H, W, C]"
+        if isinstance(image, Tensor):
+            layout = "a tensor [C, H, W]"
+        channels = " with 1 or 3 channels" if plain else ""
+        raise ImageError(f"is of shape {list(image.shape)}; give {layout}{channels}")
     check_shape(*array.shape)
     return array
 
 
 def _eight_bits(array: np.ndarray) -> np.ndarray:
-    """Bytes as they are, and floats in [0, 1] as bytes."""
+    """Convert floats in [0, 1] to uint8; uint8 stays."""
     if array.dtype == np.uint8:
         return array
     if not np.issubdtype(array.dtype, np.floating):
@@ -110,16 +120,16 @@ def _eight_bits(array: np.ndarray) -> np.ndarray:
     return np.asarray((array * 255).round(), dtype=np.uint8)
 
 
-def read_target(
-    path: str | Path, checkpoint: Mapping[str, Any], resize: str | None = None
-) -> Tensor:
-    """The image that `--image` names, as `Transform.pixels`. Raises UserError if it cannot be read."""
-    with explained(ImageError, lambda why: f"--image {path}: {why}; give another image"):
+def read_target(path: str | Path, checkpoint: Checkpoint, resize: str | None = None) -> Tensor:
+    """Read the image of the option `--image`, as `Transform.pixels` does. Raises UserError if it
+    cannot be read.
+    """
+    with explained(ImageError, lambda error: f"--image {path}: {error}; give another image"):
         return Transform.of(checkpoint, resize).read(path)
 
 
 class Input(NamedTuple):
-    """An image that is read when its turn comes."""
+    """An image that is read lazily."""
 
     name: str
     content: Callable[[], Content]  # a file's bytes or pixels [H, W, C]; raises ImageError
@@ -130,40 +140,40 @@ def file_input(path: str | Path) -> Input:
 
 
 class Inputs:
-    """The images that `given` names, in order: image files; folders (with all that lies below) and
-    patterns like `a/**/*.jpg`; zip, tar, CSV, Parquet, Arrow and LMDB files; .txt files, which name
-    an image in each line.
+    """The images of a list of names, in order. A name is an image file; a folder, which is searched
+    recursively; a pattern like `a/**/*.jpg`; a zip, tar, CSV, Parquet, Arrow or LMDB file; or a
+    .txt file with the name of an image in each line.
 
-    A file that is not there is an image that cannot be read. Raises UserError for a pattern that
-    nothing matches, and for sources without images, before any image is read.
+    A missing file counts as an image that cannot be read. Raises UserError, before any image is
+    read, for a pattern without a match and for a source without images.
     """
 
-    def __init__(self, given: Sequence[str], stack: ExitStack) -> None:
-        """Args: `stack` closes the files."""
+    def __init__(self, names: Sequence[str], stack: ExitStack) -> None:
+        """Open the sources; `stack` closes them."""
         self._parts: list[tuple[str, Source | list[str]]] = []
-        for name in given:
+        for name in names:
             part = _part(name)
-            self._parts.append(
-                (name, stack.enter_context(part) if isinstance(part, Source) else part)
-            )
+            if isinstance(part, Source):
+                stack.enter_context(part)
+            self._parts.append((name, part))
 
     def __len__(self) -> int:
         return sum(len(part) for _, part in self._parts)
 
     @property
     def are_files(self) -> bool:
-        """Whether all have a file of their own."""
+        """True if every image is a file."""
         return all(isinstance(part, list | LocalSource) for _, part in self._parts)
 
     def names(self) -> Iterator[str]:
-        """A name for each image; a file's is its path."""
-        for given, part in self._parts:
+        """Yield the name of each image, which is the path of a file."""
+        for source_name, part in self._parts:
             if isinstance(part, list):
                 yield from part
                 continue
             for index in range(len(part)):
-                own = part.item_name(index)
-                yield own if own.startswith(given) else f"{given}: {own}"
+                name = part.item_name(index)
+                yield name if name.startswith(source_name) else f"{source_name}: {name}"
 
     def __iter__(self) -> Iterator[Input]:
         names = self.names()
@@ -174,13 +184,12 @@ class Inputs:
 
 
 def _part(name: str) -> Source | list[str]:
+    """Return the images of a name: a source, or paths of image files."""
     path = Path(name)
     if glob.has_magic(name) and not path.exists():
-        if not (
-            files := sorted(
-                found for found in glob.glob(name, recursive=True) if Path(found).is_file()
-            )
-        ):
+        matches = glob.glob(name, recursive=True)
+        files = sorted(match for match in matches if Path(match).is_file())
+        if not files:
             raise UserError(f"{name}: no file matches; quote the pattern, or give a folder")
         return files
     if path.suffix.lower() == ".txt":

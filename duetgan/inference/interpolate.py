@@ -1,4 +1,4 @@
-"""Films from sample to sample and back, written frame by frame through PyAV: MP4 (H.264) and GIF."""
+"""Films from sample to sample and back, written frame by frame with PyAV: MP4 (H.264), GIF."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ from duetgan.utils.runlog.progress import Bar
 
 
 def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
-    """Write the film to an .mp4 or .gif file; returns how many frames it has. Memory does not grow
-    with their number.
+    """Write the film to an .mp4 or .gif file and return its number of frames. Memory does not grow
+    with this number.
 
-    `scale`: see `enlargement`. Raises UserError.
+    `scale` and the raised UserError are those of `enlargement`.
     """
     scale = enlargement(journey.sampler.generator.spec.size, scale)
     with film(out, fps=fps, scale=scale) as add:
@@ -35,20 +35,19 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
 
 
 class Journey:
-    """The frames of a film, uint8 [H, W, C] one after the other; made batch by batch, each time
-    anew.
+    """The frames of a film, uint8 [H, W, C]. Every iteration computes them again, batch by batch.
 
-    Frame k of a segment lies k / `frames` of the way from its sample to the next, and after the
-    last sample comes the first. Noise maps are those of the first sample all through, so that
-    nothing flickers.
+    Frame k of a segment lies k / `frames` of the way from its sample to the next; the last segment
+    returns to the first sample. All frames have the noise maps of the first sample, so that nothing
+    flickers.
     """
 
     def __init__(
         self,
         sampler: Sampler,
-        # where the way is straight; None: w if the generator has one, else z
+        # the space of the interpolation; None: w if the generator has one, else z
         space: Literal["z", "w"] | None = None,
-        # samples it goes through, two at least; None: 8, or one of each class up to 16
+        # number of samples, at least two; None: 8, or one of each class up to 16
         keyframes: int | None = None,
         frames: int = FRAMES,  # from one sample to the next
     ) -> None:
@@ -69,105 +68,109 @@ class Journey:
             images = visible(images, spec)
             yield from (image.numpy().transpose(1, 2, 0) for image in images)
 
-    def _images(self, places: range, noise: list[Tensor] | NoiseMode) -> Tensor:
-        """Frames [n, C, H, W] in about [-1, 1]; `places` counts them from the film's start."""
-        segments = [place // self.frames for place in places]
-        needed = sorted(
-            {(segment + step) % self.keyframes for segment in segments for step in (0, 1)}
-        )
-        row = {keyframe: index for index, keyframe in enumerate(needed)}
-        before = [row[segment] for segment in segments]
-        after = [row[(segment + 1) % self.keyframes] for segment in segments]
-        start = self.sampler.latents(needed)
+    def _images(self, numbers: range, noise: list[Tensor] | NoiseMode) -> Tensor:
+        """Return the frames of these numbers, [n, C, H, W] in about [-1, 1]."""
+        previous = [number // self.frames for number in numbers]  # keyframe of each frame
+        following = [(keyframe + 1) % self.keyframes for keyframe in previous]
+        keyframes = sorted({*previous, *following})
+        row = {keyframe: index for index, keyframe in enumerate(keyframes)}
+        a = [row[keyframe] for keyframe in previous]
+        b = [row[keyframe] for keyframe in following]
+        sampler, start = self.sampler, self.sampler.latents(keyframes)
         z, labels = start.code, start.labels
-        t = z.new_tensor([place % self.frames / self.frames for place in places])[:, None]  # [n, 1]
+        t = z.new_tensor([number % self.frames / self.frames for number in numbers])[:, None]
         maps = noise if isinstance(noise, str) else [m.expand(len(t), -1, -1, -1) for m in noise]
-        ends = (None, None) if labels is None else (labels[before], labels[after])
-        sampler, between = self.sampler, slerp(z[before], z[after], t)
+        z_between = slerp(z[a], z[b], t)
         if not sampler.generator.has_styles:
-            mixed = [
-                one_hot(end, sampler.generator.classes, t.dtype) for end in ends if end is not None
-            ]
-            return sampler.generator(
-                between, torch.lerp(mixed[0], mixed[1], t) if mixed else None, noise=maps
-            )
+            mixture = None
+            if labels is not None:
+                hot = one_hot(labels, sampler.generator.classes, t.dtype)
+                mixture = torch.lerp(hot[a], hot[b], t)
+            return sampler.generator(z_between, mixture, noise=maps)
         generator, t = with_styles(sampler.generator, "interpolate"), t[:, None]
         if self.space == "w":
             ws = sampler.styles(z, labels)
-            ws = torch.lerp(ws[before], ws[after], t)
-        else:  # w on the way from one class to another: both classes', weighed
-            ws = sampler.styles(between, ends[0])
-            ws = ws if labels is None else torch.lerp(ws, sampler.styles(between, ends[1]), t)
+            ws = torch.lerp(ws[a], ws[b], t)
+        elif labels is None:
+            ws = sampler.styles(z_between, None)
+        else:  # Labels cannot be interpolated in the mapping network; the styles of both are.
+            ws_a, ws_b = (sampler.styles(z_between, labels[rows]) for rows in (a, b))
+            ws = torch.lerp(ws_a, ws_b, t)
         return generator.synthesis(ws, maps)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """From a to b [n, d] along the great circle, t [n, 1] of the way; lengths change evenly.
+    """Interpolate from a to b [n, d] along the great circle, t [n, 1] of the way. Lengths are
+    interpolated linearly.
 
     Shoemake, "Animating rotation with quaternion curves" (1985): (sin((1 - t) u) a + sin(t u) b) /
-    sin u for unit vectors at the angle u. Where a and b are parallel the way is straight; where
-    they are opposite there is no single way, and it goes straight as well.
+    sin u for unit vectors at the angle u. If a and b are parallel, or opposite, so that the great
+    circle is not unique, the interpolation is linear.
     """
     lengths = a.norm(dim=1, keepdim=True), b.norm(dim=1, keepdim=True)
     a_unit, b_unit = a / lengths[0], b / lengths[1]
     angle = torch.acos((a_unit * b_unit).sum(dim=1, keepdim=True).clamp(-1, 1))
     sine = torch.sin(angle)
-    straight = sine < 1e-6
-    safe = sine.masked_fill(straight, 1)
-    share_a = torch.where(straight, 1 - t, torch.sin((1 - t) * angle) / safe)
-    share_b = torch.where(straight, t, torch.sin(t * angle) / safe)
-    return (share_a * a_unit + share_b * b_unit) * torch.lerp(lengths[0], lengths[1], t)
+    is_linear = sine < 1e-6
+    divisor = sine.masked_fill(is_linear, 1)
+    weight_a = torch.where(is_linear, 1 - t, torch.sin((1 - t) * angle) / divisor)
+    weight_b = torch.where(is_linear, t, torch.sin(t * angle) / divisor)
+    return (weight_a * a_unit + weight_b * b_unit) * torch.lerp(lengths[0], lengths[1], t)
 
 
 # --- the file
 
-LEAST_SIDE = 256  # px that smaller images are enlarged to, or a little more
-BT709 = "colorprim=bt709:transfer=bt709:colormatrix=bt709:range=tv"  # what H.264 is marked with
-FORMATS = {  # codec, pixels, options of the codec and of the file
-    # hardly to be told from the original; the index in front
+LEAST_SIDE = 256  # px; smaller images are enlarged to at least this side
+BT709 = "colorprim=bt709:transfer=bt709:colormatrix=bt709:range=tv"  # colour metadata for H.264
+FORMATS = {  # suffix -> codec, pixel format, options of the codec, options of the file
+    # visually lossless; the index is at the beginning, so that players can stream the file
     ".mp4": (
         "libx264",
         "yuv420p",
         {"crf": "18", "preset": "medium", "x264-params": BT709},
         {"movflags": "+faststart"},
     ),
-    # each frame whole, not what differs; repeats for ever
+    # complete frames instead of differences; repeats for ever
     ".gif": ("gif", "pal8", {"gifflags": "0"}, {"loop": "0"}),
 }
 
 
-def enlargement(size: Sequence[int], asked: int | None = None) -> int:
-    """How much frames of such sides are enlarged: as asked, else to LEAST_SIDE or a little more, to
-    even sides.
+def enlargement(size: Sequence[int], scale: int | None = None) -> int:
+    """Return the factor to enlarge frames of this size by: `scale`, or by default the smallest one
+    that gives even sides of at least LEAST_SIDE.
 
-    Raises UserError if an enlarged side would be odd, which yuv420p cannot hold.
+    Raises UserError if `scale` gives an odd side, which yuv420p does not support.
     """
     odd = [side for side in size if side % 2]
-    if asked and asked % 2 and odd:
-        raise UserError(
-            f"--scale {asked}: {odd[0] * asked} px is an odd size, films have even ones; take {asked + 1}"
-        )
+    if scale:
+        if scale % 2 and odd:
+            raise UserError(
+                f"--scale {scale}: {odd[0] * scale} px is an odd size, films have even ones; take {scale + 1}"
+            )
+        return scale
     scale = max(1, -(-LEAST_SIDE // min(size)))
-    return asked or scale + (scale % 2 if odd else 0)
+    return scale + scale % 2 if odd else scale
 
 
 @contextmanager
 def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Write a film, as `building` does: the context hands out what takes its frames, uint8 [H, W,
-    C] with C 1 or 3, all of one size; each pixel becomes scale x scale. Raises UserError if the
-    file cannot be written.
+    """Write a film as a context that yields a function to add frames. The file appears when the
+    context ends without an exception (`building`).
+
+    Frames are uint8 [H, W, C] with C 1 or 3, all of one size; each pixel becomes scale x scale.
+    Raises UserError if the file cannot be written.
     """
-    import av  # not at the start of every generate.py
+    import av  # a slow import that most of generate.py does not need
 
     check_film(path, fps=fps)
     kind = path.suffix.lower()
-    codec, pixel_format, options, of_file = entry(FORMATS, kind, f"{path}: format")
+    codec, pixel_format, codec_options, file_options = entry(FORMATS, kind, f"{path}: format")
     with (
         building(path) as temporary,
-        av.open(str(temporary), "w", format=kind[1:], options=of_file) as container,
+        av.open(str(temporary), "w", format=kind[1:], options=file_options) as container,
     ):
         stream: Any = container.add_stream(codec, rate=fps)
-        stream.pix_fmt, stream.options = pixel_format, options
+        stream.pix_fmt, stream.options = pixel_format, codec_options
 
         def add(frame: np.ndarray) -> None:
             pixels = np.ascontiguousarray(np.broadcast_to(frame, (*frame.shape[:2], 3)))
@@ -182,12 +185,12 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
             container.mux(stream.encode(picture))
 
         yield add
-        container.mux(stream.encode())  # the frames that the encoder still held back
+        container.mux(stream.encode())  # flushes the encoder
 
 
 def _with_palette(pixels: np.ndarray) -> Any:
-    """A frame as places in a palette of its own, and that, [256, 4]: lossless in up to 256 colours,
-    as grey is.
+    """Return a frame as indices into its palette, and the palette [256, 4]. This is lossless for up
+    to 256 colours, and so for grey images.
     """
     image = Image.fromarray(pixels).quantize(256, dither=Image.Dither.NONE)
     palette = np.full((256, 4), 255, np.uint8)  # alpha, red, green, blue

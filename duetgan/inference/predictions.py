@@ -1,6 +1,5 @@
-"""Image files of a user's as a trained model takes them, and what a classifier says of them. Where
-predict.py's answers go, one by one: a table for people, JSON, CSV, images sorted into a folder a
-class, and what is drawn beside them.
+"""Predictions of a classifier for a user's images, and the outputs of predict.py: lines of text,
+JSON, CSV, images sorted into a folder for each class, Grad-CAM maps and counterfactuals.
 """
 
 import contextlib
@@ -28,87 +27,98 @@ from duetgan.inference.strips import Counterfactuals
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.classifier import Classifier
+from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.files import building, check_writable, write_atomic, writing
 from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, visible
 from duetgan.utils.memory import cores
 from duetgan.utils.text import printable
 
-LONGEST = 180  # bytes of a file's name that are kept
+LONGEST = 180  # bytes of a file name; longer stems are shortened
+
+Answer = dict[str, Any]  # a prediction, as a JSON object
 
 
 class Maps(NamedTuple):
-    """Which Grad-CAM images are wanted."""
+    """The Grad-CAM maps that predict.py writes."""
 
-    files: Iterator[Path]  # where they go, one for each image
-    label: int | None  # of the class that is asked for; None: the predicted one
+    files: Iterator[Path]  # the file of each image's map
+    label: int | None  # the class to explain; None: the predicted one
     layer: str
+
+
+class Decoded(NamedTuple):
+    """An image after an attempt to read it."""
+
+    item: Input
+    answer: Answer  # `file`, and `error` if the image cannot be read
+    pixels: Tensor | None  # uint8 [C, H, W]; None if the image cannot be read
 
 
 def predict(
     classifier: Classifier,
-    checkpoint: dict[str, Any],
+    checkpoint: Checkpoint,
     inputs: Iterable[Input],
     *,
     resize: str | None,
     top: int,
     batch_size: int,
     maps: Maps | None = None,
-    fast: Classifier | None = None,
-) -> Iterator[tuple[Input, dict[str, Any]]]:
-    """One answer an image, in order: `file`, `label`, `probabilities` (the `top` ones, largest
-    first), or `file`, `error`. No more than two batches are in memory. Where an image may have
-    several labels, `labels` lists those that reach their thresholds, the likeliest first, and
-    `label` has ";" between them.
+    fast: Classifier | None = None,  # predicts in place of `classifier` (`models.fast.faster`)
+) -> Iterator[tuple[Input, Answer]]:
+    """Yield an answer for each image, in order, with at most two batches in memory.
 
-    With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count
-    (`models.fast.faster`).
+    An answer has `file`, `label`, and `probabilities` (the `top` ones, largest first), or `file`
+    and `error`. If an image may have several labels, `labels` lists those that reach their
+    thresholds, the most probable first, and `label` joins them with ";". With `maps`, `gradcam` is
+    the image that was written.
     """
     classes: list[str] = checkpoint["classes"]
-    with contextlib.closing(
-        read_batches(inputs, Transform.of(checkpoint, resize), batch_size=batch_size)
-    ) as batches:
+    transform = Transform.of(checkpoint, resize)
+    with contextlib.closing(read_batches(inputs, transform, batch_size=batch_size)) as batches:
         for batch in batches:
-            files = [next(maps.files) if maps else Path() for _ in batch]
-            if read := [
-                (*row[1:], file)
-                for row, file in zip(batch, files, strict=True)
-                if row[2] is not None
-            ]:
-                answers, pixels, files = zip(*read, strict=True)
+            answers: list[Answer] = []
+            pixels: list[Tensor] = []
+            files: list[Path] = []
+            for _, answer, image in batch:
+                file = next(maps.files) if maps else Path()
+                if image is not None:
+                    answers.append(answer)
+                    pixels.append(image)
+                    files.append(file)
+            if pixels:
                 images = torch.stack(pixels)
                 probabilities = judge_images(fast or classifier, images)
                 for answer, row, file in zip(answers, probabilities, files, strict=True):
                     order = row.sort(descending=True, stable=True).indices.tolist()
                     answer["label"] = classes[order[0]]
                     if classifier.thresholds is not None:
-                        named = (row >= classifier.thresholds.cpu().double()).tolist()
-                        answer["labels"] = [classes[i] for i in order if named[i]]
+                        has_label = (row >= classifier.thresholds.cpu().double()).tolist()
+                        answer["labels"] = [classes[i] for i in order if has_label[i]]
                         answer["label"] = ";".join(answer["labels"])
                     answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
-                    answer |= {"gradcam": str(file)} if maps else {}
+                    if maps is not None:
+                        answer["gradcam"] = str(file)
                 if maps is not None:
-                    save_maps(
-                        classifier, classes, images, probabilities, maps._replace(files=iter(files))
-                    )
-            yield from ((given, answer) for given, answer, _ in batch)
+                    batch_maps = maps._replace(files=iter(files))
+                    save_maps(classifier, classes, images, probabilities, batch_maps)
+            for item, answer, _ in batch:
+                yield item, answer
 
 
 def read_batches(
     inputs: Iterable[Input], transform: Transform, *, batch_size: int
-) -> Generator[list[tuple[Input, dict[str, Any], Tensor | None]], None, None]:
-    """The images by batches, in order, with the beginning of an answer: None and an `error` where
-    one cannot be read.
+) -> Generator[list[Decoded], None, None]:
+    """Yield the images in batches, in order.
 
-    A thread for each core decodes. While the caller works on a batch they read the next one, and no
-    further.
+    A thread for each core decodes. While the caller works on a batch, they read the next one.
     """
 
-    def read(given: Input) -> tuple[Input, dict[str, Any], Tensor | None]:
+    def read(item: Input) -> Decoded:
         try:
-            return given, {"file": given.name}, transform.read(given.content())
+            return Decoded(item, {"file": item.name}, transform.read(item.content()))
         except ImageError as error:
-            return given, {"file": given.name, "error": str(error)}, None
+            return Decoded(item, {"file": item.name, "error": str(error)}, None)
 
     items, pool = iter(inputs), ThreadPoolExecutor(cores(), "decode")
     try:
@@ -124,42 +134,42 @@ def read_batches(
 def save_maps(
     classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps
 ) -> None:
-    """Write an image beside its Grad-CAM for each of `images`, uint8 [n, C, H, W]."""
+    """Write each of `images`, uint8 [n, C, H, W], side by side with its Grad-CAM map."""
     predicted = probabilities.argmax(1)
-    asked = predicted if maps.label is None else torch.full_like(predicted, maps.label)
-    heats = image_heat(classifier, images, asked, maps.layer)
-    for image, heat, row, label, place in zip(
-        images, heats, probabilities, asked.tolist(), maps.files, strict=True
+    labels = predicted if maps.label is None else torch.full_like(predicted, maps.label)
+    heats = image_heat(classifier, images, labels, maps.layer)
+    for image, heat, row, label, file in zip(
+        images, heats, probabilities, labels.tolist(), maps.files, strict=True
     ):
         best = int(row.argmax())
-        what = (
-            f"evidence for {classes[label]} {row[label]:.3f}"
-            if heat.any()
-            else f"no evidence for {classes[label]}"
-        )
-        captions = [f"predicted {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"]
-        save_captioned(overlay(visible(image, classifier.spec), heat), captions, place, columns=2)
+        evidence = f"no evidence for {classes[label]}"
+        if heat.any():
+            evidence = f"evidence for {classes[label]} {row[label]:.3f}"
+        captions = [f"predicted {classes[best]} {row[best]:.3f}", f"{evidence}\n{maps.layer}"]
+        save_captioned(overlay(visible(image, classifier.spec), heat), captions, file, columns=2)
 
 
 def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
-    """A PNG in `folder` for each file: its name without suffix and `-KIND`; numbered where that
-    would come twice (also where capital letters do not count) or is one of `files`. Raises
-    UserError for a folder that cannot be written.
+    """Return a path STEM-KIND.png in `folder` for each file.
+
+    A number is added to names that would occur twice, even on file systems that ignore case, or
+    that are among `files`. Raises UserError for a folder that is not writable.
     """
     check_writable(folder)
-    taken = {_identity(Path(file)) for file in files}
+    existing = {_identity(Path(file)) for file in files}
     paths: list[Path] = []
     for file in files:
         stem = Path(file).stem.replace("\0", "") or "image"
         while len(os.fsencode(stem)) > LONGEST:
             stem = stem[:-1]
-        paths.append(unused(folder / f"{stem}-{kind}.png", lambda path: _identity(path) in taken))
-        taken.add(_identity(paths[-1]))
+        path = unused(folder / f"{stem}-{kind}.png", lambda path: _identity(path) in existing)
+        existing.add(_identity(path))
+        paths.append(path)
     return paths
 
 
 def unused(path: Path, used: Callable[[Path], bool]) -> Path:
-    """`path`, or with -2, -3, ... behind its name: the first that is not used."""
+    """Return `path`, or the first of it with -2, -3, ... after the stem, that is not used."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([path], numbered) if not used(path))
 
@@ -168,46 +178,47 @@ def _identity(path: Path) -> str:
     return os.path.realpath(path).casefold()
 
 
-Sink = Callable[[Input, dict[str, Any]], object]  # takes an image and the answer of `predict`
+Sink = Callable[[Input, Answer], object]  # writes an image and the answer of `predict`
 
 
 @contextmanager
 def json_array(stream: TextIO) -> Iterator[Sink]:
-    """An array of the answers, written as they come."""
-    before = itertools.chain(["[\n"], itertools.repeat(",\n"))
+    """Write answers as a JSON array, one by one."""
+    separators = itertools.chain(["[\n"], itertools.repeat(",\n"))
 
-    def write(_given: Input, answer: dict[str, Any]) -> None:
+    def write(_item: Input, answer: Answer) -> None:
         text = json.dumps(answer, indent=1, allow_nan=False)
-        stream.write(next(before) + textwrap.indent(text, " "))
+        stream.write(next(separators) + textwrap.indent(text, " "))
 
     yield write
-    stream.write("[]\n" if next(before) == "[\n" else "\n]\n")
+    stream.write("[]\n" if next(separators) == "[\n" else "\n]\n")
 
 
 @contextmanager
 def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
-    """A row an image: `file`, `label`, `probability`, and a column a class; with `top` K instead
-    `label_2`, `probability_2`, ... up to K. Empty behind `file` where an image cannot be read.
-    Raises UserError as `building`.
+    """Write a row for each image: `file`, `label`, `probability`, and a column for each class; with
+    `top` K instead `label_2`, `probability_2`, ... up to K. For an image that cannot be read, only
+    `file` is filled. Raises UserError for the reasons of `building`.
     """
-    places = range(2, (top or 0) + 1)
-    more = (
-        [f"{name}_{place}" for place in places for name in ("label", "probability")]
-        if top
-        else classes
-    )
-    with _rows(path, ["file", "label", "probability", *more]) as add:
+    columns = list(classes)
+    if top:
+        columns = []
+        for rank in range(2, top + 1):
+            columns += [f"label_{rank}", f"probability_{rank}"]
+    head = ["file", "label", "probability", *columns]
+    with _rows(path, head) as add:
 
-        def write(given: Input, answer: dict[str, Any]) -> None:
-            shares: dict[str, float] = answer.get("probabilities", {})
-            pairs = list(itertools.chain(*shares.items()))
-            row = (
-                pairs
-                if top
-                else [*pairs[:2], *(shares[name] for name in classes if name in shares)]
-            )
-            row[:1] = [answer["label"]] if row else []
-            add([given.name, *row, *[""] * (2 + len(more) - len(row))])
+        def write(item: Input, answer: Answer) -> None:
+            row: list[object] = [item.name]
+            probabilities: dict[str, float] = answer.get("probabilities", {})
+            if probabilities:
+                pairs = list(itertools.chain(*probabilities.items()))
+                row += [answer["label"], *pairs[1:2]]
+                if top:
+                    row += pairs[2:]
+                else:
+                    row += [probabilities[name] for name in classes if name in probabilities]
+            add([*row, *[""] * (len(head) - len(row))])
 
         yield write
 
@@ -224,41 +235,44 @@ def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object
 
 
 def sorter(folder: Path) -> Sink:
-    """Puts each image into `folder`/CLASS: a link to its file, or a file where it lies in an
-    archive. Raises UserError where the disk refuses.
+    """Sort images into `folder`/CLASS: a link to the image's file, or a copy of an image from an
+    archive. Raises UserError if a file cannot be written.
     """
     check_writable(folder)
 
-    def taken(path: Path) -> bool:
+    def exists(path: Path) -> bool:
         return any(os.path.lexists(f"{path}{suffix}") for suffix in IMAGE_SUFFIXES)
 
-    def write(given: Input, answer: dict[str, Any]) -> None:
+    def write(item: Input, answer: Answer) -> None:
         if "error" in answer:
             return
-        path = Path(given.name)
+        path = Path(item.name)
+        # The class name comes from a checkpoint and must not lead out of the folder.
         label = answer["label"].replace(os.sep, "_").replace("\0", "")
-        # a checkpoint's word: it must not lead out of the folder
         label = label if label.strip(".") else f"_{label}"
-        place = folder / label / path.name.replace(":", "_")
+        destination = folder / label / path.name.replace(":", "_")
         if path.is_file():
             target = path.resolve()
-            link = unused(place, lambda each: os.path.lexists(each) and each.resolve() != target)
-            with writing(place):
-                if not link.is_symlink():  # from an earlier run
+            link = unused(
+                destination, lambda path: os.path.lexists(path) and path.resolve() != target
+            )
+            with writing(destination):
+                if not link.is_symlink():  # An earlier run may have made the link.
                     link.symlink_to(target)
             return
-        content = given.content()
+        content = item.content()
         if isinstance(content, bytes):
-            write_atomic(unused(place, os.path.lexists), content)
+            write_atomic(unused(destination, os.path.lexists), content)
         else:
             values = native(content)
-            save_image(values.pixels, kind(values), unused(place.with_suffix(""), taken), {})
+            stem = unused(destination.with_suffix(""), exists)
+            save_image(values.pixels, kind(values), stem, {})
 
     return write
 
 
 def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
-    """Where the answers go."""
+    """Open the outputs that the options request; `stack` closes them."""
     if options.json:
         yield stack.enter_context(json_array(sys.stdout))
     elif not (options.csv or options.sort_into):
@@ -267,46 +281,52 @@ def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iter
         yield stack.enter_context(csv_file(options.csv, classes, options.top))
     if options.errors:
         add = stack.enter_context(_rows(options.errors, ["file", "error"]))
-        yield (
-            lambda given, answer: add([given.name, answer["error"]]) if "error" in answer else None
-        )
+
+        def add_error(item: Input, answer: Answer) -> None:
+            if "error" in answer:
+                add([item.name, answer["error"]])
+
+        yield add_error
     if options.sort_into:
         yield sorter(options.sort_into)
 
 
-def line(result: dict[str, Any]) -> str:
-    """A result as text."""
-    if "error" in result:
-        return printable(f"{result['file']}: {result['error']}")
-    text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
-    text = f"{result['label'] or 'no label'} ({text})" if "labels" in result else text
-    text = f"{result['file']}: {text}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
-    strip = result.get("counterfactual")
+def line(answer: Answer) -> str:
+    """Return an answer as a line of text."""
+    if "error" in answer:
+        return printable(f"{answer['file']}: {answer['error']}")
+    text = ", ".join(f"{name} {p:.3f}" for name, p in answer["probabilities"].items())
+    if "labels" in answer:
+        text = f"{answer['label'] or 'no label'} ({text})"
+    text = f"{answer['file']}: {text}"
+    if "gradcam" in answer:
+        text += f" ({answer['gradcam']})"
+    strip = answer.get("counterfactual")
     if strip and "error" in strip:
         text += f"; no counterfactual: {strip['error']}"
     elif strip:
-        where = "" if strip["arrived"] else "never there, at best "
-        text += f"; {where}{strip['class']} {strip['probability']:.3f}"
+        prefix = "" if strip["arrived"] else "threshold not reached, at best "
+        text += f"; {prefix}{strip['class']} {strip['probability']:.3f}"
         text += f", pixels change by {strip['pixel_change']:.3f} ({strip['image']})"
     return printable(text)
 
 
-# --- what is drawn beside the answers
+# --- Grad-CAM maps and counterfactuals
 
 
-def asked(
-    options: Namespace, kind: str, other: str, inputs: Inputs, classes: list[str]
+def requested_files(
+    options: Namespace, kind: str, extra: str, inputs: Inputs, classes: list[str]
 ) -> tuple[list[Path], int | None] | None:
-    """What `--KIND DIR` and `--KIND-class` ask for: each image's file, and the class; `other`: its
-    further option.
+    """Return the output file of each image in `--KIND DIR`, and the label of `--KIND-class`; None
+    without `--KIND`. `extra` is another option that needs `--KIND`.
 
-    Raises UserError for an unknown class, options without DIR, and a folder that cannot be written.
+    Raises UserError for an unknown class, options without DIR, and a folder that is not writable.
     """
     folder, name = getattr(options, kind), getattr(options, f"{kind}_class")
     if folder is None:
-        if name is not None or getattr(options, other) is not None:
+        if name is not None or getattr(options, extra) is not None:
             raise UserError(
-                f"--{kind}-class and --{other.replace('_', '-')} belong to --{kind} DIR; add it"
+                f"--{kind}-class and --{extra.replace('_', '-')} belong to --{kind} DIR; add it"
             )
         return None
     label = None if name is None else label_of(name, classes, f"--{kind}-class")
@@ -316,17 +336,19 @@ def asked(
 def gradcam(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Maps | None:
-    """What `--gradcam` asks for. Raises UserError as `asked`."""
-    if not (found := asked(options, "gradcam", "gradcam_layer", inputs, classes)):
+    """Return the maps of `--gradcam`. Raises UserError for the reasons of `requested_files`."""
+    requested = requested_files(options, "gradcam", "gradcam_layer", inputs, classes)
+    if not requested:
         return None
-    return Maps(iter(found[0]), found[1], options.gradcam_layer or default_layer(classifier))
+    files, label = requested
+    return Maps(iter(files), label, options.gradcam_layer or default_layer(classifier))
 
 
 def counterfactuals(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Counterfactuals | None:
-    """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does
-    not fit.
+    """Return the counterfactuals of `--counterfactual`. Raises UserError for the reasons of
+    `requested_files`, and for a generator of other classes.
     """
     refuse(
         (
@@ -342,15 +364,16 @@ def counterfactuals(
             "--counterfactual is for image files and folders; unpack the images first",
         ),
     )
-    if not (found := asked(options, "counterfactual", "generator", inputs, classes)):
+    requested = requested_files(options, "counterfactual", "generator", inputs, classes)
+    if not requested:
         return None
-    files = dict(zip(inputs.names(), found[0], strict=True))
+    files, label = requested
     return Counterfactuals(
         options.generator,
         classifier,
         classes,
-        files,
-        target=found[1],
+        dict(zip(inputs.names(), files, strict=True)),
+        target=label,
         steps=options.steps,
         batch_size=options.batch_size,
     )

@@ -1,14 +1,17 @@
-"""Label images with what a classifier is sure of, for another training (Lee 2013, "Pseudo-Label").
+"""Label images with confident predictions of a classifier, for another training (Lee 2013,
+"Pseudo-Label").
 
-`duet pseudo-labels --checkpoint RUN --data rest.lmdb --labelled few.lmdb --out more.lmdb`: those of
-`rest.lmdb` whose likeliest class has the probability `--threshold` or more, with that class, behind
-the images of `few.lmdb` with their own. Labels that `rest.lmdb` may have are not used; how many
-guesses agree with them is told.
+`duet pseudo-labels --checkpoint RUN --data unlabelled.lmdb --labelled few.lmdb --out more.lmdb`
+writes the images of `few.lmdb` with their labels, then those images of `unlabelled.lmdb` whose most
+probable class has at least the probability `--threshold`, with that class. Labels of
+`unlabelled.lmdb` are used only to print how many predictions agree with them.
 """
 
 import json
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from duetgan.utils.checkpoint import file_sha256, resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, file, number
@@ -26,13 +29,13 @@ def parser() -> Parser:
     add(
         "--spread",
         action="store_true",
-        help="by neighbours of --labelled in its features; threshold: a share",
+        help="propagate the labels of --labelled to neighbours in the classifier's features",
     )
     add(
         "--threshold",
         type=number(float, 0, 1),
         metavar="P",
-        help=f"least probability ({THRESHOLD}), or share (0.5)",
+        help=f"least probability (default: {THRESHOLD}; with --spread 0.5)",
     )
     add("--out", required=True, type=file(".lmdb"), metavar="FILE.lmdb", help="the file to make")
     add("--overwrite", action="store_true", help="replace it if it exists")
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.data.lmdb.writer import check_target
     from duetgan.data.reading.dataset import dataset_for_model
-    from duetgan.inference.dataset import guesses, spread_guesses, write_labelled
+    from duetgan.inference.dataset import predicted_labels, propagated_labels, write_labelled
     from duetgan.models.restore import classifier_from, read
     from duetgan.utils.distributed.collectives import choose_device
 
@@ -58,58 +61,62 @@ def main(argv: list[str]) -> int:
     classifier = classifier_from(checkpoint, choose_device(options.device))
     classes: list[str] = checkpoint["classes"]
     first = dataset_for_model(options.labelled, checkpoint) if options.labelled else None
-    with dataset_for_model(options.data, checkpoint) as reader:
+    with dataset_for_model(options.data, checkpoint) as dataset:
         if first is not None:
             require_same_classes(options.labelled, first.classes, "the classifier", classes)
         if options.spread and first is not None:
-            labels, sure = spread_guesses(classifier, reader, first, batch_size=options.batch_size)
+            labels, confidence = propagated_labels(
+                classifier, dataset, first, batch_size=options.batch_size
+            )
         else:
-            labels, sure = guesses(classifier, reader, batch_size=options.batch_size)
-        kept = (sure >= options.threshold).nonzero()[0]
-        if not len(kept):
+            labels, confidence = predicted_labels(
+                classifier, dataset, batch_size=options.batch_size
+            )
+        records = (confidence >= options.threshold).nonzero()[0]
+        if not len(records):
             raise UserError(
                 f"--threshold {options.threshold:g}: no image of {options.data} reaches it; lower it"
             )
-        known = reader.classes == classes  # then the share of right labels is
+        counts = np.bincount(labels[records], minlength=len(classes)).tolist()
+        accuracy = None
+        if dataset.classes == classes:  # otherwise the true labels are unknown
+            accuracy = float((dataset.labels() == labels)[records].mean())
         summary: dict[str, Any] = {
-            "images": len(reader),
+            "images": len(dataset),
             "threshold": options.threshold,
-            "kept": len(kept),
-            "by_class": {
-                name: int((labels[kept] == label).sum()) for label, name in enumerate(classes)
-            },
-            "right": float((reader.labels() == labels)[kept].mean()) if known else None,
+            "kept": len(records),
+            "by_class": dict(zip(classes, counts, strict=True)),
+            "right": accuracy,
         }
-        parts = [(reader, kept, labels[kept])]
+        parts = [(dataset, records, labels[records])]
         if first is not None:
             parts.insert(0, (first, range(len(first)), first.labels()))
             summary["labelled"] = len(first)
-        by = "/".join(path.parts[-3:]) + (
-            f" sha256 {file_sha256(path)[:16]}" if path.is_file() else ""
-        )
+        labeller = "/".join(path.parts[-3:])
+        if path.is_file():
+            labeller += f" sha256 {file_sha256(path)[:16]}"
         meta = write_labelled(
             options.out,
             parts,
             classes,
-            source=f"{options.data} labelled by {by} from {options.threshold:g} on",
+            source=f"{options.data} labelled by {labeller} from {options.threshold:g} on",
             overwrite=options.overwrite,
         )
     summary["count"] = meta.count
-    print(
-        json.dumps(summary, indent=1, allow_nan=False)
-        if options.json
-        else "\n".join(lines(summary, options.out))
-    )
+    if options.json:
+        print(json.dumps(summary, indent=1, allow_nan=False))
+    else:
+        print("\n".join(lines(summary, options.out)))
     return 0
 
 
 def lines(summary: dict[str, Any], out: Path) -> list[str]:
-    kept, images, least = summary["kept"], summary["images"], summary["threshold"]
-    text = [f"{kept:,} of {images:,} images ({kept / images:.1%}) are labelled from {least:g} on"]
-    text += [f"  {name}: {count:,}" for name, count in summary["by_class"].items()]
-    text += (
-        [f"{summary['right']:.1%} of these labels are those of the file"]
-        if summary["right"] is not None
-        else []
-    )
+    """Return the summary as lines of text."""
+    count, images = summary["kept"], summary["images"]
+    text = [
+        f"{count:,} of {images:,} images ({count / images:.1%}) reach the threshold of {summary['threshold']:g}"
+    ]
+    text += [f"  {name}: {number:,}" for name, number in summary["by_class"].items()]
+    if summary["right"] is not None:
+        text.append(f"{summary['right']:.1%} of these labels agree with those of the file")
     return [*text, f"wrote {out}: {summary['count']:,} images"]

@@ -1,5 +1,5 @@
-"""Which samples a command shows, what they are made from (numbers -> classes and keys -> latents ->
-images), and tables of them: a grid, truncation and style mixing.
+"""Sampling of a generator (numbers -> classes and keys -> latents -> images), and pictures of
+samples: a grid, truncation and style mixing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,23 +30,24 @@ from duetgan.utils.runlog.progress import Bar
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A generator and how it is sampled. Samples have numbers, from 0, which go round the chosen
-    classes.
+    """A generator and the settings to sample it. Samples are numbered from 0 and have the chosen
+    classes in turn.
 
-    Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`: it depends on
-    the seed, its class and i // K alone. Where images may have several labels, a class is a set of
-    them (`ImageGenerator.sets`). Raises UserError for a truncation that the generator cannot do.
+    With K chosen classes, number i is the (i // K)-th sample of class `chosen[i % K]`; it depends
+    only on the seed, its class and i // K. If images may have several labels, a class is a set of
+    them (`ImageGenerator.label_sets`). Raises UserError for a truncation that the generator does
+    not support.
     """
 
     generator: ImageGenerator
-    chosen: Sequence[int] = ()  # labels of a conditional generator's classes
+    chosen: Sequence[int] = ()  # labels, for a conditional generator
     seed: int = 0
     truncation_psi: float = 1.0
     truncation_cutoff: int | None = None  # layers that are truncated; None: all
-    # of its class or of all, towards which w is truncated
+    # truncate w towards the mean of the sample's class, or of all samples ("global")
     truncation_mean: TruncationMean = "class"
     noise_mode: NoiseMode = "random"
-    # z by NVIDIA's rule: the j-th sample of a class is their seed `seed` + j
+    # draw z as NVIDIA's programs do: the j-th sample of a class has their seed `seed` + j
     numpy_latents: bool = False
     batch_size: int = 64  # changes speed and memory only
 
@@ -62,7 +63,7 @@ class Sampler:
 
     @property
     def truncation(self) -> dict[str, Any]:
-        """The truncation, as `ImageGenerator.forward` takes it."""
+        """The keyword arguments of `ImageGenerator.forward` for the truncation."""
         return {
             "truncation_psi": self.truncation_psi,
             "truncation_cutoff": self.truncation_cutoff,
@@ -74,38 +75,37 @@ class Sampler:
         return device_of(self.generator)
 
     def batches(self, count: int) -> list[range]:
-        """The numbers of `count` samples, batch by batch."""
+        """Split the numbers of `count` samples into batches."""
         size = self.batch_size
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def classes(self, numbers: Sequence[int]) -> list[int]:
-        """The samples' classes; none if the generator is unconditional."""
+        """Return the classes of samples; an empty list if the generator is unconditional."""
         return [self.chosen[number % len(self.chosen)] for number in numbers if self.chosen]
 
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
-        """What the generator takes for these, on the CPU; None if it is unconditional."""
-        return (
-            self.generator.conditions(torch.tensor(self.classes(numbers))) if self.chosen else None
-        )
+        """Return the generator's input for the classes of samples, on the CPU; None if it is
+        unconditional.
+        """
+        if not self.chosen:
+            return None
+        return self.generator.conditions(torch.tensor(self.classes(numbers)))
 
     def indices(self, numbers: Sequence[int]) -> list[int]:
-        """The samples' indices in their keys (seed, "eval", index)."""
+        """Return the indices in the keys of the samples' random numbers, (seed, "eval", index)."""
         if not self.chosen:
             return list(numbers)
-        count = len(self.chosen)
-        return [
-            number // count * self.generator.kinds + self.chosen[number % count]
-            for number in numbers
-        ]
+        count, num_labels = len(self.chosen), self.generator.num_labels
+        return [number // count * num_labels + self.chosen[number % count] for number in numbers]
 
     def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
-        """NVIDIA's seeds of the samples, where z is drawn by its rule."""
+        """Return NVIDIA's seeds of samples, or None without `numpy_latents`."""
         if not self.numpy_latents:
             return None
         return [(self.seed + number // max(1, len(self.chosen))) % 2**32 for number in numbers]
 
     def images(self, numbers: Sequence[int]) -> Tensor:
-        """The samples, [n, C, H, W] on the CPU, as files have them (`ImageSpec.from_float`)."""
+        """Draw samples, [n, C, H, W] on the CPU in the format of files (`ImageSpec.from_float`)."""
         with full_float32(self.device):
             return generate(
                 self.generator,
@@ -119,49 +119,47 @@ class Sampler:
             )
 
     def latents(self, numbers: Sequence[int]) -> "Start":
-        """z with the labels, and the noise of the samples."""
+        """Draw z and the noise of samples, with their labels."""
         z, maps = draw(
             self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers)
         )
         labels = self.labels(numbers)
-        noise = (
-            [upload(m, self.device) for m in maps]
-            if self.noise_mode == "random"
-            else self.noise_mode
-        )
-        return Start(
-            upload(z, self.device), None if labels is None else upload(labels, self.device), noise
-        )
+        if labels is not None:
+            labels = upload(labels, self.device)
+        noise: list[Tensor] | NoiseMode = self.noise_mode
+        if noise == "random":
+            noise = [upload(noise_map, self.device) for noise_map in maps]
+        return Start(upload(z, self.device), labels, noise)
 
     def styles(self, z: Tensor, labels: Tensor | None, psi: float | None = None) -> Tensor:
-        """Return the truncated styles [n, num_ws, w_dim] of a generator with w; by the sampler's
-        psi unless said.
+        """Return the truncated styles [n, num_ws, w_dim] of a generator with w. `psi` defaults to
+        the sampler's.
         """
-        generator, psi = (
-            cast(StyledGenerator, self.generator),
-            self.truncation_psi if psi is None else psi,
-        )
+        generator = cast(StyledGenerator, self.generator)
+        psi = self.truncation_psi if psi is None else psi
         ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
         return generator.truncate(
             ws, psi, self.truncation_cutoff, labels=labels, mean=self.truncation_mean
         )
 
 
-def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
-    """The generator, if there is a w between z and the image; UserError naming `what` needs one if
-    there is none.
+def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
+    """Return the generator if it has a w between z and the image. Raises UserError, which names the
+    `operation`, if it has not.
     """
     if not generator.has_styles:
         raise UserError(
-            f"{what} works on w, which this generator does not have (one that is still growing does not show it); "
-            "it can do grid, interpolate --space z and dataset, without truncation"
+            f"{operation} works on w, which this generator does not have (one that is still growing "
+            "does not show it); it can do grid, interpolate --space z and dataset, without truncation"
         )
     return cast(StyledGenerator, generator)
 
 
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
-    """Labels of `all` classes (the first `most`), or of those named with commas between. Raises
-    UserError for an unknown or a repeated class, and for any name where there are no `classes`.
+    """Parse the option --classes: return the labels of `all` classes (the first `most`) or of
+    comma-separated names.
+
+    Raises UserError for an unknown or a repeated class, and for any name if `classes` is empty.
     """
     if names == "all":
         return list(range(len(classes)))[:most]
@@ -179,20 +177,21 @@ def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) 
 # --- tables
 
 COLUMNS = 8  # of a grid without classes
-# px that small images are enlarged to; the picture, Pillow's copy, and samples and file
-CELL, COPIES = 64, 3
+CELL = 64  # px; smaller images are enlarged about to this size
+COPIES = 3  # of a picture in memory: the array, Pillow's copy, and the samples with the file
 
 
 def draw_grid(
     sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()
 ) -> int:
-    """Write `count` images to a PNG file, or one by one into a folder (`save_image`), as many of
-    each class or one less; returns how many they are. A single image has seed, index (of its key)
-    and class, of `names`, in its name and text chunks. Raises UserError for a picture that memory
-    does not hold.
+    """Write `count` samples to a PNG file as a grid, or one by one into a folder (`save_image`).
+
+    The numbers of samples of two classes differ by one at most. Single images have their seed, the
+    index of their key, and the name of their class, from `names`, in the file name and text chunks.
+    Returns the number of samples. Raises UserError for a picture that does not fit into memory.
     """
-    kinds, spec = len(sampler.chosen), sampler.generator.spec
-    count = count or GRID[0] * kinds or GRID[1]
+    num_classes, spec = len(sampler.chosen), sampler.generator.spec
+    count = count or GRID[0] * num_classes or GRID[1]
     height, width = (max(side, CELL) for side in spec.size)  # of a picture's cell, about
     fits = available_bytes() // (COPIES * 3 * height * width)
     picture = out.suffix.lower() == ".png"
@@ -203,25 +202,34 @@ def draw_grid(
     bar: Iterable[range] = Bar(sampler.batches(count), "samples", unit="batch", delay=1)
     if not picture:
         for numbers in bar:
-            words = captions(sampler, names, numbers) if kinds else [""] * len(numbers)
-            for index, word, image in zip(
-                sampler.indices(numbers), words, sampler.images(numbers), strict=True
-            ):
-                about = {"seed": str(sampler.seed), "index": str(index)} | (
-                    {"class": word} if word else {}
-                )
-                name = "-".join(
-                    f"{key}{value}" if key != "class" else value for key, value in about.items()
-                )
-                save_image(
-                    image.permute(1, 2, 0).numpy(), spec, out / name.replace("/", "_"), about
-                )
+            _save_images(sampler, numbers, names, out)
         return count
-    images = [image for numbers in bar for image in sampler.images(numbers)]
-    rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
+    images: list[Tensor] = []
+    for numbers in bar:
+        images += sampler.images(numbers)
+    rows = [images]
+    if num_classes:
+        rows = [images[label::num_classes] for label in range(min(num_classes, count))]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
     save_rows(rows, out, columns=columns, spec=spec)
     return count
+
+
+def _save_images(
+    sampler: Sampler, numbers: Sequence[int], names: Sequence[str], folder: Path
+) -> None:
+    """Write each sample to a file of its own."""
+    spec = sampler.generator.spec
+    classes = captions(sampler, names, numbers) if sampler.chosen else [""] * len(numbers)
+    images = sampler.images(numbers)
+    for index, class_name, image in zip(sampler.indices(numbers), classes, images, strict=True):
+        name, chunks = f"seed{sampler.seed}-index{index}", {"seed": str(sampler.seed)}
+        chunks["index"] = str(index)
+        if class_name:
+            name += f"-{class_name}"
+            chunks["class"] = class_name
+        path = folder / name.replace("/", "_")
+        save_image(image.permute(1, 2, 0).numpy(), spec, path, chunks)
 
 
 def draw_truncation(
@@ -232,12 +240,10 @@ def draw_truncation(
     psis: Sequence[float],
     count: int | None = None,
 ) -> int:
-    """Write a PNG: a row for each psi, in each column the same latents and noise; returns how many
-    samples it shows.
+    """Write a PNG with a row for each psi and the same latents and noise in each column.
 
-    StyleGAN, section 4 and appendix B: mean + psi (w - mean), of the sample's class unless the
-    sampler says otherwise.
-    Raises UserError for a generator without w.
+    StyleGAN, section 4 and appendix B: w becomes mean + psi (w - mean), with the sampler's mean.
+    Returns the number of columns. Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
@@ -261,32 +267,28 @@ def draw_mix(
     layers: Sequence[int],
     count: int | None = None,
 ) -> int:
-    """Write a PNG: sources A down the left, sources B along the top, at the crossing A with B's
-    styles at `layers`.
+    """Write a PNG with samples A in the first column and samples B in the first row; each other
+    cell is its row's A with the styles of its column's B at `layers`.
 
-    Style mixing of StyleGAN, section 3.1. Noise follows its layer's style, so that all layers give
-    B itself and none A.
-    Returns the number of sources on a side. Raises UserError for a generator without w.
+    Style mixing of StyleGAN, section 3.1. The noise of a layer is that of its style's sample, so
+    that with all layers a cell equals B, and with none A. Returns the number of samples on a side.
+    Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "mix")
     count = count or default_count(sampler, most=8)
-    kinds = max(1, len(sampler.chosen))
-    sides = [
-        [(2 * (i // kinds) + side) * kinds + i % kinds for i in range(count)] for side in (0, 1)
-    ]
-    a, b = (truncated_styles(sampler, numbers) for numbers in sides)
+    # A takes the even samples of each class, B the odd ones.
+    num_classes = max(1, len(sampler.chosen))
+    numbers_a = [2 * (i // num_classes) * num_classes + i % num_classes for i in range(count)]
+    numbers_b = [number + num_classes for number in numbers_a]
+    a, b = truncated_styles(sampler, numbers_a), truncated_styles(sampler, numbers_b)
     rows: list[list[Tensor | None]] = [[None, *synthesize(sampler, b)]]
-    for row, source in enumerate(synthesize(sampler, a)):
-        rows.append([source, *synthesize(sampler, mixed(a, b, row, layers))])
-    down, along = (
-        ["", *(f"{side} {name}" for name in captions(sampler, names, numbers))]
-        for side, numbers in zip("AB", sides, strict=True)
-    )
+    for row, image in enumerate(synthesize(sampler, a)):
+        rows.append([image, *synthesize(sampler, mixed(a, b, row, layers))])
     save_table(
         rows,
         out,
-        row_heads=down,
-        column_heads=along,
+        row_heads=["", *(f"A {name}" for name in captions(sampler, names, numbers_a))],
+        column_heads=["", *(f"B {name}" for name in captions(sampler, names, numbers_b))],
         margin=3 * PADDING,
         spec=sampler.generator.spec,
     )
@@ -301,65 +303,58 @@ def draw_style_tables(
     device: torch.device,
     mean: TruncationMean = "class",
 ) -> list[str]:
-    """Write truncation.png and mixing.png into the folder `out`; returns the names, none for a
-    generator without w.
+    """Write truncation.png and mixing.png into the folder `out` and return their names. For a
+    generator without w, nothing is written.
     """
     generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
         return []
     names = generator.label_names(checkpoint["classes"])
     sampler = Sampler(
-        generator=generator, chosen=range(generator.kinds), seed=seed, truncation_mean=mean
+        generator=generator, chosen=range(generator.num_labels), seed=seed, truncation_mean=mean
     )
     draw_truncation(sampler, names, out / "truncation.png", psis=(0, 0.3, 0.5, 0.7, 1), count=10)
-    draw_mix(
-        sampler,
-        names,
-        out / "mixing.png",
-        layers=range(cast(StyledGenerator, generator).num_ws // 2),
-        count=6,
-    )
+    layers = range(cast(StyledGenerator, generator).num_ws // 2)
+    draw_mix(sampler, names, out / "mixing.png", layers=layers, count=6)
     return ["truncation.png", "mixing.png"]
 
 
 @dataclass(frozen=True)
 class Start:
-    """What images are drawn from; an edit leaves what does not change with w or z as it is."""
+    """The inputs of a generator for n images: styles or z, labels and noise."""
 
     code: Tensor  # the styles [n, num_ws, w_dim], or z [n, z_dim]
-    # int64 [n] beside z; None without classes, and beside w, which has the class in it
+    # int64 [n] with z; None without classes, and with styles, which already depend on the class
     labels: Tensor | None
     noise: list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name
 
     def __len__(self) -> int:
         return len(self.code)
 
-    def take(self, rows: Any) -> "Start":
-        """Some of the images: a slice, numbers or a mask."""
+    def take(self, rows: Sequence[int] | slice | Tensor) -> "Start":
+        """Select images by a slice, numbers or a mask."""
         noise = self.noise if isinstance(self.noise, str) else [level[rows] for level in self.noise]
         return Start(self.code[rows], None if self.labels is None else self.labels[rows], noise)
 
     def batches(self, size: int) -> Iterator["Start"]:
-        """All images in parts of at most `size`."""
+        """Split into parts of at most `size` images."""
         return (self.take(slice(first, first + size)) for first in range(0, len(self), size))
 
     @staticmethod
     def join(parts: Sequence["Start"]) -> "Start":
-        """All images of several; they are of one generator and one mode of noise."""
+        """Concatenate parts of the same generator and mode of noise."""
+        code = torch.cat([part.code for part in parts])
         labels = [part.labels for part in parts if part.labels is not None]
         noise = parts[0].noise
         if not isinstance(noise, str):
-            noise = [
-                torch.cat(levels) for levels in zip(*(part.noise for part in parts), strict=True)
-            ]
-        return Start(
-            torch.cat([part.code for part in parts]), torch.cat(labels) if labels else None, noise
-        )
+            levels = zip(*(part.noise for part in parts), strict=True)
+            noise = [torch.cat(maps) for maps in levels]
+        return Start(code, torch.cat(labels) if labels else None, noise)
 
 
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
-    """The truncated styles and the noise of samples of a generator with w; the sampler's psi unless
-    one is given.
+    """Return the truncated styles and the noise of samples of a generator with w. `psi` defaults to
+    the sampler's.
     """
     start = sampler.latents(numbers)
     with torch.no_grad(), full_float32(sampler.device):
@@ -367,18 +362,17 @@ def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None
 
 
 def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
-    """Source `row` of A with the styles and noise of each source of B at `layers`."""
-    own = a.take([row] * len(b))
-    own.code[:, layers] = b.code[:, layers]
-    if isinstance(own.noise, str) or isinstance(b.noise, str):
-        return own
-    return replace(
-        own, noise=[b.noise[i] if i in layers else level for i, level in enumerate(own.noise)]
-    )
+    """Mix sample `row` of A with each sample of B, whose styles and noise are used at `layers`."""
+    mixture = a.take([row] * len(b))
+    mixture.code[:, layers] = b.code[:, layers]
+    if isinstance(mixture.noise, str) or isinstance(b.noise, str):
+        return mixture
+    noise = [b.noise[i] if i in layers else level for i, level in enumerate(mixture.noise)]
+    return replace(mixture, noise=noise)
 
 
 def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
-    """Images [C, H, W] on the CPU, as files have them, of styles; batch by batch."""
+    """Return the images of styles, [C, H, W] on the CPU in the format of files; batch by batch."""
     images: list[Tensor] = []
     for part in start.batches(sampler.batch_size):
         with torch.no_grad(), full_float32(sampler.device):
@@ -388,22 +382,22 @@ def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
 
 
 def default_count(sampler: Sampler, most: int = 16) -> int:
-    """Samples that are shown unless said: 8, or one of each class if that is more, but no more than
-    `most`.
+    """Return the default number of samples: 8, or one of each class if that is more, but no more
+    than `most`.
     """
     return min(max(8, len(sampler.chosen)), most)
 
 
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """The names of the samples' classes; the samples' numbers where there are none."""
-    return [names[label] for label in sampler.classes(numbers)] or [
-        str(number) for number in numbers
-    ]
+    """Return the class names of samples, or their numbers if the generator is unconditional."""
+    if not sampler.chosen:
+        return [str(number) for number in numbers]
+    return [names[label] for label in sampler.classes(numbers)]
 
 
 def parse_layers(text: str, count: int) -> list[int]:
-    """Layers like `0-3,6`, ascending. Raises UserError for what is none, or lies outside 0 to
-    `count` - 1.
+    """Parse layers like `0-3,6` into an ascending list. Raises UserError for an invalid text and
+    for layers outside 0 to `count` - 1.
     """
     layers: set[int] = set()
     for part in text.split(","):

@@ -1,6 +1,4 @@
-"""What generate.py and export.py can be asked for, with the defaults, and the checks that need no
-torch.
-"""
+"""Options of generate.py and export.py with their defaults, and the checks that need no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +8,11 @@ from typing import Literal
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
-# images of a class, and of a generator without classes, unless said
+# default number of images of each class, and of a generator without classes
 GRID, DATASET = (8, 64), (1000, 10_000)
-SETS = 20  # of labels, the most frequent ones, that are asked for unless said
-ENCODINGS = ("raw", "png", "jpeg")  # of a data set
-FEATURES = ("resnet50", "pixels")  # that a projection compares
+LABEL_SETS = 20  # by default, samples have the most frequent sets of labels, this many
+ENCODINGS = ("raw", "png", "jpeg")  # of the images in a data set
+FEATURES = ("resnet50", "pixels")  # features that a projection compares
 FORMATS = (
     "safetensors",
     "torch-export",
@@ -25,47 +23,48 @@ FORMATS = (
     "rosinality",
     "folder",
 )
-FRAMES, FPS = 30, 30  # of a film: from one sample to the next, and a second
+FRAMES, FPS = 30, 30  # of a film: frames from one sample to the next, frames a second
 FASTEST_GIF = 50  # frames a second: viewers show shorter delays than 2/100 s as 10/100 s
 
 Space = Literal["w", "w+"]
-# that a projection searches
+# option -> the spaces that a projection searches
 SPACES: dict[str, tuple[Space, ...]] = {"w": ("w",), "w+": ("w+",), "both": ("w", "w+")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionConfig:
-    """How a projection searches."""
+    """Settings of a projection."""
 
-    space: str = "both"  # one of SPACES; w+ starts where w ended if both are searched
-    # one of FEATURES; None: resnet50 where its weights are, else pixels
+    space: str = "both"  # one of SPACES; both: the search in w+ starts from the result in w
+    # one of FEATURES; None: resnet50 if its weights are present, else pixels
     features: str | None = None
-    weights: str | Path | None = None  # of the features
-    steps: int = 500  # of each of the two searches
-    lr: float = 0.1  # Adam's, at its highest
-    shake: float = 0.05  # w's noise at the start, in units of the spread of w
-    # the maps: stored ones, none, searched for as well
+    weights: str | Path | None = None  # file of the features' weights
+    steps: int = 500  # steps of the search in each space
+    lr: float = 0.1  # the highest learning rate of Adam
+    shake: float = 0.05  # noise on w at the start, in units of the spread of w
+    # the noise maps: the stored ones, none, or optimised as well
     noise_mode: Literal["const", "none", "optimise"] = "const"
-    # keeps searched maps free of correlation, so that they hold no part of the image
+    # weight of the penalty on correlations in optimised maps, which should hold no part of the
+    # image
     noise_weight: float = 1e5
-    # of the mean squared difference of pixels beside the features' distance
+    # weight of the mean squared difference of pixels, which is added to the features' distance
     pixel_weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditConfig:
-    """How a direction from class to class is found, and how far an image is moved."""
+    """Settings of the search for a direction between classes, and of the edits along it."""
 
     space: Literal["w", "z"] | None = None  # None: w if the generator has one, else z
-    samples: int = 100  # of each of the two classes, on which a direction is found
-    pixel_weight: float = 0.1  # of the change of pixels that a direction avoids
-    keep_weight: float = 0.1  # of the change of other classes' logits that it avoids
-    reach: float = 0.5  # probability of the class asked for at which an image has arrived
+    samples: int = 100  # samples of each of the two classes to compute a direction from
+    pixel_weight: float = 0.1  # weight of the change of pixels, which a direction avoids
+    keep_weight: float = 0.1  # weight of the change of other classes' logits, which it avoids
+    reach: float = 0.5  # probability of the target class at which an image has arrived
     limit: float = 4.0  # the largest step, in units of the samples' spread
 
 
 def check_film(path: Path, *, fps: int) -> None:
-    """Raise UserError unless a film of this speed can be written here."""
+    """Raise UserError if the format of the file does not support this frame rate."""
     if path.suffix.lower() == ".gif" and fps > FASTEST_GIF:
         raise UserError(
             f"--fps {fps}: a GIF shows at most {FASTEST_GIF} frames a second; write an .mp4 or go slower"
@@ -73,16 +72,18 @@ def check_film(path: Path, *, fps: int) -> None:
 
 
 def label_of(name: str, classes: Sequence[str], option: str) -> int:
-    """The label of the class that an option names; of a set of classes in any order: "b;a" is "a;
-    b". Raises UserError for an unknown class.
+    """Return the label of the class that an option names. Sets of classes may be in any order:
+    "b;a" is "a; b". Raises UserError for an unknown class.
     """
     if name not in classes and ";" in name:
-        parts = [frozenset(map(str.strip, known.split(";"))) for known in (name, *classes)]
-        name = next(
-            (known for known, of in zip(classes, parts[1:], strict=True) if of == parts[0]), name
-        )
+        parts = _parts(name)
+        name = next((existing for existing in classes if _parts(existing) == parts), name)
     if name not in classes:
         raise UserError(
             f"{option}: no class {name!r}{did_you_mean(name, classes)}; there are {', '.join(classes)}"
         )
     return classes.index(name)
+
+
+def _parts(name: str) -> frozenset[str]:
+    return frozenset(map(str.strip, name.split(";")))

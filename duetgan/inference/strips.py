@@ -1,5 +1,5 @@
-"""Strips: an image on its way from one class to another, with the classifier's probabilities under
-each step. What `generate.py edit` and `predict.py --counterfactual` draw.
+"""Strips: an image that moves step by step from one class to another, with the classifier's
+probabilities under each step. `generate.py edit` and `predict.py --counterfactual` draw them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,21 +23,21 @@ from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 
-COLUMNS = 7  # images of a strip, without the one that is given
-BEYOND = 1.25  # of the step at which an image arrives: where its strip ends
+COLUMNS = 7  # images of a strip, without the one that was projected
+END = 1.25  # last step of a strip, relative to the step at which its image arrives
 
 
 @dataclass(frozen=True)
 class Strip:
-    """One image on its way, in words and numbers."""
+    """The edit of one image."""
 
-    # uint8 [C, H, H]; the first is as it was, or the given image that was projected
+    # uint8 [C, H, H], from the unedited image on, which the image that was projected may precede
     images: list[Tensor]
     captions: list[str]
-    arrived: bool  # whether the classifier's probability of the target rose to what is wanted
-    step: float  # at which it did; else where it came nearest
-    probability: float  # of the target there
-    change: float  # mean absolute change of the pixels there, 0 to 1
+    arrived: bool  # True if the probability of the target reached `EditConfig.reach`
+    step: float  # the step at which it did, or the step of the largest probability
+    probability: float  # probability of the target at this step
+    change: float  # mean absolute change of the pixels at this step, 0 to 1
 
 
 def make_strips(
@@ -47,68 +47,79 @@ def make_strips(
     *,
     columns: int,
     judge: Classifier | None = None,
-    # uint8 [1, C, H, H], the image that `start` was projected from; shown first
-    given: Tensor | None = None,
+    # uint8 [1, C, H, H], the image that `start` was projected from, which the strip begins with
+    original: Tensor | None = None,
 ) -> list[Strip]:
-    """A strip for each image: `columns` equal steps from 0 to a quarter beyond where it arrives."""
+    """Return a strip for each image: `columns` equal steps from 0 to END times the step at which it
+    arrives.
+    """
     steps, arrived = editor.reach(start, direction)
-    shares = [0.0, 1.0, *(BEYOND * column / (columns - 1) for column in range(1, columns))]
-    before, there, *moved = (editor.images(start, direction, steps * share) for share in shares)
-    shown = [*([] if given is None else [given.expand(len(start), -1, -1, -1)]), before, *moved]
-    texts = [_captions(editor, images, direction, judge) for images in shown]
-    if given is not None:
-        texts[0] = [f"given\n{text.splitlines()[0]}" for text in texts[0]]
-    probability = editor.probabilities(there)[:, direction.target]
-    change = (there.double() - before.double()).abs().mean((1, 2, 3)) / 255
-    return [
-        Strip([images[row] for images in shown], [column[row] for column in texts], *numbers)
-        for row, numbers in enumerate(
-            zip(
-                arrived.tolist(), steps.tolist(), probability.tolist(), change.tolist(), strict=True
+    unedited = editor.images(start, direction, 0.0 * steps)
+    edited = editor.images(start, direction, steps)
+    columns_of_images = [unedited]
+    for column in range(1, columns):
+        fraction = END * column / (columns - 1)
+        columns_of_images.append(editor.images(start, direction, steps * fraction))
+    if original is not None:
+        columns_of_images.insert(0, original.expand(len(start), -1, -1, -1))
+    texts = [_captions(editor, images, direction, judge) for images in columns_of_images]
+    if original is not None:
+        texts[0] = [f"original\n{text.splitlines()[0]}" for text in texts[0]]
+    probability = editor.probabilities(edited)[:, direction.target]
+    change = (edited.double() - unedited.double()).abs().mean((1, 2, 3)) / 255
+    strips = []
+    for row in range(len(start)):
+        strips.append(
+            Strip(
+                images=[images[row] for images in columns_of_images],
+                captions=[column[row] for column in texts],
+                arrived=bool(arrived[row]),
+                step=float(steps[row]),
+                probability=float(probability[row]),
+                change=float(change[row]),
             )
         )
-    ]
+    return strips
 
 
 def _captions(
     editor: Editor, images: Tensor, direction: Direction, judge: Classifier | None
 ) -> list[str]:
-    """Two lines for each image: source and target with their probabilities, the judge's after a
-    stroke.
+    """Return two lines for each image: source and target with their probabilities, those of the
+    editor's classifier and of the judge separated by a slash.
     """
-    answers = [
-        editor.probabilities(images, each) for each in ([None] if judge is None else [None, judge])
-    ]
-    labels = (direction.source, direction.target)
-    return [
-        "\n".join(
-            f"{editor.names[k]} " + " / ".join(f"{shares[row, k]:.2f}" for shares in answers)
-            for k in labels
-        )
-        for row in range(len(images))
-    ]
+    answers = [editor.probabilities(images)]
+    if judge is not None:
+        answers.append(editor.probabilities(images, judge))
+    captions = []
+    for row in range(len(images)):
+        lines = []
+        for label in (direction.source, direction.target):
+            values = " / ".join(f"{probabilities[row, label]:.2f}" for probabilities in answers)
+            lines.append(f"{editor.names[label]} {values}")
+        captions.append("\n".join(lines))
+    return captions
 
 
 def save_strips(strips: Sequence[Strip], path: Path) -> None:
     """Write strips below one another to a PNG file."""
-    images = [image for strip in strips for image in strip.images]
-    save_captioned(
-        images,
-        [text for strip in strips for text in strip.captions],
-        path,
-        columns=len(strips[0].images),
-    )
+    images: list[Tensor] = []
+    captions: list[str] = []
+    for strip in strips:
+        images += strip.images
+        captions += strip.captions
+    save_captioned(images, captions, path, columns=len(strips[0].images))
 
 
 def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction) -> str:
+    """Return a sentence on how many images arrive, and at which mean step and change."""
     arrived = [strip for strip in strips if strip.arrived]
-    text = f"{names[direction.source]} to {names[direction.target]}: {len(arrived)} of {len(strips)} images arrive"
+    edit = f"{names[direction.source]} to {names[direction.target]}"
+    text = f"{edit}: {len(arrived)} of {len(strips)} images arrive"
     if not arrived:
         return text
-    step, change = (
-        sum(values) / len(arrived)
-        for values in zip(*((s.step, s.change) for s in arrived), strict=True)
-    )
+    step = sum(strip.step for strip in arrived) / len(arrived)
+    change = sum(strip.change for strip in arrived) / len(arrived)
     return (
         f"{text}, at a mean step of {step:.2f} and a mean change of pixels of {change:.3f} (0 to 1)"
     )
@@ -116,47 +127,47 @@ def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction)
 
 def counterfactual(
     editor: Editor,
-    image: Tensor,  # uint8 [1, C, H, H] as the generator's training images
+    image: Tensor,  # uint8 [1, C, H, H], prepared as the generator's training images
     source: int,
     target: int,
     *,
-    steps: int,  # of each of the projection's two searches
+    steps: int,  # of the projection, in each space
     columns: int = COLUMNS,
     judge: Classifier | None = None,
 ) -> tuple[Strip, Direction]:
-    """The strip of a given image from class `source` to `target`: it is projected first, into w+
-    that begins at the best w, from the mean of class `source`. Raises UserError for a generator
-    without w.
+    """Return the strip of an image from class `source` to `target`, and the direction. The image is
+    first projected to w, from the mean of class `source`, and from there to w+.
+
+    Raises UserError for a generator without w.
     """
-    with_styles(editor.generator, "editing a given image")
+    with_styles(editor.generator, "editing an image")
     sampler = replace(editor.sampler, chosen=[source] if editor.generator.classes else [])
     with Bar(total=2 * steps, desc="projecting", unit="step") as bar:
         nearest = find(sampler, image, ProjectionConfig(steps=steps), tick=bar.update).spaces["w+"]
-    start, direction = (
-        Start(nearest.ws[None], None, nearest.noise),
-        editor.direction(source, target),
-    )
-    return make_strips(editor, start, direction, columns=columns, judge=judge, given=image)[
-        0
-    ], direction
+    start = Start(nearest.ws[None], None, nearest.noise)
+    direction = editor.direction(source, target)
+    (strip,) = make_strips(editor, start, direction, columns=columns, judge=judge, original=image)
+    return strip, direction
 
 
 class Counterfactuals:
-    """What would have to change for given images to be of another class; they are read one by one."""
+    """A writer of strips that show how images would have to change to be of another class."""
 
     def __init__(
         self,
-        generator: str,  # folder or file of a GAN
+        generator: str,  # run folder or checkpoint of a GAN
         classifier: Classifier,
-        names: Sequence[str],  # of its classes
-        files: Mapping[str, Path],  # where each image's strip goes
+        names: Sequence[str],  # of the classifier's classes
+        files: Mapping[str, Path],  # image -> file of its strip
         *,
-        target: int | None,  # the class asked for; None: the most probable one but the first
-        steps: int,  # of each of the projection's two searches
+        target: int | None,  # the target class; None: the second most probable one
+        steps: int,  # of the projection, in each space
         batch_size: int,
     ) -> None:
-        """Raises UserError where generator and classifier do not fit each other."""
-        self.files, self.target, self.steps = files, target, steps
+        """Load the generator. Raises UserError if its classes are not those of the classifier."""
+        self.files = files
+        self.target = target
+        self.steps = steps
         self.checkpoint = read(resolve_for_people(generator))
         model = with_styles(
             generator_from(self.checkpoint, device_of(classifier)), "--counterfactual"
@@ -171,27 +182,28 @@ class Counterfactuals:
         self.editor = Editor(sampler, classifier, names)
 
     def draw(self, file: str, label: str, *, resize: str | None) -> dict[str, Any]:
-        """Write the strip of an image that is named `label`; returns `class`, `image`, `arrived`,
-        `probability`, `step` and `pixel_change`, or `class` and `error`.
+        """Write the strip of an image that is predicted as `label`. Returns `class`, `image`,
+        `arrived`, `probability`, `step` and `pixel_change`, or `class` and `error`.
         """
         names = self.editor.names
         source, target = names.index(label), self.target
         try:
             image = Transform.of(self.checkpoint, resize).read(file)[None]
             if target is None:
-                shares = self.editor.probabilities(image)[0]
-                shares[source] = -1
-                target = int(shares.argmax())
+                probabilities = self.editor.probabilities(image)[0]
+                probabilities[source] = -1
+                target = int(probabilities.argmax())
             if source == target:
-                raise UserError(f"is named {label} as it is")
+                raise UserError(f"is already predicted as {label}")
             strip, _ = counterfactual(self.editor, image, source, target, steps=self.steps)
         except (ImageError, UserError) as error:
             return {"class": None if target is None else names[target], "error": str(error)}
         save_strips([strip], self.files[file])
-        numbers = {"arrived": strip.arrived, "probability": strip.probability, "step": strip.step}
         return {
             "class": names[target],
             "image": str(self.files[file]),
-            **numbers,
+            "arrived": strip.arrived,
+            "probability": strip.probability,
+            "step": strip.step,
             "pixel_change": strip.change,
         }

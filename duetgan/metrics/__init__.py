@@ -1,4 +1,4 @@
-"""Figures of both models: what they are, and how sure."""
+"""Metrics of classifiers and generators, with 95 % intervals."""
 
 from typing import TYPE_CHECKING
 

@@ -1,13 +1,9 @@
-"""`evaluate.py --audit`: what a generator's samples and its discriminator tell of single training
-images.
-"""
+"""`evaluate.py --audit`: membership inference from a generator's samples and its discriminator."""
 
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +22,9 @@ from duetgan.metrics.features.precision import device_of, evaluating, full_float
 from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.images import save_audit
 from duetgan.metrics.lineage import identities, training_images
-from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED
+from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED, Document
 from duetgan.metrics.samples import membership_inference
-from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pairs, search_place
+from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pairs, search_extractor
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.utils.checkpoint import Checkpoint
@@ -39,61 +35,74 @@ from duetgan.utils.provenance import recorded
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.seeding import numpy_generator
 
-PAIRS = 24  # members shown with their nearest sample
+PAIRS = 24  # members drawn beside their nearest sample
 
 
 def audit_gan_run(
-    checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace
-) -> dict[str, Any]:
-    """Attacks, controls, the test with planted copies, and images. Raises UserError where members
-    or held-out images are missing or not what they must be.
+    checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
+) -> Document:
+    """Return the audit's document: attacks, controls, the planted copies and the verdict.
+
+    Also writes `audit.png` and `audit_nearest.png` into the folder `out`.
+
+    Raises:
+        UserError: If the training images or enough held-out images are not available, or the
+            classes are not the generator's.
     """
     with collectives.raising_together():
         generator = generator_from(checkpoint, collectives.choose_device(options.device))
         if generator.classes:
             require_same_classes(
-                "the generator", checkpoint["classes"], "the images", reader.classes
+                "the generator", checkpoint["classes"], "the images", dataset.classes
             )
-        train = _training_images(checkpoint, reader)
+        train = _training_images(checkpoint, dataset)
         if options.searched == 0:
             raise UserError("--audit is a search: leave --searched 0 out")
-    searched, seed, n = options.searched or SEARCHED, options.seed, options.n or GAN_IMAGES
+    seed: int = options.seed
+    n: int = options.n or GAN_IMAGES
     size: int = options.batch_size
     with train:
         with collectives.raising_together():
-            how_many: dict[str, Any] = {
-                "conditional": bool(generator.classes),
-                "searched": searched,
-                "seed": seed,
-            }
-            members, held_out, dropped = choose_sides(train, reader, **how_many)
+            members, held_out, dropped = choose_sides(
+                train,
+                dataset,
+                conditional=bool(generator.classes),
+                searched=options.searched or SEARCHED,
+                seed=seed,
+            )
             options.extractor = options.extractor or [
                 "pixels" if find_weights(options.weights) is None else "resnet50"
             ]
-        files = [(train, members), (reader, held_out)]
+        files = [(train, members), (dataset, held_out)]
         device = device_of(generator)
         extractors = collectives.main_first(
             lambda: build_extractors(options, generator.spec, device, None)
         )
-        # no classifier: to it its training images are familiar
-        place = search_place(extractors, generator.spec)
+        extractor = search_extractor(extractors, generator.spec)
         if collectives.is_main():
-            print(f"extractor: {place.name}", file=sys.stderr)
-        features = RealFeatures(batch_size=size, show=True)
-        real = torch.cat([features.get(file, selection, [place])[0] for file, selection in files])
+            print(f"extractor: {extractor.name}", file=sys.stderr)
+        real_features = RealFeatures(batch_size=size, show=True)
+        real = torch.cat(
+            [real_features.get(file, selection, [extractor])[0] for file, selection in files]
+        )
         labels = members.labels[np.arange(n) % len(members.labels)]
-        asked = torch.from_numpy(labels) if generator.classes else None
         (samples,) = sample_features(
-            generator, asked, [place], total=n, seed=seed, batch_size=size, what="samples"
+            generator,
+            torch.from_numpy(labels) if generator.classes else None,
+            [extractor],
+            total=n,
+            seed=seed,
+            batch_size=size,
+            progress="samples",
         )
         logits = _logits(checkpoint, generator, files, seed, size)
 
-        def finish() -> dict[str, Any]:
-            key = partial(keyed_generator, seed, "eval", "audit", "planted")
-            count, near = len(members.indices), nearest(real, samples)
-            scores = {"generator": -near.distances} | (
-                {} if logits is None else {"discriminator": logits}
-            )
+        def finish() -> Document:
+            count = len(members.indices)
+            near = nearest(real, samples)
+            scores = {"generator": -near.distances}
+            if logits is not None:
+                scores["discriminator"] = logits
             document = audit_scores(scores, members=count, seed=seed)
             document["planted"] = [
                 membership_inference.detection(
@@ -101,10 +110,10 @@ def audit_gan_run(
                     near.distances,
                     members=count,
                     samples=n,
-                    share=share,
-                    generator=key(number),
+                    fraction=fraction,
+                    generator=keyed_generator(seed, "eval", "audit", "planted", number),
                 )
-                for number, share in enumerate(membership_inference.SHARES)
+                for number, fraction in enumerate(membership_inference.PLANTED_FRACTIONS)
             ]
             closest = near.distances[:count].sort(stable=True).indices[:PAIRS].numpy()
             indices = near.indices.numpy()[closest]
@@ -119,77 +128,107 @@ def audit_gan_run(
                 *neighbour_images(generator, train, copies, seed=seed), out / "audit_nearest.png"
             )
             save_audit(scores, count, out / "audit.png")
-            head = {"n": n, "extractor": place.name, "weights": place.source, "dropped": dropped}
-            tail = {
+            return {
+                "n": n,
+                "extractor": extractor.name,
+                "weights": extractor.source,
+                "dropped": dropped,
+                **document,
+                "verdict": membership_inference.verdict(document),
                 "not_shown": membership_inference.NOT_SHOWN,
                 "images": ["audit.png", "audit_nearest.png"],
             }
-            return head | document | {"verdict": membership_inference.verdict(document)} | tail
 
         return collectives.from_main_process(finish)
 
 
-def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[str, Any]:
-    """The attack by each score [members + held out], and its control: two halves of the held-out
-    images.
+def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> Document:
+    """Return the `attacks` by each score and their `controls`, by the score's name.
+
+    A control attacks one half of the held-out images as if it were members.
+
+    Args:
+        scores: Scores of the members, then of the held-out images, [members + held out].
+        members: Number of members.
+        seed: Seed of the halves.
     """
-    document: dict[str, Any] = {"attacks": {}, "controls": {}}
+    document: Document = {"attacks": {}, "controls": {}}
     for name, score in scores.items():
         held_out = score[members:]
-        one, other = membership_inference.halves(
+        first, second = membership_inference.halves(
             len(held_out), keyed_generator(seed, "eval", "audit", "halves")
         )
         document["attacks"][name] = membership_inference.attack(score[:members], held_out)
-        document["controls"][name] = membership_inference.attack(held_out[one], held_out[other])
+        document["controls"][name] = membership_inference.attack(held_out[first], held_out[second])
     return document
 
 
-def _training_images(checkpoint: Checkpoint, reader: Dataset) -> Dataset:
-    """The members. Raises UserError where they are not at hand, or the held-out images are none."""
-    train, why = training_images(checkpoint)
+def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
+    """Return the dataset of the members, which the generator was trained on.
+
+    Raises:
+        UserError: If it is not available, or if `dataset` was trained on, too.
+    """
+    train, reason = training_images(checkpoint)
     if train is None:
-        raise UserError(f"--audit needs the images that the generator was trained on: {why}")
-    if not set(recorded(checkpoint).trained_on).isdisjoint(identities(reader)):
+        raise UserError(f"--audit needs the images that the generator was trained on: {reason}")
+    if not set(recorded(checkpoint).trained_on).isdisjoint(identities(dataset)):
         raise UserError(
-            f"--audit: {reader.path} was trained on; give images that were held out with --data"
+            f"--audit: {dataset.path} was trained on; give images that were held out with --data"
         )
     return train
 
 
 def choose_sides(
-    train: Dataset, reader: Dataset, *, conditional: bool, searched: int, seed: int
+    train: Dataset, dataset: Dataset, *, conditional: bool, searched: int, seed: int
 ) -> tuple[Selection, Selection, int]:
-    """Members and held-out images in the same mix of classes, as many as there are, at most
-    `searched` members; and how many test images were left out, which are training images as well,
-    pixel for pixel.
+    """Choose members and held-out images with the same class frequencies, as many as there are.
 
-    Raises UserError for fewer than 20 on a side.
+    Args:
+        train: The training images.
+        dataset: The held-out images.
+        conditional: If False, the classes are ignored.
+        searched: Largest number of members.
+        seed: Seed of the draws.
+
+    Returns:
+        The members, the held-out images, and the number of images of `dataset` that were left out
+        because they are training images as well, pixel for pixel.
+
+    Raises:
+        UserError: If a side has fewer than 20 images.
     """
-    kept = np.flatnonzero(~np.isin(reader.signatures()["digest"], train.signatures()["digest"]))
-    theirs = [np.zeros(len(kept), np.int64), np.zeros(len(train), np.int64)]
+    unseen = np.flatnonzero(~np.isin(dataset.signatures()["digest"], train.signatures()["digest"]))
+    test_labels = np.zeros(len(unseen), np.int64)
+    train_labels = np.zeros(len(train), np.int64)
     if conditional:
-        theirs = [reader.labels()[kept], train.labels()]
-    size = 1 + max(labels.max(initial=0) for labels in theirs)
-    outside, inside = (np.bincount(labels, minlength=size) for labels in theirs)
-    both = (outside > 0) & (inside > 0)
-    outside[~both] = 0
+        test_labels = dataset.labels()[unseen]
+        train_labels = train.labels()
+    size = 1 + max(test_labels.max(initial=0), train_labels.max(initial=0))
+    test_counts = np.bincount(test_labels, minlength=size)
+    train_counts = np.bincount(train_labels, minlength=size)
+    common = (test_counts > 0) & (train_counts > 0)
+    test_counts[~common] = 0
     ratio = min(
-        (inside[both] / outside[both]).min(initial=searched), searched / max(1, outside.sum())
+        (train_counts[common] / test_counts[common]).min(initial=searched),
+        searched / max(1, test_counts.sum()),
     )
-    wanted = outside, (ratio * outside).astype(int)
-    drawn = []
-    for role, labels, most in zip(("held-out", "members"), theirs, wanted, strict=True):
+
+    def draw(role: str, labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
         order = numpy_generator(seed, "eval", "audit", role).permutation(len(labels))
-        chosen = [order[labels[order] == label][:count] for label, count in enumerate(most)]
-        drawn.append(order[np.isin(order, np.concatenate(chosen))])
-    if min(len(part) for part in drawn) < 20:
+        chosen = [order[labels[order] == label][:count] for label, count in enumerate(counts)]
+        return order[np.isin(order, np.concatenate(chosen))]
+
+    test_rows = draw("held-out", test_labels, test_counts)
+    train_rows = draw("members", train_labels, (ratio * test_counts).astype(int))
+    if min(len(test_rows), len(train_rows)) < 20:
         raise UserError(
-            f"--audit needs 20 training images and 20 held-out ones of the same classes, not {len(drawn[1])} and "
-            f"{len(drawn[0])}; give more with --data"
+            f"--audit needs 20 training images and 20 held-out images of the same classes, not "
+            f"{len(train_rows)} and {len(test_rows)}; give more with --data"
         )
-    held_out = Selection(kept[drawn[0]], theirs[0][drawn[0]], f"held-out {seed} audit")
-    members = Selection(drawn[1], theirs[1][drawn[1]], f"members {seed} {searched} audit")
-    return members, held_out, len(reader) - len(kept)
+    held_out = Selection(unseen[test_rows], test_labels[test_rows], f"held-out {seed} audit")
+    members = Selection(train_rows, train_labels[train_rows], f"members {seed} {searched} audit")
+    return members, held_out, len(dataset) - len(unseen)
 
 
 def _logits(
@@ -199,12 +238,14 @@ def _logits(
     seed: int,
     batch_size: int,
 ) -> Tensor | None:
-    """The discriminator's logits of the files' images, one after the other, on rank 0; None where
-    there is no whole discriminator. All ranks must call this.
+    """Return the discriminator's logits of the selected images of all files, in order.
+
+    All ranks must call this; only rank 0 gets logits. Returns None if the checkpoint has no
+    discriminator, or one that has not grown to the full resolution yet.
     """
-    full = generator.spec.side
-    side, alpha = checkpoint.get("stage", [full, 1.0])
-    if "discriminator" not in checkpoint["state"] or (side, alpha) != (full, 1.0):
+    full_side = generator.spec.side
+    side, alpha = checkpoint.get("stage", [full_side, 1.0])
+    if "discriminator" not in checkpoint["state"] or (side, alpha) != (full_side, 1.0):
         return None
     discriminator = discriminator_from(checkpoint, device_of(generator))
     group = discriminator.config.group
@@ -215,19 +256,18 @@ def _logits(
         def work(rows: range, file: Dataset = file, selection: Selection = selection) -> Tensor:
             images = selection.images(file, rows)
             labels = torch.from_numpy(selection.labels[rows.start : rows.stop])
-            pieces = zip(
-                *(part.split(max(1, chunk_size(side) // group)) for part in (images, labels)),
-                strict=True,
-            )
+            size = max(1, chunk_size(side) // group)
+            pieces = zip(images.split(size), labels.split(size), strict=True)
             return torch.cat([partners.logits(discriminator, *piece) for piece in pieces])
 
-        parts += shared_pass(len(selection.indices), work, side=full, batch_size=batch_size)
+        parts += shared_pass(len(selection.indices), work, side=full_side, batch_size=batch_size)
     return torch.cat(parts)
 
 
 class Partners:
-    """Samples beside which a discriminator sees every image where it looks at groups (minibatch
-    standard deviation): a logit that depended on other real images would tell of them too.
+    """Fixed samples that complete each image to a group for the minibatch standard deviation.
+
+    With other real images in its group, a logit would depend on them, too.
     """
 
     def __init__(self, generator: ImageGenerator, count: int, *, seed: int) -> None:
@@ -238,22 +278,25 @@ class Partners:
             self.images = generate(generator, labels=labels, indices=range(count), seed=seed)
 
     def logits(self, discriminator: ImageDiscriminator, images: Tensor, labels: Tensor) -> Tensor:
-        """Logits float64 [n] on the CPU of images uint8 [n, C, R, R]; without classes labels count
-        for nothing.
+        """Return the logits float64 [n], on the CPU, of images uint8 [n, C, R, R] with labels [n].
+
+        A discriminator without classes ignores the labels.
         """
-        device, n = device_of(discriminator), len(images)
-        # [n, group]: a row is a group; where groups are strided, a column is what lies together
-        groups, named = images[:, None], labels[:, None]
+        device = device_of(discriminator)
+        n = len(images)
+        # [n, group]: a row is a group, also of a strided discriminator, for which it is transposed
+        groups = images[:, None]
+        group_labels = labels[:, None]
         if self.count:
             groups = torch.cat([groups, self.images.expand(n, *self.images.shape)], dim=1)
-            named = torch.cat([named, self.labels.expand(n, -1)], dim=1)
+            group_labels = torch.cat([group_labels, self.labels.expand(n, -1)], dim=1)
         strided = getattr(discriminator.config, "minibatch_std_order", "") == "strided"
         if strided:
-            groups, named = groups.transpose(0, 1), named.t()
+            groups, group_labels = groups.transpose(0, 1), group_labels.t()
         with evaluating(discriminator), full_float32(device):
             logits = discriminator(
                 discriminator.spec.to_float(groups.flatten(0, 1).to(device)),
-                named.flatten().to(device),
+                group_labels.flatten().to(device),
             )
-        logits = logits.view(named.shape)
+        logits = logits.view(group_labels.shape)
         return (logits[0] if strided else logits[:, 0]).cpu().double()

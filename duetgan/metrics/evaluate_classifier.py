@@ -1,11 +1,11 @@
-"""Evaluation of a classifier on labelled images: passes that the ranks share, and what evaluate.py
-makes of them.
+"""Evaluation of a classifier on labelled images, in passes that the ranks share.
+
+The last part makes the document and the pictures of evaluate.py.
 """
 
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from duetgan.metrics.classification.answers import (
     confused_pairs,
     judged_temperature,
     negative_log_likelihood,
-    outliers,
+    outlier_scores,
     per_class,
     reliability,
 )
@@ -37,6 +37,7 @@ from duetgan.metrics.images import (
     save_reliability,
 )
 from duetgan.metrics.lineage import data_of, leaks, training_images
+from duetgan.metrics.protocol import Document
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import faster
@@ -48,8 +49,9 @@ from duetgan.utils.seeding import numpy_generator
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
-    """Logits float32 [n, K] on the CPU of images uint8 [n, C, H, W] of any size and channels; they
-    are adapted as for an extractor. Raises UserError where one is not finite.
+    """Return the logits float32 [n, K], on the CPU, of images [n, C, H, W] as files have them.
+
+    `classifier_input` adapts size and channels. Raises UserError if a logit is not finite.
     """
     with evaluating(classifier), full_float32(device_of(classifier)):
         logits = classifier(classifier_input(classifier, images)).float().cpu()
@@ -59,113 +61,126 @@ def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
 
 
 def classify(
-    # unwrapped: wrappers that talk to other ranks in `forward` hang on uneven shares
+    # not wrapped in DDP, which would wait for ranks that have fewer chunks
     classifier: Classifier,
-    reader: Dataset,
+    dataset: Dataset,
     *,
     batch_size: int = 256,
     records: np.ndarray | None = None,  # int64 [n]; None: all
-    what: str = "",  # the images on a progress bar; empty: there is none
+    progress: str = "",  # caption of the progress bar; empty: no bar
 ) -> Tensor:
-    """Logits of every image of a file exactly once, in their order: float32 [n, K] on rank 0, none
-    elsewhere.
+    """Return the logits of the images, in order: float32 [n, K] on rank 0, [0, K] on other ranks.
+
+    All ranks must call this.
     """
-    records = np.arange(len(reader)) if records is None else records
+    records = np.arange(len(dataset)) if records is None else records
 
     def work(rows: range) -> Tensor:
-        return logits_of(classifier, read_batch(reader, records[rows.start : rows.stop]).images)
+        return logits_of(classifier, read_batch(dataset, records[rows.start : rows.stop]).images)
 
-    parts = shared_pass(len(records), work, side=reader.spec.side, batch_size=batch_size, what=what)
+    parts = shared_pass(
+        len(records), work, side=dataset.spec.side, batch_size=batch_size, progress=progress
+    )
     return torch.cat([torch.empty(0, classifier.classes), *parts])
 
 
 def answers_of(
-    classifier: Classifier, reader: Dataset, logits: Tensor, records: np.ndarray | None = None
+    classifier: Classifier, dataset: Dataset, logits: Tensor, records: np.ndarray | None = None
 ) -> Answers:
-    """The classifier's answers to these records of a file; None: to all."""
-    records = np.arange(len(reader)) if records is None else records
+    """Return the classifier's answers to these records of a dataset (None: all), from its logits."""
+    records = np.arange(len(dataset)) if records is None else records
     if classifier.thresholds is not None:
-        hot = torch.from_numpy(reader.meta.multi_hot[reader.label_numbers()[records]])
+        labels = torch.from_numpy(dataset.meta.multi_hot[dataset.label_numbers()[records]])
         return LabelAnswers(
-            logits, hot, reader.classes, classifier.thresholds.cpu(), records=records
+            logits, labels, dataset.classes, classifier.thresholds.cpu(), records=records
         )
     return Answers(
         logits,
-        torch.from_numpy(reader.labels()[records].astype(np.int64)),
-        reader.classes,
+        torch.from_numpy(dataset.labels()[records].astype(np.int64)),
+        dataset.classes,
         records=records,
     )
 
 
-def drawn(reader: Dataset, n: int | None, seed: int) -> np.ndarray:
-    """n records by the key (seed, "eval", "classifier"), in their order; None: all. Files are often
-    packed class by class, so the first n are no sample.
+def draw_records(dataset: Dataset, n: int | None, seed: int) -> np.ndarray:
+    """Draw n records by the key (seed, "eval", "classifier"), ascending; None: all records.
+
+    The first n records would not do: files are often packed class by class.
     """
-    return np.sort(numpy_generator(seed, "eval", "classifier").permutation(len(reader))[:n])
+    return np.sort(numpy_generator(seed, "eval", "classifier").permutation(len(dataset))[:n])
 
 
-def check_classes(classifier: Classifier, reader: Dataset) -> None:
-    """Raise UserError for images without labels, of another number of classes or another kind than
-    the classifier's.
-    """
-    own, given = classifier.classes, len(reader.classes)
+def check_classes(classifier: Classifier, dataset: Dataset) -> None:
+    """Raise UserError unless the images have labels of the classifier's number of classes and kind."""
+    classes = len(dataset.classes)
     refuse(
-        (not given, "the images to evaluate on have no labels; give a labelled file with --data"),
-        (given != own, f"the images have {given} classes, the classifier {own}; give its own data"),
+        (not classes, "the images to evaluate on have no labels; give a labelled file with --data"),
         (
-            (reader.meta.sets is None) != (classifier.thresholds is None),
-            f"{reader.path}: images and classifier differ in whether an image may have several labels",
+            classes != classifier.classes,
+            f"the images have {classes} classes, the classifier {classifier.classes}; give its own data",
+        ),
+        (
+            (dataset.meta.sets is None) != (classifier.thresholds is None),
+            f"{dataset.path}: images and classifier differ in whether an image may have several labels",
         ),
     )
 
 
 def evaluate_classifier(
-    classifier: Classifier, reader: Dataset, *, batch_size: int = 256, details: bool = True
-) -> dict[str, Any]:
-    """The figures over every image of a file; without `details` those that are followed during
-    training. The ranks share the images and get the same figures.
+    classifier: Classifier, dataset: Dataset, *, batch_size: int = 256, details: bool = True
+) -> Document:
+    """Return the metrics over all images of a dataset, by key.
 
-    Raises UserError as `check_classes` does, for no image, and for outputs that are not finite.
+    The ranks share the images and return the same metrics. Without `details` only the metrics
+    logged during training are computed, and thresholds are fitted to these images first.
+
+    Raises:
+        UserError: If labels and classifier do not fit (`check_classes`), there is no image, or an
+            output is not finite.
     """
-    check_classes(classifier, reader)
-    every = CLASSIFIER if classifier.thresholds is None else LABELS
-    rows = [row for row in every if details or row.in_training]
-    logits = classify(classifier, reader, batch_size=batch_size)
-    # they are of the held-out images
+    check_classes(classifier, dataset)
+    figures = CLASSIFIER if classifier.thresholds is None else LABELS
+    rows = [row for row in figures if details or row.in_training]
+    logits = classify(classifier, dataset, batch_size=batch_size)
+    # during training, the thresholds are those of the held-out images
     if not details and (thresholds := classifier.thresholds) is not None:
-        found = collectives.from_main_process(
-            lambda: best_thresholds(answers_of(classifier, reader, logits))
+        best = collectives.from_main_process(
+            lambda: best_thresholds(answers_of(classifier, dataset, logits))
         )
-        thresholds.copy_(torch.tensor(found))
+        thresholds.copy_(torch.tensor(best))
     return collectives.from_main_process(
-        lambda: measured(rows, answers_of(classifier, reader, logits), {})
+        lambda: measured(rows, answers_of(classifier, dataset, logits), {})
     )
 
 
 def corrupted_hits(
-    classifier: Classifier, reader: Dataset, *, seed: int, records: np.ndarray, batch_size: int
+    classifier: Classifier, dataset: Dataset, *, seed: int, records: np.ndarray, batch_size: int
 ) -> Tensor:
-    """Numbers of images predicted correctly, int64 [corruptions, STRENGTHS] in the order of
-    CORRUPTIONS, on rank 0.
+    """Return the number of correct predictions on corrupted images, int64 [corruptions, STRENGTHS].
+
+    Rows are in the order of CORRUPTIONS. All ranks must call this; only rank 0 gets the counts.
     """
 
     def work(rows: range) -> Tensor:
-        these = records[rows.start : rows.stop]
-        batch = read_batch(reader, these)
+        indices = records[rows.start : rows.stop]
+        batch = read_batch(dataset, indices)
         hits = torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64)
         for row, corruption in enumerate(CORRUPTIONS.values()):
             for column in range(STRENGTHS):
-                each = zip(batch.images.numpy(), these.tolist(), strict=True)
-                spoiled = np.stack(
-                    [corruption(image, column + 1, seed=seed, index=index) for image, index in each]
-                )
-                hits[row, column] = (
-                    logits_of(classifier, torch.from_numpy(spoiled)).argmax(1) == batch.labels
-                ).sum()
+                corrupted = [
+                    corruption(image, column + 1, seed=seed, index=index)
+                    for image, index in zip(batch.images.numpy(), indices.tolist(), strict=True)
+                ]
+                logits = logits_of(classifier, torch.from_numpy(np.stack(corrupted)))
+                hits[row, column] = (logits.argmax(1) == batch.labels).sum()
         return hits
 
     parts = shared_pass(
-        len(records), work, side=reader.spec.side, batch_size=batch_size, what="corrupted images"
+        len(records),
+        work,
+        side=dataset.spec.side,
+        batch_size=batch_size,
+        progress="corrupted images",
     )
     return sum(parts, torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64))
 
@@ -174,8 +189,9 @@ def corrupted_hits(
 
 
 def evaluate_classifier_run(
-    checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace
-) -> dict[str, Any]:
+    checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
+) -> Document:
+    """Return the document of `evaluate.py` for a classifier, and write its pictures into `out`."""
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
@@ -185,87 +201,86 @@ def evaluate_classifier_run(
             raise UserError("--robustness and --ood are for one label an image; leave them out")
         if options.robustness:
             classifier.spec.need_plain("--robustness")
-        if reader.classes:
+        if dataset.classes:
             require_same_classes(
-                "the classifier", checkpoint["classes"], "the images", reader.classes
+                "the classifier", checkpoint["classes"], "the images", dataset.classes
             )
-        check_classes(classifier, reader)
-        others = open_others(options.ood, checkpoint, reader) if options.ood else None
-    n, seed, records = options.n, options.seed, drawn(reader, options.n, options.seed)
-    how: dict[str, Any] = {"records": records, "batch_size": options.batch_size}
-    with others or nullcontext():
-        logits = classify(classifier, reader, **how, what="images")
-        hits = corrupted_hits(classifier, reader, seed=seed, **how) if options.robustness else None
-        how["records"] = drawn(others, n, seed) if others else None
-        outside = classify(classifier, others, **how, what="images of others") if others else None
+        check_classes(classifier, dataset)
+        outliers = open_outliers(options.ood, checkpoint, dataset) if options.ood else None
+    seed: int = options.seed
+    size: int = options.batch_size
+    records = draw_records(dataset, options.n, seed)
+    hits = outlier_logits = None
+    with outliers or nullcontext():
+        logits = classify(classifier, dataset, batch_size=size, records=records, progress="images")
+        if options.robustness:
+            hits = corrupted_hits(classifier, dataset, seed=seed, records=records, batch_size=size)
+        if outliers is not None:
+            outlier_logits = classify(
+                classifier,
+                outliers,
+                batch_size=size,
+                records=draw_records(outliers, options.n, seed),
+                progress="outliers",
+            )
 
-    def finish() -> dict[str, Any]:
-        answers = answers_of(classifier, reader, logits, records)
-        document = speed | _written(checkpoint, reader, out, answers, seed)
+    def finish() -> Document:
+        answers = answers_of(classifier, dataset, logits, records)
+        document = speed | _write_evaluation(checkpoint, dataset, out, answers, seed)
         if not isinstance(answers, LabelAnswers):
-            found = save_evidence(restored, reader, answers, out / "evidence.png")
-            document["images"] += ["evidence.png"] * found
+            saved = save_evidence(restored, dataset, answers, out / "evidence.png")
+            document["images"] += ["evidence.png"] * saved
         if probe := checkpoint["state"].get("probe"):
             document["probe"] = probe
-            sure = "{:.3f} ({:.3f} to {:.3f}) by cross-validation".format(
-                probe["accuracy"], *probe["interval"]
-            )
+            low, high = probe["interval"]
             document["notes"]["probe"] = (
-                f"it began as a logistic regression on its features: {sure}"
+                f"training began with a logistic regression on the features, of accuracy "
+                f"{probe['accuracy']:.3f} ({low:.3f} to {high:.3f}) by cross-validation"
             )
         if hits is not None:
-            document["robustness"] = robustness(hits, document["n"], reader.spec.side)
-            save_corruptions(reader.read([0])[0][0], out / "robustness.png", seed=seed)
+            document["robustness"] = robustness(hits, document["n"], dataset.spec.side)
+            save_corruptions(dataset.read([0])[0][0], out / "robustness.png", seed=seed)
             document["images"].append("robustness.png")
-        if others is not None and outside is not None:
-            document["ood"] = {"data": others.path, **outliers(logits, outside)}
+        if outliers is not None and outlier_logits is not None:
+            document["ood"] = {"data": outliers.path, **outlier_scores(logits, outlier_logits)}
         return document
 
     return collectives.from_main_process(finish)
 
 
-def open_others(path: str, checkpoint: Checkpoint, reader: Dataset) -> Dataset:
-    """The images that are to be told from the test images: of any classes, size and channels, but
-    not the same file.
+def open_outliers(path: str, checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
+    """Open the out-of-distribution images of `--ood`, of any classes, size and channels.
+
+    Raises UserError if they are the test images.
     """
-    others = dataset_for_model(path, {"config": {}, "shape": checkpoint["shape"]})
-    if others.meta.content_hash == reader.meta.content_hash:
+    outliers = dataset_for_model(path, {"config": {}, "shape": checkpoint["shape"]})
+    if outliers.meta.content_hash == dataset.meta.content_hash:
         raise UserError(
             f"--ood {path}: these are the test images themselves; give images of another kind"
         )
-    return others
+    return outliers
 
 
-def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What a classifier's document says of its answers, and what is kept of every image: the
-    columns of `metrics.comparison.compare`, each [n]. `seed`: of the halves for the temperature.
+def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.ndarray]]:
+    """Return the metrics of a classifier's document, and the columns to store of every image.
+
+    The columns, each [n], are those of `metrics.comparison.compare`. The temperature is fitted on
+    halves of the images that `seed` draws.
     """
-    results = {
-        row: row.measure(answers)
-        for row in (LABELS if isinstance(answers, LabelAnswers) else CLASSIFIER)
-    }
-    ranked = {row.key: result.by_class for row, result in results.items() if result.by_class}
-    rows = per_class(answers)
-    for place, row in enumerate(rows.values()):
-        row |= {key: by_class[place] for key, by_class in ranked.items()}
-        row |= (
-            {"threshold": float(answers.thresholds[place])}
-            if isinstance(answers, LabelAnswers)
-            else {}
-        )
-    influences = {
-        row.key: each.influence for row, each in results.items() if each.influence is not None
-    }
-    figures = {
-        "n": len(answers.labels),
-        **{
-            key: value
-            for row, result in results.items()
-            for key, value in row.keys(result, answers.names).items()
-        },
-        "per_class": rows,
-    }
+    classes = per_class(answers)
+    figures: Document = {"n": len(answers.labels)}
+    influences = {}
+    for row in LABELS if isinstance(answers, LabelAnswers) else CLASSIFIER:
+        result = row.measure(answers)
+        figures |= row.keys(result, answers.names)
+        if result.influence is not None:
+            influences[row.key] = result.influence
+        for values, value in zip(classes.values(), result.by_class, strict=False):
+            values[row.key] = value
+    figures["per_class"] = classes
     if isinstance(answers, LabelAnswers):
+        for values, threshold in zip(classes.values(), answers.thresholds.tolist(), strict=True):
+            values["threshold"] = threshold
         return figures, influences
     figures |= {
         "majority_class_rate": float(answers.confusion.sum(1).max() / len(answers.labels)),
@@ -280,33 +295,32 @@ def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[st
         "prediction": answers.predicted,
         "confidence": answers.confidence,
     }
-    kept = {name: column.numpy() for name, column in (columns | {"loss": losses}).items()}
-    return figures, kept | influences
+    arrays = {name: column.numpy() for name, column in (columns | {"loss": losses}).items()}
+    return figures, arrays | influences
 
 
-def _written(
-    checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answers, seed: int
-) -> dict[str, Any]:
-    """The document, once everything that goes beside it is written."""
-    figures, kept = document_of(answers, seed=seed)
-    train, why = training_images(checkpoint)
+def _write_evaluation(
+    checkpoint: Checkpoint, dataset: Dataset, out: Path, answers: Answers, seed: int
+) -> Document:
+    """Return the document, after writing the predictions and the pictures that it names."""
+    figures, columns = document_of(answers, seed=seed)
+    train, reason = training_images(checkpoint)
     with train or nullcontext():
-        sure = figures[
-            "exact_match_interval" if isinstance(answers, LabelAnswers) else "accuracy_interval"
-        ]
-        what = "exact match" if isinstance(answers, LabelAnswers) else "accuracy"
-        notes = few_images(figures["n"], interval=sure, what=what) | leaks(reader, train, why)
-    images = ["mistakes.png"] if save_mistakes(reader, answers, out / "mistakes.png") else []
+        metric = "exact match" if isinstance(answers, LabelAnswers) else "accuracy"
+        interval = figures[f"{metric.replace(' ', '_')}_interval"]
+        notes = few_images(figures["n"], interval=interval, metric=metric)
+        notes |= leaks(dataset, train, reason)
+    images = ["mistakes.png"] if save_mistakes(dataset, answers, out / "mistakes.png") else []
     if not isinstance(answers, LabelAnswers):
-        save_confusion(figures["confusion"], reader.classes, out / "confusion.png")
+        save_confusion(figures["confusion"], dataset.classes, out / "confusion.png")
         save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
         if images:
-            save_confused(reader, answers, figures["confused"], out / "confused.png")
+            save_confused(dataset, answers, figures["confused"], out / "confused.png")
             images.append("confused.png")
         images = ["confusion.png", "reliability.png", *images]
-    elif data_of(checkpoint, "val_path") == reader.path:
+    elif data_of(checkpoint, "val_path") == dataset.path:
         notes["thresholds"] = (
             "they were chosen on these images, which flatters F1 and exact match; give others"
         )
-    predictions = keep_predictions(out, kept, checkpoint, reader, seed=seed)
+    predictions = keep_predictions(out, columns, checkpoint, dataset, seed=seed)
     return {**figures, **predictions, "notes": notes, "images": images}

@@ -1,5 +1,6 @@
-"""Evaluation of a generator by the protocol in docs/evaluation.md, and what evaluate.py makes of
-it.
+"""Evaluation of a generator by the protocol in docs/evaluation.md.
+
+The last part makes the document and the pictures of evaluate.py.
 """
 
 import sys
@@ -23,7 +24,7 @@ from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
     build_extractors,
-    feature_sets,
+    compute_features,
     fingerprint,
 )
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
@@ -32,7 +33,7 @@ from duetgan.metrics.figures import GAN, Samples, measured
 from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.lineage import leaks, load_judge, training_images
-from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED, Document
 from duetgan.metrics.samples import memorisation
 from duetgan.metrics.samples.judged import class_score, recognised
 from duetgan.metrics.tables import few_images
@@ -48,20 +49,20 @@ from duetgan.utils.provenance import Lineage, recorded
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 """Called with each chunk of samples on rank 0, in their order: samples uint8 [b, C, H, W], labels int64 [b], the
 judge's probabilities [b, K] or None."""
-MIN_JUDGE_SKILL = 0.4  # 0: always predicting the most frequent class; 1: no mistake
+MIN_JUDGE_SKILL = 0.4  # 0: always predicts the most frequent class; 1: no mistakes
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the passes over all images came to; on rank 0 alone it holds features."""
+    """Results of the passes over all images; only rank 0 has features."""
 
     samples: list[Samples]  # under each extractor
     extractors: list[Extractor]
-    search: Callable[[], dict[str, Any]] | None  # for copies of training images
-    notes: dict[str, str]  # what cannot be had, and why
+    search: Callable[[], Document] | None  # searches for copies of training images
+    notes: dict[str, str]  # reasons why metrics are missing
 
-    def document(self, *, details: bool) -> dict[str, Any]:
-        """Its figures, ready for JSON; without `details` those that are followed during training."""
+    def document(self, *, details: bool) -> Document:
+        """Return the metrics, ready for JSON; without `details` only those logged in training."""
         notes, first = dict(self.notes), self.samples[0]
         rows = [row for row in GAN if details or row.in_training]
         distances = [
@@ -69,142 +70,151 @@ class Gathered:
             | measured([row for row in rows if not row.by_judge], samples, notes)
             for extractor, samples in zip(self.extractors, self.samples, strict=True)
         ]
-        document: dict[str, Any] = {"n": first.n, "seed": first.seed, "distances": distances}
+        document: Document = {"n": first.n, "seed": first.seed, "distances": distances}
         document |= measured([row for row in rows if row.by_judge], first, notes)
-        # of the first extractor
-        for row in (row for row in GAN if not row.by_judge and row.place != "column"):
-            document |= {key: distances[0].get(key) for key in row.keys(Measured(None), ())}
-        more = {
-            "diversity_images": first.diversity.images,
-            "diversity_extractor": self.extractors[0].name,
-        }
-        return (
-            document
-            | more
-            | {"memorisation": self.search() if self.search else None, "notes": notes}
-        )
+        for row in GAN:
+            if not row.by_judge and row.place != "column":
+                document |= {key: distances[0].get(key) for key in row.keys(Measured(None), ())}
+        document["diversity_images"] = first.diversity.images
+        document["diversity_extractor"] = self.extractors[0].name
+        document["memorisation"] = self.search() if self.search else None
+        document["notes"] = notes
+        return document
 
 
 def evaluate_generator(
     generator: ImageGenerator,
-    reader: Dataset,
+    dataset: Dataset,
     *,
-    details: bool = True,  # whether the figures that training does not follow are computed
-    **how: Any,  # see `gather`
-) -> dict[str, Any]:
-    """The figures of `metrics.figures.GAN`, ready for JSON: `n`, `seed`, `distances` (a list of
-    `extractor`, `weights`, `n` and the figures of that extractor), the judge's figures and, once
-    more, those of the first extractor, `memorisation` (see `search_copies`), `notes`. What cannot
-    be computed is None, and `notes` says why.
+    details: bool = True,  # False: only the metrics that are logged during training
+    **options: Any,  # keyword arguments of `gather`
+) -> Document:
+    """Return the metrics of `metrics.figures.GAN`, ready for JSON.
 
-    All ranks must call this, and get the same. They share the passes over the images; rank 0
-    computes the figures.
-    Raises UserError where images or classes of a file or the judge do not fit the generator; for
-    less than two images.
+    All ranks must call this, and all get the same. They share the passes over the images; rank 0
+    computes the metrics.
+
+    Returns:
+        `n`; `seed`; `distances`, a list of `extractor`, `weights`, `n` and the metrics under that
+        extractor; the judge's metrics; the metrics of the first extractor again; `memorisation`
+        (see `search_copies`); `notes`. A metric that cannot be computed is None, and `notes` has
+        the reason.
+
+    Raises:
+        UserError: If images, classes or judge do not fit the generator, or there are fewer than two
+            images.
     """
-    gathered = gather(generator, reader, **how)
+    gathered = gather(generator, dataset, **options)
     return collectives.from_main_process(lambda: gathered.document(details=details))
 
 
 def gather(
     generator: ImageGenerator,  # a module of any architecture
-    reader: Dataset,  # real test images
+    dataset: Dataset,  # real test images
     *,
     n: int,  # images on each side of a distance
     seed: int,
-    # at least one; the first one's figures stand at the top of the document as well
-    extractors: Sequence[Extractor],
-    classifier: Classifier | None = None,  # independent judge of conditional samples
-    # the second real set, for the floor and the search for copies
-    train_reader: Dataset | None = None,
-    real: RealFeatures | None = None,  # keeps real features between calls
-    per_class: int = PER_CLASS,  # images of a class for the diversity
-    floor: bool = True,  # whether floors are computed
-    searched: int = SEARCHED,  # training images that are searched for copies; 0: no search
+    extractors: Sequence[Extractor],  # at least one
+    classifier: Classifier | None = None,  # judge of conditional samples
+    train_dataset: Dataset | None = None,  # for the floor and the search for copies
+    real: RealFeatures | None = None,  # cache of real features
+    per_class: int = PER_CLASS,  # images of each class for the diversity
+    floor: bool = True,  # False: no floors are computed
+    searched: int = SEARCHED,  # training images to search for copies; 0: no search
     batch_size: int = 64,
     show: bool = False,  # progress bars
     observe: Observer | None = None,
 ) -> Gathered:
-    """One pass over the samples and over each set of real images, for all extractors.
+    """Compute all features in one pass over the samples and one over each real dataset.
 
-    n falls to the size of the smallest real set. Sample i has the label of the i-th real image
-    drawn, so both sides have the same mix of classes.
+    n is reduced to the size of the smallest real dataset. Sample i has the label of the i-th real
+    image drawn, so that both sides have the same class frequencies.
     """
-    train, notes = _second_real_set(reader, train_reader)
+    train, notes = _second_real_set(dataset, train_dataset)
     real = real or RealFeatures(batch_size=batch_size, show=show)
     with collectives.raising_together():
-        n = _count(n, reader, train if floor else None, notes)
-        hot = reader.meta.multi_hot if generator.classes and reader.meta.sets is not None else None
-        labels = _fitting_labels(generator, reader, "test")
-        side = select(labels, n=n, seed=seed, role="test", per_class=per_class, hot=hot)
-        known = None if train is None else _fitting_labels(generator, train, "train")
-        drawn = (
-            None
-            if known is None
-            else memorisation.training_selection(known, n=n, searched=searched, seed=seed)
+        n = _count(n, dataset, train if floor else None, notes)
+        has_label_sets = bool(generator.classes) and dataset.meta.sets is not None
+        multi_hot = dataset.meta.multi_hot if has_label_sets else None
+        test_draw = select(
+            _fitting_labels(generator, dataset, "test"),
+            n=n,
+            seed=seed,
+            role="test",
+            per_class=per_class,
+            multi_hot=multi_hot,
         )
-    place = (
-        memorisation.search_place(extractors, generator.spec)
-        if train is not None and searched
-        else None
-    )
-    spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
-    tests = real.get(reader, side, spaces)
-    trains: dict[str, Tensor] = {}
-    if train is not None and drawn is not None:
-        few = replace(
-            drawn,
-            indices=drawn.indices[:n],
-            labels=drawn.labels[:n],
-            key=f"{drawn.key}, the first {n}",
+        train_draw = None
+        if train is not None:
+            train_labels = _fitting_labels(generator, train, "train")
+            train_draw = memorisation.training_selection(
+                train_labels, n=n, searched=searched, seed=seed
+            )
+    search_extractor = None
+    if train is not None and searched:
+        search_extractor = memorisation.search_extractor(extractors, generator.spec)
+    all_extractors = list(extractors)
+    if search_extractor is not None and search_extractor not in extractors:
+        all_extractors.append(search_extractor)
+    test_features = real.get(dataset, test_draw, all_extractors)
+    train_features: dict[str, Tensor] = {}
+    if train is not None and train_draw is not None:
+        floor_draw = replace(
+            train_draw,
+            indices=train_draw.indices[:n],
+            labels=train_draw.labels[:n],
+            key=f"{train_draw.key}, the first {n}",
         )
-        for space in spaces if floor else filter(None, [place]):
-            (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
-    judges = [] if classifier is None else [judging(classifier)]
-    shown, asked = (
-        torch.from_numpy(each) for each in (side.labels, reader.meta.conditions(side.labels))
+        for extractor in all_extractors:
+            if extractor is search_extractor:
+                (train_features[extractor.name],) = real.get(train, train_draw, [extractor])
+            elif floor:
+                (train_features[extractor.name],) = real.get(train, floor_draw, [extractor])
+    judges = [] if classifier is None else [judge_extractor(classifier)]
+    labels = torch.from_numpy(test_draw.labels)
+    conditions = torch.from_numpy(dataset.meta.conditions(test_draw.labels))
+
+    def observe_chunk(rows: range, images: Tensor, features: list[Tensor]) -> None:
+        if observe is not None:
+            observe(images, labels[rows], features[-1] if judges else None)
+
+    sample_sets = sample_features(
+        generator,
+        conditions if generator.classes else None,
+        [*all_extractors, *judges],
+        seed=seed,
+        total=len(labels),
+        batch_size=batch_size,
+        progress="samples" if show else "",
+        observe=observe_chunk if observe else None,
     )
-    watch = observe and (
-        lambda rows, *seen: observe(seen[0], shown[rows], seen[1][-1] if judges else None)
-    )
-    how: Any = {
-        "total": len(shown),
-        "batch_size": batch_size,
-        "what": "samples" if show else "",
-        "observe": watch,
-    }
-    fakes = sample_features(
-        generator, asked if generator.classes else None, [*spaces, *judges], seed=seed, **how
-    )
-    about: Any = {
-        "n": n,
-        "seed": seed,
-        "per_class": per_class,
-        "thresholds": getattr(classifier, "thresholds", None),
-    }
-    about |= {
-        "names": reader.classes if generator.classes else [],
-        "probabilities": fakes[-1][:n] if judges else None,
-    }
-    about["labels"] = shown if hot is None else asked > 0
-    records = [
-        Samples(
+    records = []
+    # the last of all_extractors may serve the search alone
+    for extractor, fake, test in zip(extractors, sample_sets, test_features, strict=False):
+        samples = Samples(
             fake=fake,
             real=test,
-            training=trains.get(space.name) if floor else None,
-            extractor=space.name,
-            **about,
+            training=train_features.get(extractor.name) if floor else None,
+            labels=labels if multi_hot is None else conditions > 0,
+            n=n,
+            names=dataset.classes if generator.classes else [],
+            probabilities=sample_sets[-1][:n] if judges else None,
+            thresholds=getattr(classifier, "thresholds", None),
+            seed=seed,
+            per_class=per_class,
+            extractor=extractor.name,
         )
-        # without the added space
-        for space, fake, test in zip(extractors, fakes, tests, strict=False)
-    ]
-    if place is None or train is None or drawn is None:
-        notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
+        records.append(samples)
+    if search_extractor is None or train is None or train_draw is None:
+        notes["memorisation"] = notes.get("floor", "no search for copies was requested")
         return Gathered(records, list(extractors), None, notes)
-    held_out = memorisation.Drawn(reader, side, tests[spaces.index(place)])
-    searched_in = memorisation.Drawn(train, drawn, trains[place.name])
+    index = all_extractors.index(search_extractor)
     search = partial(
-        memorisation.search_copies, place, fakes[spaces.index(place)][:n], held_out, searched_in
+        memorisation.search_copies,
+        search_extractor,
+        sample_sets[index][:n],
+        memorisation.RealImages(dataset, test_draw, test_features[index]),
+        memorisation.RealImages(train, train_draw, train_features[search_extractor.name]),
     )
     return Gathered(records, list(extractors), search, notes)
 
@@ -215,55 +225,56 @@ def sample_features(
     extractors: Sequence[Extractor],
     *,
     seed: int,
-    **how: Any,  # see `feature_sets`
+    **options: Any,  # keyword arguments of `compute_features`
 ) -> list[Tensor]:
-    """`feature_sets` of samples; sample i depends on the seed, i and its label alone."""
+    """Return `compute_features` of samples; sample i depends only on the seed, i and its label."""
 
     def draw(rows: range) -> Tensor:
-        own = None if labels is None else labels[rows.start : rows.stop]
+        chunk = None if labels is None else labels[rows.start : rows.stop]
         with full_float32(device_of(generator)):
-            return generate(generator, labels=own, indices=rows, seed=seed, batch_size=len(rows))
+            return generate(generator, labels=chunk, indices=rows, seed=seed, batch_size=len(rows))
 
     with evaluating(generator):
-        return feature_sets(draw, extractors, side=generator.spec.side, **how)
+        return compute_features(draw, extractors, side=generator.spec.side, **options)
 
 
-def judging(classifier: Classifier) -> Extractor:
-    """Its probabilities as features."""
+def judge_extractor(classifier: Classifier) -> Extractor:
+    """Return an extractor whose features are the classifier's probabilities."""
     return Extractor(
         "of the judge", classifier.classes, partial(judge_images, classifier), device_of(classifier)
     )
 
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
-    """A classifier's probabilities of images, float64 [n, K] on the CPU; see `logits_of`."""
+    """Return a classifier's probabilities of images, float64 [n, K] on the CPU; see `logits_of`."""
     logits = logits_of(classifier, images).double()
-    return (
-        logits.softmax(1) if getattr(classifier, "thresholds", None) is None else logits.sigmoid()
-    )
+    if getattr(classifier, "thresholds", None) is None:
+        return logits.softmax(1)
+    return logits.sigmoid()
 
 
 def _second_real_set(
-    reader: Dataset, train: Dataset | None
+    dataset: Dataset, train: Dataset | None
 ) -> tuple[Dataset | None, dict[str, str]]:
-    """The training images, if they can serve for the floor; otherwise a note says why not."""
+    """Return the training images and no note, or None and a note if they cannot make the floor."""
     if train is None:
         return None, {"floor": "no training images were given as the second real set"}
-    if train.meta.content_hash == reader.meta.content_hash:
+    if train.meta.content_hash == dataset.meta.content_hash:
         return None, {
             "floor": "training and test images are the same; the floor needs two disjoint real sets"
         }
     return train, {}
 
 
-def _count(n: int, reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> int:
-    """Images of each set: n, or as many as the smallest has, which is noted. Raises UserError for
-    fewer than 2.
+def _count(n: int, dataset: Dataset, train: Dataset | None, notes: dict[str, str]) -> int:
+    """Return n, or the size of the smallest dataset if that is smaller.
+
+    Adds a note if the training images are the limit. Raises UserError if the result is below 2.
     """
-    most = min(n, len(reader))
-    n = min(most, most if train is None else len(train))
-    if n < most:
-        notes["training_images"] = f"n is {n:,}, not {most:,}: there are no more training images"
+    limit = min(n, len(dataset))
+    n = limit if train is None else min(limit, len(train))
+    if n < limit:
+        notes["training_images"] = f"n is {n:,}, not {limit:,}: there are no more training images"
     if n < 2:
         raise UserError(
             f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data"
@@ -271,67 +282,67 @@ def _count(n: int, reader: Dataset, train: Dataset | None, notes: dict[str, str]
     return n
 
 
-def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
-    """The labels of a file's images, all 0 for an unconditional generator.
+def _fitting_labels(generator: ImageGenerator, dataset: Dataset, role: str) -> np.ndarray:
+    """Return the labels of a dataset's images, all 0 for an unconditional generator.
 
-    Raises UserError unless its images and classes are those of the generator.
+    Raises UserError if its images or the number of classes are not the generator's.
     """
-    reader.read(np.zeros(1, dtype=np.int64))
-    given, drawn = reader.spec, generator.spec
-    if given != drawn:
+    dataset.read(
+        np.zeros(1, dtype=np.int64)
+    )  # raises UserError if the images have sizes of their own
+    spec, expected = dataset.spec, generator.spec
+    if spec != expected:
         raise UserError(
-            f"the {role} images are {given.width}x{given.height}, {given.words}, the generator draws "
-            f"{drawn.width}x{drawn.height}, {drawn.words}; pack them with --size {drawn.resolution} "
-            f"--channels {drawn.channels}"
+            f"the {role} images are {spec.width}x{spec.height}, {spec.words}, the generator draws "
+            f"{expected.width}x{expected.height}, {expected.words}; pack them with "
+            f"--size {expected.resolution} --channels {expected.channels}"
         )
-    if generator.classes and len(reader.classes) != generator.classes:
+    if generator.classes and len(dataset.classes) != generator.classes:
         raise UserError(
-            f"the {role} images have {len(reader.classes)} classes, the generator {generator.classes}; "
+            f"the {role} images have {len(dataset.classes)} classes, the generator {generator.classes}; "
             "give the data it was trained on with --data"
         )
-    return reader.label_numbers() if generator.classes else np.zeros(len(reader), dtype=np.int64)
+    return dataset.label_numbers() if generator.classes else np.zeros(len(dataset), dtype=np.int64)
 
 
 # --- evaluate.py
 
 
 def evaluate_gan_run(
-    checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace
-) -> dict[str, Any]:
+    checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
+) -> Document:
+    """Return the document of `evaluate.py` for a generator, and write its pictures into `out`."""
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
         generator = generator_from(checkpoint, device, several=True)
         names = checkpoint["classes"] if generator.classes else []
         if names:
-            require_same_classes("the generator", names, "the images", reader.classes)
-            if (generator.sets is None) != (reader.meta.sets is None):
+            require_same_classes("the generator", names, "the images", dataset.classes)
+            if (generator.label_sets is None) != (dataset.meta.sets is None):
                 raise UserError(
-                    f"{reader.path}: images and generator differ in whether one may have several labels"
+                    f"{dataset.path}: images and generator differ in whether one may have several labels"
                 )
-        judge = (
-            load_judge(options.classifier, checkpoint, names, device, reader)
-            if options.classifier
-            else None
-        )
-        train, why = training_images(checkpoint)
+        run = options.classifier
+        judge = load_judge(run, checkpoint, names, device, dataset) if run else None
+        train, reason = training_images(checkpoint)
     extractors = collectives.main_first(
-        lambda: build_extractors(options, reader.spec, device, judge)
+        lambda: build_extractors(options, dataset.spec, device, judge)
     )
     if collectives.is_main():
         print(
             f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr
         )
-    sets = None if generator.sets is None else reader.meta
-    board, learnt_from = SampleBoard(names, sets=sets), recorded(checkpoint)
+    one_label = generator.label_sets is None
+    board = SampleBoard(names, label_sets=None if one_label else dataset.meta)
     with train or nullcontext():
         gathered = gather(
             generator,
-            reader,
+            dataset,
             n=options.n or GAN_IMAGES,
             seed=options.seed,
             extractors=extractors,
             classifier=judge,
-            train_reader=train,
+            train_dataset=train,
             per_class=options.per_class or PER_CLASS,
             searched=SEARCHED if options.searched is None else options.searched,
             batch_size=options.batch_size,
@@ -339,46 +350,49 @@ def evaluate_gan_run(
             observe=board.observe,
         )
         samples = gathered.samples[0]
-        of_judge, *skills = judge_skills(
-            [judge, *(each.classifier for each in extractors)], reader, samples.n, options
-        )
-        skill_of = {
-            each.name: skill for each, skill in zip(extractors, skills, strict=True) if skill
-        }
+        classifiers = [extractor.classifier for extractor in extractors]
+        judge_skill, *skills = judge_skills([judge, *classifiers], dataset, samples.n, options)
+        named_skills = zip(extractors, skills, strict=True)
+        extractor_skills = {extractor.name: skill for extractor, skill in named_skills if skill}
 
-        def finish() -> dict[str, Any]:
-            document, images = gathered.document(details=True), board.save(out, reader)
+        def finish() -> Document:
+            document = gathered.document(details=True)
+            images = board.save(out, dataset)
             if train is not None and document["memorisation"] is not None:
-                how: Any = {"seed": options.seed, "asked": reader.meta.conditions}
                 pairs = memorisation.neighbour_images(
-                    generator, train, document["memorisation"], **how
+                    generator,
+                    train,
+                    document["memorisation"],
+                    seed=options.seed,
+                    conditions=dataset.meta.conditions,
                 )
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
-            notes = document["notes"] | leaks(reader, train, why)
-            notes |= {"floor": why, "memorisation": why} if why else {}
+            notes = document["notes"] | leaks(dataset, train, reason)
+            if reason:
+                notes |= {"floor": reason, "memorisation": reason}
             interval = document["recognised_interval"]
             notes |= few_images(
-                samples.n, interval=interval, what="recognised share", distances=True
+                samples.n, interval=interval, metric="recognised share", distances=True
             )
-            notes |= flattered(extractors, learnt_from, judge) | weak_judges(of_judge, skill_of)
-            columns = {
-                "label": samples.labels[: samples.n].numpy()
-                if sets is None
-                else np.zeros(samples.n, np.int64)
-            }
-            if sets is None and samples.probabilities is not None:
-                confidence, predicted = samples.probabilities.max(1)
-                columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
+            notes |= flattered(extractors, recorded(checkpoint), judge)
+            notes |= weak_judges(judge_skill, extractor_skills)
+            columns = {"label": np.zeros(samples.n, np.int64)}
+            if one_label:
+                columns["label"] = samples.labels[: samples.n].numpy()
+                if samples.probabilities is not None:
+                    confidence, predicted = samples.probabilities.max(1)
+                    columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
             source = None if judge is None else fingerprint(judge)
-            kept = keep_predictions(
-                out, columns, checkpoint, reader, seed=options.seed, judge=source
+            document |= keep_predictions(
+                out, columns, checkpoint, dataset, seed=options.seed, judge=source
             )
-            kept |= {"judge": of_judge, "size": f"{reader.spec.width}x{reader.spec.height}"}
-            kept["weak_extractors"] = [name for name, skill in skill_of.items() if skill["is_weak"]]
-            if sets is None and names:
-                kept |= samples_by_class(names, columns)
-            return document | kept | {"notes": notes, "images": images}
+            weak = [name for name, skill in extractor_skills.items() if skill["is_weak"]]
+            size = f"{dataset.spec.width}x{dataset.spec.height}"
+            document |= {"judge": judge_skill, "size": size, "weak_extractors": weak}
+            if one_label and names:
+                document |= samples_by_class(names, columns)
+            return document | {"notes": notes, "images": images}
 
         return collectives.from_main_process(finish)
 
@@ -386,20 +400,27 @@ def evaluate_gan_run(
 def flattered(
     extractors: Sequence[Extractor], generator: Lineage, judge: Classifier | None
 ) -> dict[str, str]:
-    """Return a note for each extractor in whose features samples look better than they are, and on
-    such a judge.
-    """
+    """Return notes on extractors and judge that are biased in favour of the generator's samples."""
     notes = {}
     for extractor in extractors:
         if not {extractor.source, *extractor.lineage.teachers}.isdisjoint(generator.teachers):
-            why = "this classifier, or one that taught it, supplied a loss to the generator: the distance is flattered"
+            reason = (
+                "this classifier, or one that taught it, supplied a loss to the generator: the distance "
+                "is flattered"
+            )
         elif extractor.lineage.synthetic:
-            why = "this classifier was trained on samples, which seem more real in its features than they are"
+            reason = (
+                "this classifier was trained on samples, which seem more real in its features than they "
+                "are"
+            )
         elif extractor.lineage.related(generator):
-            why = "a classifier that supplied a loss to the generator began with the same weights: it may be flattered"
+            reason = (
+                "a classifier that supplied a loss to the generator began with the same weights: it may "
+                "be flattered"
+            )
         else:
             continue
-        notes[extractor.name] = why
+        notes[extractor.name] = reason
     if judge is not None and judge.lineage.related(generator):
         notes["judge"] = (
             "a classifier that supplied a loss to the generator began with the same weights"
@@ -410,9 +431,7 @@ def flattered(
 def samples_by_class(
     names: Sequence[str], columns: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, int]]:
-    """Return the number of samples of each class as requested, and as the judge predicts if there
-    is one.
-    """
+    """Return the number of samples of each requested class, and of each class that is predicted."""
     result = {}
     for key, column in (("samples_by_class", "label"), ("samples_predicted", "prediction")):
         if column in columns:
@@ -422,17 +441,16 @@ def samples_by_class(
 
 
 def has_skill(fraction: Measured, chance: float) -> bool:
-    """Return whether a classifier's accuracy is clearly above that of always predicting one class."""
+    """Return True if a classifier's accuracy is clearly above that of always predicting one class."""
     low = fraction.interval[0] if fraction.interval else 0.0
     skilled = chance + MIN_JUDGE_SKILL * (1 - chance)
     return low > chance and fraction.value is not None and fraction.value >= skilled
 
 
-def weak_judges(
-    judge: dict[str, Any] | None, extractors: Mapping[str, dict[str, Any]]
-) -> dict[str, str]:
-    """Return notes on the judge and on extractors by name, from `judge_skills`, that are too weak
-    to judge the GAN.
+def weak_judges(judge: Document | None, extractors: Mapping[str, Document]) -> dict[str, str]:
+    """Return notes on a judge and on extractors that are too weak to judge the GAN.
+
+    The skills are those of `judge_skills`, for extractors by name.
     """
     notes = {"recognised": _weakness(judge)} if judge and judge["is_weak"] else {}
     for name, skill in extractors.items():
@@ -441,7 +459,7 @@ def weak_judges(
     return notes
 
 
-def _weakness(skill: dict[str, Any]) -> str:
+def _weakness(skill: Document) -> str:
     return (
         f"the classifier is too weak to judge the GAN: it is right on {skill['accuracy']:.0%} of the real images at "
         f"the samples' size; always predicting the most frequent class is right on {skill['majority_class_rate']:.0%}"
@@ -449,40 +467,40 @@ def _weakness(skill: dict[str, Any]) -> str:
 
 
 def judge_skills(
-    classifiers: Sequence[Classifier | None], reader: Dataset, n: int, options: Namespace
-) -> list[dict[str, Any] | None]:
-    """Return how well each classifier predicts n real test images, drawn by the seed, at the
-    samples' size.
+    classifiers: Sequence[Classifier | None], dataset: Dataset, n: int, options: Namespace
+) -> list[Document | None]:
+    """Return how well each classifier predicts n real test images, at the samples' size.
 
-    Returns `accuracy` with its interval, `majority_class_rate`, `is_weak`, `n`, and the
-    `class_score` of real images; None for a classifier of other classes than the images'.
+    Returns:
+        `accuracy` with its interval, `majority_class_rate`, `is_weak`, `n`, and the `class_score`
+        of real images; None for a classifier whose classes are not the images' classes.
     """
-    chosen = select(reader.label_numbers(), n=n, seed=options.seed, role="judge")
-    known: dict[int, dict[str, Any]] = {}
+    chosen = select(dataset.label_numbers(), n=n, seed=options.seed, role="judge")
+    skills: dict[int, Document] = {}
     for classifier in classifiers:
         if (
             classifier is None
-            or id(classifier) in known
-            or list(classifier.class_names) != list(reader.classes)
+            or id(classifier) in skills
+            or list(classifier.class_names) != list(dataset.classes)
         ):
             continue
         (probabilities,) = RealFeatures(batch_size=options.batch_size).get(
-            reader, chosen, [judging(classifier)]
+            dataset, chosen, [judge_extractor(classifier)]
         )
-        known[id(classifier)] = collectives.from_main_process(
-            partial(_skill, probabilities, reader, chosen.labels, classifier.thresholds)
+        skills[id(classifier)] = collectives.from_main_process(
+            partial(_skill, probabilities, dataset, chosen.labels, classifier.thresholds)
         )
-    return [known.get(id(classifier)) for classifier in classifiers]
+    return [skills.get(id(classifier)) for classifier in classifiers]
 
 
 def _skill(
-    probabilities: Tensor, reader: Dataset, labels: np.ndarray, thresholds: Tensor | None
-) -> dict[str, Any]:
-    hits = recognised(probabilities, torch.from_numpy(reader.meta.conditions(labels)), thresholds)
+    probabilities: Tensor, dataset: Dataset, labels: np.ndarray, thresholds: Tensor | None
+) -> Document:
+    hits = recognised(probabilities, torch.from_numpy(dataset.meta.conditions(labels)), thresholds)
     majority = float(np.bincount(labels).max() / len(labels))
     skilled, score = has_skill(hits, majority), Measured(None)
     if thresholds is None:
-        answers = Answers(probabilities, torch.from_numpy(labels), reader.classes)
+        answers = Answers(probabilities, torch.from_numpy(labels), dataset.classes)
         skilled = skilled or has_skill(balanced_accuracy(answers), 1 / len(np.unique(labels)))
         score = class_score(probabilities)
     return {

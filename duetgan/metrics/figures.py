@@ -1,6 +1,7 @@
-"""The table of figures: each a pure function of a record, and a row that evaluation, training,
-report, comparison and docs/evaluation.md read. `python -m duetgan.metrics.figures` writes the
-tables of that page.
+"""The tables of metrics: each row has a pure function and tells how to show and compare it.
+
+Evaluation, training, report, comparison and docs/evaluation.md read these tables. `python -m
+duetgan.metrics.figures` writes the tables of that page.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from duetgan.metrics.classification import answers, labels
 from duetgan.metrics.intervals import Measured
-from duetgan.metrics.protocol import PER_CLASS
+from duetgan.metrics.protocol import PER_CLASS, Document
 from duetgan.metrics.samples import judged, neighbours
 from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
 from duetgan.metrics.samples.kernel import kernel_distance
@@ -23,38 +24,40 @@ Place = Literal["headline", "tile", "column", ""]
 
 @dataclass(frozen=True, eq=False)
 class Figure:
-    """A row of the table."""
+    """A metric: a row of the table."""
 
-    key: str  # in an evaluation's document; its 95 % interval stands under KEY_interval
-    title: str  # in tables for people
+    key: str  # in an evaluation's document; the 95 % interval has the key KEY_interval
+    title: str  # in text tables
     meaning: str  # in a report and in the docs
     compute: Callable[[Any], Measured]  # of `Answers`, or of `Samples` under one extractor
-    # what a comparison calls better; "": it is not compared. A verdict needs an interval, or the
+    # the better direction in a comparison; "": not compared. A verdict needs an interval, or the
     # images' influence
     better: Literal["larger", "smaller", ""] = ""
     # in a report: at the top of the page, in a tile, as a column of the table of distances
     place: Place = "tile"
     unit: Literal["share", ""] = "share"
-    interval: bool = True  # whether there may be one
-    # what the record must have, and the note where it has not
+    interval: bool = True  # False: there is never an interval
+    # attribute that the record must have -> note if it is None or empty
     needs: dict[str, str] = field(default_factory=dict)
     by_class: str = ""  # key of its values by class
-    # made of a classifier's answers: it stands once in a document, not for each extractor
+    # True: depends on the judge's predictions, and stands once in a document, not by extractor
     by_judge: bool = False
-    in_training: bool = False  # whether it is computed at evaluations during training, too
+    in_training: bool = False  # True: evaluations during training compute it, too
     digits: int = 4  # in tables
 
-    def measure(self, record: Any) -> Measured:
+    def measure(self, record: object) -> Measured:
+        """Return the metric of a record, or None and a note if the record lacks what it needs."""
         for name, note in self.needs.items():
             value = getattr(record, name)
             if value is None or (isinstance(value, Sequence) and not value):
                 return Measured(None, note=note)
         return self.compute(record)
 
-    def keys(self, measured: Measured, names: Sequence[str]) -> dict[str, Any]:
-        """What a document says of it, with the names of the classes."""
-        keys: dict[str, Any] = {self.key: measured.value}
-        keys |= {f"{self.key}_interval": measured.interval} if self.interval else {}
+    def keys(self, measured: Measured, names: Sequence[str]) -> Document:
+        """Return the metric's keys of a document; `names` are the class names."""
+        keys: Document = {self.key: measured.value}
+        if self.interval:
+            keys[f"{self.key}_interval"] = measured.interval
         if self.by_class:
             by_class = measured.by_class if names else ()
             keys[self.by_class] = dict(zip(names, by_class, strict=True)) if by_class else None
@@ -63,30 +66,27 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """A generator's samples beside real images in the features of one extractor, and a judge's
-    answers to them.
+    """Features of samples and of real images under one extractor, with the judge's predictions.
 
-    Sample i was asked for the label of the i-th real image. The first n make the figures, those
-    after them fill up the classes for the diversity.
+    Sample i has the label of the i-th real image. All metrics use the first n of each; the
+    diversity uses the following ones, too, which were drawn for rare classes.
     """
 
-    fake: Tensor  # features [m, F] of samples
-    real: Tensor  # of real test images, [m, F]
-    training: Tensor | None  # of training images, at least n of them; None: no floor is wanted
-    labels: Tensor  # int64 [m]; all 0 without classes; bool [m, K] of several labels an image
+    fake: Tensor  # features of the samples, [m, F]
+    real: Tensor  # features of the real test images, [m, F]
+    training: Tensor | None  # features of n training images or more; None: no floor
+    labels: Tensor  # int64 [m], all 0 without classes; bool [m, K] if images have several labels
     n: int
-    names: Sequence[str]  # of the classes; empty for an unconditional generator
-    probabilities: Tensor | None  # [n, K] of the judge; None: there is none
-    thresholds: Tensor | None = None  # [K], the judge's, of several labels an image
+    names: Sequence[str]  # class names; empty for an unconditional generator
+    probabilities: Tensor | None  # the judge's, [n, K]; None: no judge
+    thresholds: Tensor | None = None  # the judge's, [K], if images have several labels
     seed: int
-    per_class: int = PER_CLASS  # images of a class for the diversity
-    extractor: str = ""  # whose features they are
+    per_class: int = PER_CLASS  # images of each class for the diversity
+    extractor: str = ""  # name of the extractor
 
     @property
     def pixels(self) -> tuple[Tensor, Tensor] | None:
-        """The n samples and the n real images at 8x8 px in [0, 1], [n, C * 64]; None under another
-        extractor.
-        """
+        """The n samples and n real images at 8x8 px, in [0, 1], [n, C * 64]; for `pixels` only."""
         return self.counted if self.extractor == "pixels" else None
 
     @property
@@ -96,12 +96,12 @@ class Samples:
 
     @cached_property
     def neighbourhoods(self) -> neighbours.Neighbourhoods | None:
-        """Which images lie in whose neighbourhood; None for too few."""
+        """Counts of images in each other's neighbourhoods; None for too few images."""
         return neighbours.neighbourhoods(*self.counted) if self.n > neighbours.K_DENSITY else None
 
     @cached_property
     def diversity(self) -> Measured:
-        """The diversity ratio by class; an unconditional generator is one class."""
+        """Diversity ratio by class; an unconditional generator has one class."""
         classes = max(1, len(self.names))
         return judged.diversity_by_class(
             self.fake, self.labels, self.real, self.labels, classes=classes, images=self.per_class
@@ -166,9 +166,11 @@ def _kernel(first: Tensor, samples: Samples) -> tuple[float, float]:
     return kernel_distance(first, samples.counted[1], seed=samples.seed)
 
 
-TRAINING, NAMES, PROBABILITIES = {"training": ""}, {"names": ""}, {"probabilities": ""}
-ASKED = {
-    "names": "the generator is unconditional: nothing was asked for that could be recognised",
+TRAINING = {"training": ""}
+NAMES = {"names": ""}
+PROBABILITIES = {"probabilities": ""}
+JUDGED = {
+    "names": "the generator is unconditional: no class was requested that could be recognised",
     "probabilities": "no classifier was given; --classifier RUN names one",
 }
 NEAR = {"neighbourhoods": ""}
@@ -201,7 +203,8 @@ GAN = [
     Figure(
         "recognised", "recognised", "share of samples that the judge predicts as asked",
         lambda samples: judged.recognised(samples.probabilities, samples.labels[: samples.n], samples.thresholds),
-        better="larger", place="headline", needs=ASKED, by_class="recognised_by_class", by_judge=True, in_training=True,
+        better="larger", place="headline", needs=JUDGED, by_class="recognised_by_class",
+        by_judge=True, in_training=True,
     ),
     Figure(
         "clipped_density", "clipped density (fidelity)",
@@ -256,25 +259,26 @@ FIGURES = CLASSIFIER + LABELS[2:] + GAN
 
 
 def add(rows: list[Figure], figure: Figure) -> None:
-    """Add a row to CLASSIFIER, LABELS or GAN: one of your own."""
+    """Add a row to CLASSIFIER, LABELS or GAN."""
     rows.append(figure)
     FIGURES.append(figure)
 
 
-def measured(rows: Iterable[Figure], record: Any, notes: dict[str, str]) -> dict[str, Any]:
-    """The keys of a document that the rows give of a record; what is to be said of a figure goes
-    into `notes`.
-    """
-    document: dict[str, Any] = {}
+def measured(
+    rows: Iterable[Figure], record: Samples | answers.Answers, notes: dict[str, str]
+) -> Document:
+    """Return the metrics of a record, by the keys of a document, and add their notes to `notes`."""
+    document: Document = {}
     for row in rows:
         result = row.measure(record)
         document |= row.keys(result, record.names)
-        notes |= {row.key: result.note} if result.note else {}
+        if result.note:
+            notes[row.key] = result.note
     return document
 
 
-def history(rows: Iterable[Figure], document: dict[str, Any]) -> dict[str, float]:
-    """The figures of a document that are followed during training, by key."""
+def history(rows: Iterable[Figure], document: Document) -> dict[str, float]:
+    """Return the metrics of a document that are logged during training, by key."""
     return {
         row.key: document[row.key]
         for row in rows
@@ -288,16 +292,16 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
 
 
 def written(page: str) -> str:
-    """docs/evaluation.md with the tables of figures as they are here."""
+    """Return the text of docs/evaluation.md with the current tables of metrics."""
     for name, rows in (("classifier", CLASSIFIER + LABELS[2:]), ("gan", GAN)):
         start, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
-        head, _, rest = page.partition(start)
+        head, _, tail = page.partition(start)
         table = [
             f"| `{row.key}` | {row.meaning[0].upper()}{row.meaning[1:]} | {row.better or '-'} |"
             for row in rows
         ]
-        lines = ["| figure | what it is | better |", "|---|---|---|", *table]
-        page = head + start + "\n".join(lines) + f"\n{end}" + rest.partition(end)[2]
+        lines = ["| metric | meaning | better |", "|---|---|---|", *table]
+        page = head + start + "\n".join(lines) + f"\n{end}" + tail.partition(end)[2]
     return page
 
 

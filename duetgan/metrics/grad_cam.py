@@ -1,4 +1,4 @@
-"""Grad-CAM: which parts of an image are evidence for a class (Selvaraju et al., 1610.02391)."""
+"""Grad-CAM: heat maps of the evidence for a class (Selvaraju et al., 1610.02391)."""
 
 import numpy as np
 import torch
@@ -11,39 +11,48 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.hooks import find_layer, output_gradient
 from duetgan.utils.errors import UserError
 
-SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
-STRENGTH = 0.65  # opacity of the hottest part
-MAPS_SIDE = 4  # places a side of the coarsest maps that Grad-CAM looks at unasked
-RESNET = ("layer1", "layer2", "layer3", "layer4")  # its stages
+SIDE = 224  # px to which smaller images are enlarged, so that the heat on them is smooth
+OPACITY = 0.65  # of the hottest part
+MIN_MAP_SIDE = 4  # smallest maps that `default_layer` chooses, in pixels
+RESNET_STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 
 def default_layer(classifier: Classifier) -> str:
-    """Whose maps Grad-CAM looks at unless told: those that the backbone names; of a ResNet the last
-    stage whose maps have MAPS_SIDE places a side or more (images of 64 px have 2x2 in layer4, one
-    smear), without one layer1.
+    """Return the name of the layer whose maps Grad-CAM uses by default.
+
+    It is the layer that the backbone names. Of a ResNet it is the last stage whose maps have at
+    least MIN_MAP_SIDE pixels a side, or else layer1: of images of 64 px, the maps of layer4 have
+    2x2 pixels, too few to localise anything.
     """
     last = classifier.backbone.maps
-    if last != RESNET[-1]:
+    if last != RESNET_STAGES[-1]:
         return last
     image = next(classifier.parameters()).new_zeros(1, *classifier.spec.shape)
     with evaluating(classifier):
-        for name in reversed(RESNET):
+        for name in reversed(RESNET_STAGES):
             maps, _ = output_gradient(classifier, name, (image,), torch.sum)
-            if min(maps.shape[-2:]) >= MAPS_SIDE:
+            if min(maps.shape[-2:]) >= MIN_MAP_SIDE:
                 return name
-    return RESNET[0]
+    return RESNET_STAGES[0]
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
-    """Heat [n, h, w], at least 0, at the resolution of the layer's maps, for images as the model
-    takes them.
+    """Return the heat [n, h, w], at least 0, at the resolution of the layer's maps.
 
-    relu(sum_k alpha_k A^k), alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2), y_c being the
-    logit of the class in `targets` [n]. The model should be in evaluation mode; its parameters need
-    not require gradients. Nothing before the layer is differentiated. Raises UserError for an
-    unknown layer and one without maps.
+    This is relu(sum_k alpha_k A^k) with alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2),
+    where y_c is the logit of the class. Only the part of the model behind the layer is
+    differentiated.
+
+    Args:
+        model: A model in evaluation mode; its parameters need not require gradients.
+        images: Images as the model takes them.
+        targets: Class of each image, [n].
+        layer: Name of the layer.
+
+    Raises:
+        UserError: If the layer is unknown or has no maps.
     """
-    # of each image its own logit: they do not touch one another
+    # the sum's gradient for an image is that of its own logit
     maps, gradients = output_gradient(
         model, layer, (images,), lambda logits: logits.gather(1, targets[:, None]).sum()
     )
@@ -52,7 +61,7 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
         raise UserError(
             f"layer {layer!r} gives no maps (its output is {shape}); choose a stage or a convolution"
         )
-    # timm's word: Swin's maps
+    # timm's attribute: the maps of Swin are NHWC
     channels_last = getattr(getattr(model, "network", model), "output_fmt", "") == "NHWC"
     if channels_last and not isinstance(find_layer(model, layer), nn.Conv2d):
         maps, gradients = (x.permute(0, 3, 1, 2) for x in (maps, gradients))
@@ -62,11 +71,18 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
 def image_heat(
     classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None
 ) -> Tensor:
-    """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest
-    value of 1. Without a layer it is `default_layer`.
+    """Return the heat of each image scaled to a maximum of 1, float32 [n, h, w] on the CPU.
 
-    An image without evidence for its class has no heat at all: zeros. In full float32. Raises
-    UserError as `grad_cam` does.
+    It is computed in full float32. An image without evidence for its class has zeros.
+
+    Args:
+        classifier: The classifier, which is put into evaluation mode.
+        images: Images as files have them, [n, C, H, W].
+        targets: Class of each image, [n].
+        layer: Name of the layer; None: that of `default_layer`.
+
+    Raises:
+        UserError: If the layer is unknown or has no maps.
     """
     device = device_of(classifier)
     classifier.eval()
@@ -83,10 +99,13 @@ def image_heat(
 
 
 def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
-    """An image uint8 [C, H, W] enlarged to about SIDE px, and the same under its heat [h, w]; both
-    uint8 [3, H', W'].
+    """Return an image enlarged to about SIDE px without and with its heat, both uint8 [3, H', W'].
 
-    The heat is scaled bilinearly, as in the paper; where there is none the image stays as it is.
+    The heat is scaled bilinearly, as in the paper, and is transparent where it is 0.
+
+    Args:
+        image: The image, uint8 [C, H, W], grey or RGB.
+        heat: Its heat, 0 to 1, [h, w].
     """
     from matplotlib import colormaps
 
@@ -99,5 +118,5 @@ def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
         torch.from_numpy(np.asarray(colormaps["turbo"](smooth.numpy()))[..., :3]).permute(2, 0, 1)
         * 255
     )
-    opacity = STRENGTH * smooth.double()
+    opacity = OPACITY * smooth.double()
     return large, (large * (1 - opacity) + colours * opacity).round().to(torch.uint8)

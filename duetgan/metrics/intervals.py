@@ -1,4 +1,4 @@
-"""How sure a figure over images is: 95 % intervals by formula, none by resampling."""
+"""95 % confidence intervals of metrics, in closed form (no resampling)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,29 +8,34 @@ from typing import Self
 import numpy as np
 from torch import Tensor
 
-NORMAL = 1.959964  # 97.5 % of the normal distribution lie below: intervals of 95 %
-ROUNDS = 100  # of a bisection: to the last digits of a float64
+NORMAL = 1.959964  # 97.5 % quantile of the normal distribution, for 95 % intervals
+BISECTION_STEPS = 100  # enough for the last digits of a float64
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure, and what is known of it."""
+    """A metric's value with its interval, its values by class and each image's influence."""
 
-    value: float | None  # None: it is undefined
-    interval: list[float] | None = None  # of 95 %
+    value: float | None  # None if undefined
+    interval: list[float] | None = None  # 95 %: [low, high]
     by_class: Sequence[float | None] = ()
-    images: int = 0  # the fewest images of a class that values by class rest on
-    note: str = ""  # what is to be said of it
-    # of each image on the value: its derivative by the image's weight, times n
+    images: int = 0  # number of images of the smallest class in `by_class`
+    note: str = ""  # a caveat, or the reason why the value is missing
+    # [n], of each image: the derivative of the value by the image's weight, times n
     influence: np.ndarray | None = None
 
     @classmethod
     def normal(
         cls, value: float, variance: float, *, low: float = -math.inf, high: float = math.inf
     ) -> Self:
-        """An estimate of a known variance (its own, not an image's) and its normal interval, within
-        what it can be; no interval where nothing varies: such images leave no spread to estimate it
-        from.
+        """Return an estimate with its normal interval.
+
+        Args:
+            value: The estimate.
+            variance: The variance of the estimate (not of a single image). If it is 0, there is no
+                interval, because the images have no spread to estimate one from.
+            low: Smallest possible value, at which the interval is cut off.
+            high: Largest possible value.
         """
         half = NORMAL * max(0.0, variance) ** 0.5
         return cls(
@@ -47,11 +52,16 @@ class Measured:
         *,
         high: float = 1.0,
     ) -> Self:
-        """A figure of n images, from 0 to `high`, from each one's influence on it, [n].
+        """Return a metric between 0 and `high` with the interval that the images' influence gives.
 
-        The standard error is the root of the mean square over n, of the infinitesimal jackknife
-        (Efron 1982); it is what the bootstrap's tends to. No interval where no image has any, as
-        `normal`.
+        The standard error is sqrt(mean(influence^2) / n), the infinitesimal jackknife (Efron 1982),
+        which is the limit of the bootstrap. There is no interval if all influences are 0.
+
+        Args:
+            value: The metric over n images.
+            influence: Influence of each image on the value, [n].
+            by_class: The values by class.
+            high: Largest possible value.
         """
         influence = np.asarray(influence)
         half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
@@ -59,60 +69,65 @@ class Measured:
         return cls(value, interval, by_class, influence=influence)
 
     @classmethod
-    def share(cls, hits: Tensor, by_class: Sequence[float | None] = ()) -> Self:
-        """How many of n images are hits, bool [n]."""
+    def fraction(cls, hits: Tensor, by_class: Sequence[float | None] = ()) -> Self:
+        """Return the fraction of hits, bool [n], with its Wilson interval."""
         count, n = int(hits.sum()), len(hits)
         return cls(count / n, wilson(count, n), by_class)
 
 
 def wilson(hits: int, count: int) -> list[float] | None:
-    """The 95 % score interval [low, high] of a share (Wilson 1927), within 0 and 1; None of
-    nothing.
+    """Return the 95 % score interval [low, high] of the fraction hits / count (Wilson 1927).
+
+    The limits lie within 0 and 1. Returns None if `count` is 0.
     """
     if count == 0:
         return None
-    share, square = hits / count, NORMAL**2
-    centre = (share + square / (2 * count)) / (1 + square / count)
+    fraction, square = hits / count, NORMAL**2
+    centre = (fraction + square / (2 * count)) / (1 + square / count)
     half = (
         NORMAL
         / (1 + square / count)
-        * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+        * math.sqrt(fraction * (1 - fraction) / count + square / (4 * count**2))
     )
     return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
 def balanced_interval(hits: Sequence[int], counts: Sequence[int]) -> list[float]:
-    """The 95 % interval of the mean of several shares, each of at least one image.
+    """Return the 95 % interval of the mean of several fractions, hits[i] / counts[i].
 
-    The distances from each share to its Wilson limits are added up as independent ones are: by
-    their squares (the "method of variance estimates recovery", Zou and Donner 2008).
+    The squared distances from the fractions to their Wilson limits add up, as for independent
+    estimates (the "method of variance estimates recovery", Zou and Donner 2008). Each count must be
+    at least 1.
     """
-    limits = [
-        (some / count, wilson(some, count) or [0.0, 1.0])
-        for some, count in zip(hits, counts, strict=True)
-    ]
-    mean = sum(share for share, _ in limits) / len(limits)
-    below = math.hypot(*(share - low for share, (low, _) in limits)) / len(limits)
-    above = math.hypot(*(high - share for share, (_, high) in limits)) / len(limits)
+    fractions = np.divide(hits, counts)
+    limits = np.array([wilson(*pair) for pair in zip(hits, counts, strict=True)])
+    mean = sum(fractions.tolist()) / len(limits)
+    below = math.hypot(*(fractions - limits[:, 0])) / len(limits)
+    above = math.hypot(*(limits[:, 1] - fractions)) / len(limits)
     return [max(0.0, mean - below), min(1.0, mean + above)]
 
 
 def root(
     falling: Callable[[float], float | Tensor], value: float | Tensor, low: float, high: float
 ) -> float:
-    """Where a falling function reaches `value`, or the end of the range that is nearer to it."""
-    for _ in range(ROUNDS):
+    """Return the argument between `low` and `high` at which a falling function has this value.
+
+    Returns the nearer end of the range if the function does not reach the value.
+    """
+    for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > value else (low, middle)
     return (low + high) / 2
 
 
 def jackknife_variance(left_out: Tensor) -> float:
-    """Variance of an estimate, from its values [G] with one of G equal groups of images left out
-    (Tukey 1958).
+    """Return the variance of an estimate by the delete-a-group jackknife (Tukey 1958).
 
-    For figures that a resample would bias because it holds images twice: a twin is nearer than any
-    neighbour.
+    Suits metrics that a bootstrap would bias: a resample holds images twice, and a duplicate is
+    nearer than any neighbour.
+
+    Args:
+        left_out: The estimate without each of G equal groups of images, [G].
     """
     count = len(left_out)
     return float((left_out - left_out.mean()).square().sum() * (count - 1) / count)

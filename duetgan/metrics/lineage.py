@@ -1,8 +1,9 @@
-"""Where images and weights come from, and who may judge a generator: not what has seen too much."""
+"""Provenance of images and weights, and checks of a judge's independence from generator and data."""
 
 import glob
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,23 @@ from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
 from duetgan.utils.runlog.run_log import say
 
-NONE_NAMED = "the run's config names no data.path"
-# share of the test images that a judge may have been trained on: public splits share a few
+NO_DATA_PATH = "the run's config names no data.path"
+# fraction of the test images that a judge may have been trained on: public splits have a few images
+# in common
 TOLERATED = 0.01
 
 
 def provenance_of(
     generator: nn.Module,
-    checkpoint: Checkpoint,  # that it comes from
+    checkpoint: Checkpoint,  # of the generator
     *,
     seed: int,  # of the draws
     truncation_psi: float = 1.0,
-    selection: str | None = None,  # the rule by which samples are chosen; None: all that are drawn
+    selection: str | None = None,  # rule that selected the samples; None: no selection
 ) -> Provenance:
-    """The provenance of samples of a generator. Raises UserError for a seed or psi that no file can
-    hold.
+    """Return the provenance of a generator's samples.
+
+    Raises UserError if a packed file cannot hold the seed or psi.
     """
     provenance = {
         "generator": fingerprint(generator),
@@ -48,51 +51,64 @@ def provenance_of(
     }
     with explained(
         ValueError,
-        lambda why: f"the samples' provenance cannot be written: {why}; give another value",
+        lambda error: f"the samples' provenance cannot be written: {error}; give another value",
     ):
         return Generated.read(provenance).model_dump()
 
 
-def lineage_of(*readers: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:
-    """What training on these files, and on samples of this provenance, leaves in a checkpoint."""
-    metas = [meta for reader in readers for meta in metas_of(reader)]
+def lineage_of(*datasets: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:
+    """Return the lineage of a training on these datasets and on samples of this provenance."""
+    metas = [meta for dataset in datasets for meta in metas_of(dataset)]
+    hashes = chain.from_iterable((meta.content_hash, meta.fingerprint) for meta in metas)
     return Lineage.of(
-        trained_on=[
-            known for meta in metas for known in (meta.content_hash, meta.fingerprint) if known
-        ],
+        trained_on=list(filter(None, hashes)),
         synthetic=[*(meta.passport for meta in metas if meta.passport), *samples],
     )
 
 
-def metas_of(reader: Dataset) -> list[Meta]:
-    """The metadata of a data set, and of each of its files where there are several."""
-    return [reader.meta, *(shard.meta for shard in reader.shards if len(reader.shards) > 1)]
+def metas_of(dataset: Dataset) -> list[Meta]:
+    """Return the metadata of a dataset, and of each of its files if there are several."""
+    return [dataset.meta, *(shard.meta for shard in dataset.shards if len(dataset.shards) > 1)]
 
 
 def data_of(checkpoint: Checkpoint, key: str) -> Any:
-    """`data.path` or `data.val_path` of a run's config: a path or pattern, several, or None. A
-    relative one that is not below the current folder is looked for below those that the checkpoint
-    lies in: the run was most likely started in one; then in a folder data beside the run, where a
-    quickstart has it.
+    """Return `data.path` or `data.val_path` of a run's config, with paths that exist if possible.
+
+    A relative path that does not exist from the current folder is tried from each folder above the
+    checkpoint, in one of which the run was most likely started, then in a folder `data` beside the
+    run, as a quickstart has it.
+
+    Args:
+        checkpoint: A checkpoint of the run.
+        key: `path` or `val_path`.
+
+    Returns:
+        A path or pattern, a list of them, or None.
     """
 
-    def found(path: str) -> str:
-        above = Path(checkpoint.get("file", "")).absolute().parents
-        places = [path, *(str(folder / path) for folder in above)]
-        places += [str(folder / "data" / Path(path).name) for folder in above[:3]]
-        return next((place for place in places if any(map(glob.glob, expand_braces(place)))), path)
+    def locate(path: str) -> str:
+        parents = Path(checkpoint.get("file", "")).absolute().parents
+        candidates = [path, *(str(folder / path) for folder in parents)]
+        candidates += [str(folder / "data" / Path(path).name) for folder in parents[:3]]
+        for candidate in candidates:
+            if any(map(glob.glob, expand_braces(candidate))):
+                return candidate
+        return path
 
     paths = (checkpoint["config"].get("data") or {}).get(key)
-    return found(paths) if isinstance(paths, str) else paths and [found(path) for path in paths]
+    if isinstance(paths, str):
+        return locate(paths)
+    return paths and [locate(path) for path in paths]
 
 
 def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
-    """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the
-    reason.
+    """Open the dataset that a checkpoint's model was trained on.
+
+    Returns the dataset and "", or None and the reason.
     """
     path = data_of(checkpoint, "path")
     if not path:
-        return None, NONE_NAMED
+        return None, NO_DATA_PATH
     try:
         train = dataset_for_model(path, checkpoint)
     except UserError as error:
@@ -104,135 +120,149 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     return train, ""
 
 
-def leaks(reader: Dataset, train: Dataset | None, why: str = "") -> dict[str, str]:
-    """A note under the key `leaks` where test images are among the training images, pixel for
-    pixel, or why that is not known; else none.
+def leaks(dataset: Dataset, train: Dataset | None, reason: str = "") -> dict[str, str]:
+    """Return a note under the key `leaks` if test images are training images, pixel for pixel.
+
+    Args:
+        dataset: The test images.
+        train: The training images, or None, if they are not available.
+        reason: The reason why they are not available, which the note then has.
     """
     if train is None:
-        told = f"whether test images are training images as well is not known: {why}"
-        return {} if why == NONE_NAMED else {"leaks": told}
-    if not (count := overlap(reader, train)):
+        if reason == NO_DATA_PATH:
+            return {}
+        return {"leaks": f"whether test images are training images as well is not known: {reason}"}
+    if not (count := overlap(dataset, train)):
         return {}
     text = (
-        f"{count} of {len(reader)} test images are training images as well, so the figures flatter: see "
-        f"duet duplicates {train.path} {reader.path}"
+        f"{count} of {len(dataset)} test images are training images as well, so the metrics are too good: see "
+        f"duet duplicates {train.path} {dataset.path}"
     )
     return {"leaks": text}
 
 
-def overlap(reader: Dataset, train: Dataset) -> int:
-    """How many of `reader`'s images are in `train`, pixel for pixel; 0 where a file has no
-    signatures.
+def overlap(dataset: Dataset, train: Dataset) -> int:
+    """Return the number of images of `dataset` that are in `train`, pixel for pixel.
+
+    Returns 0 if a file has no signatures.
     """
     try:
-        return int(np.isin(reader.signatures()["digest"], train.signatures()["digest"]).sum())
+        return int(np.isin(dataset.signatures()["digest"], train.signatures()["digest"]).sum())
     except UserError:
         return 0
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """The run that a checkpoint file belongs to; for a file outside a run the folder that it lies
-    in.
-    """
-    return (
-        checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
-    )
+    """Return the run folder of a checkpoint file; for a file outside a run the file's folder."""
+    folder = checkpoint.parent
+    return folder.parent if folder.name == "checkpoints" else folder
 
 
 def load_judge(
     run: str,  # folder or file
     checkpoint: Checkpoint,  # of the generator
-    names: list[str],  # of its classes
+    names: list[str],  # class names of the generator
     device: torch.device,
-    reader: Dataset | None,  # the test images; None: there are none
+    dataset: Dataset | None,  # the test images, if any
     *,
-    option: str = "--classifier",  # that named it
-    # folder or file of a classifier whose gradients or answers edits were found with
-    guide: str | None = None,
+    option: str = "--classifier",  # the option to name in errors
+    guide: str | None = None,  # run or file of a classifier by which edits were optimised
 ) -> Classifier:
-    """The classifier that names the samples.
+    """Load the classifier that judges samples.
 
-    Raises UserError if it helped to train the generator or to find edits (a guide's other
-    checkpoints, too), was trained on samples of any generator, has seen the test images, or knows
-    other classes.
+    Raises:
+        UserError: If the classifier helped to train the generator or to find edits (as did any
+            checkpoint of the guide's run), was trained on samples or on the test images, or its
+            kind of images or classes is not the generator's.
     """
     file = resolve(run)
     judge = read(file)
-    several = reader is not None and reader.meta.sets is not None
+    several = dataset is not None and dataset.meta.sets is not None
     classifier = classifier_from(judge, device, several=several)
-    own, many = classifier.spec, classifier.thresholds is not None
-    if reader is not None and (own.pixel_format, many) != (reader.spec.pixel_format, several):
+    kind = classifier.spec.pixel_format, classifier.thresholds is not None
+    if dataset is not None and kind != (dataset.spec.pixel_format, several):
+        labels = "one label" if classifier.thresholds is None else "several labels"
         raise UserError(
-            f"{option} {run} was trained on images of {own.words}, {'several labels' if many else 'one label'} each; "
-            "give one of such as the generator's"
+            f"{option} {run} was trained on images of {classifier.spec.words}, {labels} each; give a "
+            "classifier of images like the generator's"
         )
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
-    taught = helper and run_folder(file).resolve() in (
+    is_helper = helper and run_folder(file).resolve() in (
         Path(helper).resolve(),
         run_folder(Path(helper)).resolve(),
     )
     weights = fingerprint(classifier)
     if guide is not None:
-        other = resolve(guide)
-        of_its_run = (
+        guide_file = resolve(guide)
+        is_guide_run = (
             file.parent.name == "checkpoints"
-            and run_folder(file).resolve() == run_folder(other).resolve()
+            and run_folder(file).resolve() == run_folder(guide_file).resolve()
         )
-        if of_its_run or weights == fingerprint(classifier_from(read(other))):
+        if is_guide_run or weights == fingerprint(classifier_from(read(guide_file))):
             raise UserError(
                 f"{option} {run} is the classifier that the edits were found with; give one of another training"
             )
-    taught_by = Lineage.of(teachers=[weights]) if taught else recorded(checkpoint)
-    if why := unfit(judge, reader, taught_by, weights):
-        raise UserError(f"{option} {run} {why}")
+    generator_lineage = Lineage.of(teachers=[weights]) if is_helper else recorded(checkpoint)
+    if reason := unfit(judge, dataset, generator_lineage, weights):
+        raise UserError(f"{option} {run} {reason}")
     if names:
         require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
     return classifier
 
 
 def unfit(
-    judge: Checkpoint, reader: Dataset | None, generator: Lineage | None = None, weights: str = ""
+    judge: Checkpoint, dataset: Dataset | None, generator: Lineage | None = None, weights: str = ""
 ) -> str:
-    """Why a classifier with these weights cannot judge a generator's samples beside these test
-    images, and the remedy; empty if it can.
+    """Return the reason why a classifier cannot judge a generator's samples, and the remedy.
 
-    Neither it nor the weights it started from may have been trained on samples, or on the test
-    images: on a file of the same content or source, or on one they were drawn from. Where the file
-    it was trained on is at hand, no more than `TOLERATED` of the test images may be in it, pixel
-    for pixel. Without test images that is not asked.
+    Neither the classifier nor the weights it started from may have been trained on samples, nor on
+    the test images: on a file of the same content or source, or on one that they were drawn from.
+    If the classifier's training images are available, at most `TOLERATED` of the test images may be
+    among them, pixel for pixel.
+
+    Args:
+        judge: Checkpoint of the classifier.
+        dataset: The test images; without them, their part of the checks is skipped.
+        generator: Lineage of the generator.
+        weights: Fingerprint of the classifier.
+
+    Returns:
+        The reason; empty if the classifier can judge.
     """
-    images = set() if reader is None else identities(reader)
-    why = recorded(judge).may_not_judge(generator or Lineage.of(), weights, images)
-    share = 0.0 if reader is None or why else shared(judge, reader)
-    if share > TOLERATED:
-        why = f"was trained on {share:.1%} of the test images"
-    if reader is None or not why.endswith("test images"):
-        return why
-    how = f" (pixel for pixel; {TOLERATED:.0%} are tolerated)" if share else ""
-    return f"{why} {reader.path}{how}; give one that was not, or other images with --data"
+    images = set() if dataset is None else identities(dataset)
+    reason = recorded(judge).may_not_judge(generator or Lineage.of(), weights, images)
+    if dataset is None:
+        return reason
+    suffix = ""
+    if not reason and (fraction := seen_fraction(judge, dataset)) > TOLERATED:
+        reason = f"was trained on {fraction:.1%} of the test images"
+        suffix = f" (pixel for pixel; {TOLERATED:.0%} are tolerated)"
+    if not reason.endswith("test images"):
+        return reason
+    return f"{reason} {dataset.path}{suffix}; give one that was not, or other images with --data"
 
 
-def identities(reader: Dataset) -> set[str]:
-    """What test images are known by: hashes of content and source, of every file, and of the set it
-    was drawn from.
+def identities(dataset: Dataset) -> set[str]:
+    """Return the hashes of a dataset's files: of content, of source, and of the file it is part of."""
+    hashes: set[str | None] = set()
+    for meta in metas_of(dataset):
+        hashes |= {meta.content_hash, meta.fingerprint}
+        if meta.split is not None:
+            hashes.add(meta.split.whole)
+    return set(filter(None, hashes))
+
+
+def seen_fraction(judge: Checkpoint, dataset: Dataset) -> float:
+    """Return the fraction of test images that a classifier was trained on, pixel for pixel.
+
+    Returns 0 with a warning if its training images are missing or have changed, and 0 if a file has
+    no signatures.
     """
-    metas = metas_of(reader)
-    known = [
-        text
-        for meta in metas
-        for text in (meta.content_hash, meta.fingerprint, meta.split and meta.split.whole)
-    ]
-    return {text for text in known if text}
-
-
-def shared(judge: Checkpoint, reader: Dataset) -> float:
-    """The share of the test images that are in the file a classifier was trained on, pixel for
-    pixel; 0 if that is not at hand or another one by now, with a warning, and as `overlap`.
-    """
-    content, (trained, why) = (judge.get("data") or {}).get("content_hash"), training_images(judge)
+    content = (judge.get("data") or {}).get("content_hash")
+    trained, reason = training_images(judge)
     with trained or nullcontext():
         if trained is not None and content:
-            return overlap(reader, trained) / len(reader)
+            return overlap(dataset, trained) / len(dataset)
     if content:
-        say(f"warning: whether the judge saw test images, pixel for pixel, is not known: {why}")
+        say(f"warning: whether the judge saw test images, pixel for pixel, is not known: {reason}")
     return 0.0

@@ -1,14 +1,15 @@
-"""An evaluation's document as text for people."""
+"""Text tables of an evaluation's document."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from duetgan.metrics.figures import CLASSIFIER, GAN, LABELS, Figure
+from duetgan.metrics.protocol import Document
 from duetgan.utils.text import columns, counted, decimal
 
-FEW = 1000  # images a side, below which distances of features are rough
-WIDE = 0.1  # an interval's width from which on a share is rough
-BY_CLASS = {  # key of a class's row: its column
+FEW_IMAGES = 1000  # below this number a side, feature distances are rough
+WIDE_INTERVAL = 0.1  # width of an interval above which a fraction is rough
+BY_CLASS = {  # key of a class -> title of the column
     "precision": "precision",
     "recall": "recall",
     "f1": "F1",
@@ -18,29 +19,34 @@ BY_CLASS = {  # key of a class's row: its column
 
 
 def few_images(
-    n: int, *, interval: list[float] | None = None, what: str = "accuracy", distances: bool = False
+    n: int,
+    *,
+    interval: list[float] | None = None,
+    metric: str = "accuracy",
+    distances: bool = False,
 ) -> dict[str, str]:
-    """Return a note under the key `n` where so few images leave much to chance, else nothing.
+    """Return a note under the key `n` if the number of images makes metrics uncertain.
 
     Args:
         n: Number of images.
-        interval: The 95 % interval of the metric `what`, a fraction.
-        distances: Whether distances of features were computed.
+        interval: The 95 % interval of a metric that is a fraction.
+        metric: The name of that metric.
+        distances: True if distances of features were computed.
     """
     words = []
-    if interval is not None and interval[1] - interval[0] > WIDE:
+    if interval is not None and interval[1] - interval[0] > WIDE_INTERVAL:
         half = 50 * (interval[1] - interval[0])
-        words.append(f"the {what} is uncertain by about {half:.0f} percentage points either way")
-    if distances and n < FEW:
+        words.append(f"the {metric} is uncertain by about {half:.0f} percentage points either way")
+    if distances and n < FEW_IMAGES:
         words.append(
-            f"distances of fewer than {FEW:,} images are rough and depend on n: compare them only with metrics of the "
-            "same n, and only large differences"
+            f"distances of fewer than {FEW_IMAGES:,} images are rough and depend on n: compare them only "
+            "with metrics of the same n, and only large differences"
         )
     return {"n": f"only {counted(n, 'test image')}: {'; '.join(words)}"} if words else {}
 
 
-def classifier_table(document: dict[str, Any]) -> str:
-    """A classifier's figures, then those of each class, then what was asked for besides."""
+def classifier_table(document: Document) -> str:
+    """Return the text of a classifier's document: metrics, those of each class, and robustness."""
     several = "macro_f1" in document
     figures = list(_figures(LABELS if several else CLASSIFIER, document))
     if (rate := document.get("majority_class_rate")) is not None:
@@ -77,31 +83,34 @@ def classifier_table(document: dict[str, Any]) -> str:
 
 
 def accuracy_under(document: Mapping[str, Any], show: Callable[[Any], str]) -> list[list[str]]:
-    """Head and rows of the accuracy under each corruption, weakest first, as far as a document
-    holds it.
+    """Return a header and rows of the accuracy under each corruption, weakest strength first.
+
+    `show` formats an accuracy. Values that the document lacks are shown as "-".
     """
     rows = []
     for name, row in as_dict(as_dict(document.get("robustness")).get("corruptions")).items():
-        shares = [each.get("accuracy") for each in as_dicts(as_dict(row).get("strengths"))]
-        rows.append([name, show(document.get("accuracy")), *map(show, shares)])
-    most = max(map(len, rows), default=2)
-    head = ["accuracy under", "none", *(f"strength {place}" for place in range(1, most - 1))]
-    return [head, *(row + ["-"] * (most - len(row)) for row in rows)]
+        strengths = as_dicts(as_dict(row).get("strengths"))
+        accuracies = [document.get("accuracy"), *(part.get("accuracy") for part in strengths)]
+        rows.append([name, *map(show, accuracies)])
+    width = max(map(len, rows), default=2)
+    head = ["accuracy under", "none", *(f"strength {index}" for index in range(1, width - 1))]
+    return [head, *(row + ["-"] * (width - len(row)) for row in rows)]
 
 
-def as_dict(value: object) -> dict[str, Any]:
+def as_dict(value: object) -> Document:
+    """Return a value that is a dict, or an empty dict instead of any other value."""
     return value if isinstance(value, dict) else {}
 
 
-def as_dicts(value: object) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+def as_dicts(value: object) -> list[Document]:
+    """Return the dicts of a list; an empty list for any other value."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def credible(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a generator's document without the metrics that a weak classifier made, and with a
-    note instead.
+def credible(document: Document) -> Document:
+    """Return a generator's document without the metrics that depend on a weak classifier.
 
-    The metrics at the top come from the first extractor that is not such a classifier's features.
+    The metrics at the top level then come from the first extractor that is not a weak classifier.
     """
     judge, weak = as_dict(document.get("judge")), document.get("weak_extractors") or ()
     weak_judge = bool(judge.get("is_weak"))
@@ -125,20 +134,18 @@ def credible(document: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def gan_table(document: dict[str, Any]) -> str:
-    """A generator's figures: distances with their floors, what was recognised, how varied the
-    samples are.
-    """
-    of_space = [row for row in GAN if row.place == "column" or row.key == "diversity_ratio"]
-    distances = [
-        [row["extractor"], *(_with_error(row, figure) for figure in of_space), str(row["n"])]
-        for row in document["distances"]
-    ]
-    head = ["extractor", *(figure.title for figure in of_space), "n"]
+def gan_table(document: Document) -> str:
+    """Return the text of a generator's document: distances by extractor, other metrics, classes."""
+    by_space = [row for row in GAN if row.place == "column" or row.key == "diversity_ratio"]
+    distances = []
+    for row in document["distances"]:
+        values = [_with_error(row, figure) for figure in by_space]
+        distances.append([row["extractor"], *values, str(row["n"])])
+    head = ["extractor", *(figure.title for figure in by_space), "n"]
     figures = list(_figures([row for row in GAN if row.place != "column"], document))
     if (judge := document["judge"]) is not None:
         words = f"{decimal(judge['accuracy'])}  of the real images"
-        if (rate := judge.get("majority_class_rate")) is not None:  # not in documents of before
+        if (rate := judge.get("majority_class_rate")) is not None:  # older documents lack it
             words += f"; the most frequent class: {decimal(rate)}"
         figures.append(("the judge itself", words))
     if (copies := document.get("memorisation")) is not None:
@@ -150,26 +157,23 @@ def gan_table(document: dict[str, Any]) -> str:
         )
         figures.append(("memorisation", words))
     parts = [columns([head, *distances]), "", columns(figures, "<")]
-    if by_class := {
-        row.title: document[row.by_class]
-        for row in GAN
-        if row.by_class and document.get(row.by_class)
-    }:
+    named = [(row.title, document.get(row.by_class)) for row in GAN if row.by_class]
+    if by_class := {title: values for title, values in named if values}:
         names = next(iter(by_class.values()))
-        rows = [[name, *(decimal(each.get(name)) for each in by_class.values())] for name in names]
+        rows = [[name, *(decimal(row.get(name)) for row in by_class.values())] for name in names]
         parts += ["", columns([["class", *by_class], *rows])]
     return _page(document, parts)
 
 
-def _page(document: dict[str, Any], parts: Sequence[str]) -> str:
-    """What was evaluated, on what; the tables; what is to be said of the figures."""
-    what = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
-    head = f"{what}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
+def _page(document: Document, parts: Sequence[str]) -> str:
+    """Return a heading that names checkpoint and data, then the tables, then the notes."""
+    subject = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
+    head = f"{subject}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
     return "\n".join([head, *parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
 
 
-def _figures(rows: Sequence[Figure], document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name, value and interval of those that there are."""
+def _figures(rows: Sequence[Figure], document: Document) -> Iterator[tuple[str, str]]:
+    """Yield title and value, with the interval, of the metrics that the document has."""
     for row in rows:
         if (value := document.get(row.key)) is not None:
             yield (
@@ -182,14 +186,10 @@ def _interval(interval: list[float] | None) -> str:
     return "" if interval is None else f"  (95 %: {decimal(interval[0])} to {decimal(interval[1])})"
 
 
-def _with_error(document: dict[str, Any], row: Figure) -> str:
-    """`36.345 +-0.263`: a figure and how far the upper end of its 95 % interval lies from it, if it
-    has one.
-    """
+def _with_error(document: Document, row: Figure) -> str:
+    """Return a metric with the upper half of its 95 % interval, as in `36.345 +-0.263`."""
     value, interval = document.get(row.key), document.get(f"{row.key}_interval")
-    error = (
-        ""
-        if value is None or interval is None
-        else f" +-{decimal(interval[1] - value, row.digits)}"
-    )
-    return decimal(value, row.digits) + error
+    text = decimal(value, row.digits)
+    if value is None or interval is None:
+        return text
+    return f"{text} +-{decimal(interval[1] - value, row.digits)}"

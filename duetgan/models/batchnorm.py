@@ -1,11 +1,11 @@
-"""BatchNorm where a batch is computed twice, and over the batches of all processes.
+"""BatchNorm for batches that are computed twice, and synchronised over all processes.
 
-torch's own SyncBatchNorm does not train on CPUs.
+torch's SyncBatchNorm does not train on CPUs.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,64 +17,66 @@ Network = TypeVar("Network", bound=nn.Module)
 
 @contextlib.contextmanager
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
-    """Inside the block, training BatchNorms normalise by their batch as ever but leave their
-    running statistics alone: a batch that is computed twice must not count twice.
+    """Prevent training BatchNorms from updating their running statistics inside the block.
+
+    They normalise by their batch as usual. A batch that is computed twice must not count twice.
     """
-    norms = [
-        norm
-        for module in modules
-        for norm in module.modules()
-        if isinstance(norm, _BatchNorm) and norm.training
-    ]
-    norms = [norm for norm in norms if norm.num_batches_tracked is not None]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        # 1 x running + 0 x batch; without running statistics autograd would keep other tensors than
-        # the first time
-        norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()  # type: ignore[union-attr]
+    originals: list[tuple[_BatchNorm, float | None, Tensor]] = []
+    for module in modules:
+        for norm in module.modules():
+            if not isinstance(norm, _BatchNorm) or not norm.training:
+                continue
+            if norm.num_batches_tracked is not None:
+                originals.append((norm, norm.momentum, norm.num_batches_tracked))
+    for norm, _, count in originals:
+        # The momentum 0 gives 1 x running + 0 x batch. Without running statistics autograd would
+        # save other tensors than in the first pass.
+        norm.momentum = 0.0
+        norm.num_batches_tracked = count.clone()
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count
+        for norm, momentum, count in originals:
+            norm.momentum = momentum
+            norm.num_batches_tracked = count
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over the ranks, whose gradient is the sum of the ranks' gradients. (torch's own warns:
-    deprecated.)
+    """Sum over the ranks, whose gradient is the sum of the ranks' gradients.
+
+    torch's function of this kind is deprecated and warns.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
         return _AllReduceSum.forward(ctx, gradients[0])
 
 
 class CPUSyncBatchNorm2d(nn.BatchNorm2d):
-    """`BatchNorm2d` whose training statistics (sum, sum of squares, count) are those of all ranks'
-    samples.
+    """`BatchNorm2d` whose training statistics are computed over the samples of all ranks.
 
-    Same state-dict keys as BatchNorm2d; in evaluation, or with one process, it is exactly that.
-    Ranks may hold different numbers of samples.
+    It has the state-dict keys of BatchNorm2d and equals it in evaluation or with one process. Ranks
+    may have different numbers of samples.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(input)
-        # float64 for float64 inputs, else float32: the sums of squares must not be taken in half
-        # precision
+        # Sums of squares must not be computed in half precision.
         x = input if input.dtype == torch.float64 else input.float()
         channels = x.shape[1]
         count = x.new_full([1], x.numel() // channels)
         totals = _AllReduceSum.apply(
             torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count])
         )
-        n, mean = totals[-1], totals[:channels] / totals[-1]
+        n = totals[-1]
+        mean = totals[:channels] / n
         variance = (totals[channels : 2 * channels] / n - mean.square()).clamp_min(0)
         self._update_running(mean, variance, n)
         weight = self.weight if self.weight is not None else torch.ones_like(mean)
@@ -95,12 +97,10 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def synchronise_batchnorm(model: Network, device: torch.device) -> Network:
-    """Have every BatchNorm of `model` synchronise: torch's in its place on accelerators, ours on
-    CPUs.
-    """
+    """Return `model` with synchronised BatchNorms: torch's on accelerators, ours on CPUs."""
     if device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:
-            module.__class__ = CPUSyncBatchNorm2d  # the same state, another forward pass
+            module.__class__ = CPUSyncBatchNorm2d  # same state, different forward pass
     return model

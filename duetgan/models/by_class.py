@@ -1,5 +1,6 @@
-"""Weights that belong to a class, copied by the class's name: its number depends on how the images
-were packed.
+"""Weights of classes, copied by class name.
+
+The number of a class depends on how the images were packed.
 """
 
 from collections.abc import Sequence
@@ -12,21 +13,20 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.layers import EqualizedLinear
 from duetgan.utils.text import listed
 
-LISTED = 6  # class names in a message
+LISTED = 6  # most class names in a message
 
 
 class ClassPart(NamedTuple):
-    """Where a tensor has a part for each class, and whether the network divides it by the root of
-    their number.
-    """
+    """Dimension of a tensor that runs over the classes."""
 
     dimension: int
-    is_scaled: bool = False
+    is_scaled: bool = False  # the network divides the tensor by the root of the number of classes
 
 
 def class_parts(network: nn.Module) -> dict[str, ClassPart]:
-    """Return the tensors of a network's state with a part for each class: embeddings, heads and
-    thresholds.
+    """Return the tensors of a network's state with one slice per class.
+
+    These are embeddings, heads and thresholds.
     """
     parts = {"thresholds": ClassPart(0)}
     for name, module in network.named_modules():
@@ -39,41 +39,53 @@ def class_parts(network: nn.Module) -> dict[str, ClassPart]:
     if isinstance(network, Classifier):
         head = f"network.{network.backbone.head}"
         layers = [
-            f"{head}.{name}".rstrip(".")
-            for name, module in network.head.named_modules()
-            if hasattr(module, "weight")
+            name for name, module in network.head.named_modules() if hasattr(module, "weight")
         ]
-        parts |= {f"{layers[-1]}.weight": ClassPart(0), f"{layers[-1]}.bias": ClassPart(0)}
+        last = f"{head}.{layers[-1]}".rstrip(".")
+        parts |= {f"{last}.weight": ClassPart(0), f"{last}.bias": ClassPart(0)}
     return {name: part for name, part in parts.items() if name in network.state_dict()}
 
 
 def copy_by_name(
-    here: Tensor, there: Tensor, part: ClassPart, ours: Sequence[str], theirs: Sequence[str]
+    target: Tensor,
+    source: Tensor,
+    part: ClassPart,
+    names: Sequence[str],
+    source_names: Sequence[str],
 ) -> Tensor:
-    """Return `here` with the parts in `there` of the classes that both have; `there` where more
-    than these differs.
+    """Return `target` with the slices of `source` for the classes that both have.
+
+    Returns `source` if the shapes differ in more than the number of classes.
+
+    Args:
+        target: A tensor of the network.
+        source: The same tensor of another network.
+        part: The dimension of the classes.
+        names: Names of the network's classes.
+        source_names: Names of the other network's classes.
     """
-    expected = list(here.shape)
-    expected[part.dimension] = len(theirs)
-    if list(there.shape) != expected or here.shape[part.dimension] != len(ours):
-        return there
-    number = {name: place for place, name in enumerate(theirs)}
-    pairs = [(place, number[name]) for place, name in enumerate(ours) if name in number]
-    to, source = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    copied = there.index_select(part.dimension, source).to(here.dtype)
-    copied = copied * (len(ours) / len(theirs)) ** 0.5 if part.is_scaled else copied
-    return here.cpu().index_copy(part.dimension, to, copied)
+    expected = list(target.shape)
+    expected[part.dimension] = len(source_names)
+    if list(source.shape) != expected or target.shape[part.dimension] != len(names):
+        return source
+    number = {name: index for index, name in enumerate(source_names)}
+    pairs = [(index, number[name]) for index, name in enumerate(names) if name in number]
+    to, origin = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    copied = source.index_select(part.dimension, origin).to(target.dtype)
+    if part.is_scaled:
+        copied = copied * (len(names) / len(source_names)) ** 0.5
+    return target.cpu().index_copy(part.dimension, to, copied)
 
 
-def matched(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Return what becomes of the classes, for a person; empty where both lists are the same."""
-    new = [name for name in ours if name not in set(theirs)]
-    if list(ours) == list(theirs):
+def describe_match(names: Sequence[str], source_names: Sequence[str]) -> str:
+    """Return a message about which classes are copied; empty if both lists are the same."""
+    if list(names) == list(source_names):
         return ""
-    if not ours:
-        return f"without the {len(theirs)} classes there: this network has none"
+    if not names:
+        return f"without the {len(source_names)} classes there: this network has none"
+    new = [name for name in names if name not in set(source_names)]
     if not new:
-        return f"all {len(ours)} classes taken by name"
+        return f"all {len(names)} classes taken by name"
     return (
-        f"{len(ours) - len(new)} of {len(ours)} classes taken by name, new: {listed(new, LISTED)}"
+        f"{len(names) - len(new)} of {len(names)} classes taken by name, new: {listed(new, LISTED)}"
     )

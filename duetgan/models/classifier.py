@@ -1,5 +1,5 @@
-"""A classifier: a backbone with a stem for small images, any number of input channels and a head
-that fits.
+"""The classifier: a backbone with optional stems for small images, any number of channels, and a
+head for the data's classes.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from duetgan.models.batchnorm import statistics_kept
 from duetgan.models.gan import ImageNetwork
 from duetgan.models.registry import backbone_of
 from duetgan.utils.config.model import Config, PositiveInt
+from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
@@ -29,36 +30,40 @@ Stem = Literal["imagenet", "small", "small-stride2"]
 
 
 class ModelConfig(Config):
-    """Which network."""
+    """Choice of the network and its options."""
 
     # one of models/registry.py; discriminator: that of the GAN's run in weights
     name: str = "resnet18"
-    discriminator: dict[str, Any] | None = None  # its form, which the run of weights says
+    # form of the discriminator; set from the run in weights
+    discriminator: Tree | None = None
     # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper;
-    # null: the network's own
+    # null: the network's original stem
     stem: Stem | None = "imagenet"
-    # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights
+    # stride 2 in a bottleneck's first 1x1 convolution, as in He's original ImageNet weights
     he_strides: bool = False
-    classes: PositiveInt | None = None  # outputs of the head; None: as many as the data has
-    # hidden: linear, ReLU, linear; readout: linear, of stages' maps (`read_out`)
+    # outputs of the head; null: the number of the data's classes
+    classes: PositiveInt | None = None
+    # hidden: linear, ReLU, linear; readout: linear, on the maps of stages
     head: Literal["linear", "hidden", "readout"] = "linear"
-    readout_stages: PositiveInt | None = None  # the last so many; None: all
-    readout_parts: PositiveInt = 4  # of each map, a side; the largest value of each is read
-    head_width: PositiveInt = 128  # of the hidden head's layer
-    # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
+    readout_stages: PositiveInt | None = None  # number of the last stages that are read; null: all
+    # parts per side of each map; the largest value of each part is a feature
+    readout_parts: PositiveInt = 4
+    head_width: PositiveInt = 128  # units of the hidden head's layer
+    # initial weights: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     weights: str | None = None
-    # auto: as with the weights, else [-1, 1] as it is
+    # range of the input; auto: as the weights need it, without weights symmetric, [-1, 1]
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"
-    # px that shorter sides are scaled to inside the network; None: as they come
+    # the network scales shorter sides to this many px; null: no scaling
     input_size: Annotated[int, Interval(ge=8, le=8192)] | None = None
-    # compute each stage again in the backward pass instead of keeping it
+    # compute activations again in the backward pass: less memory, more time
     activation_checkpointing: bool = False
     inplace: bool = True  # ReLUs overwrite their input
-    # training over all of a process's devices (models/model_parallel.py); auto: memory shared
-    # evenly; or where each further device begins: {layer3: 1}
+    # training over all of a process's devices (models/model_parallel.py); auto: similar memory on
+    # each; or the first stage of each further device: {layer3: 1}
     split: Literal["off", "auto"] | dict[str, int] = "off"
 
     def check(self) -> None:
+        """Read the form of a discriminator; raise UserError for options that exclude each other."""
         if (self.name == gans.NAME) != (self.discriminator is not None):
             if self.name != gans.NAME or self.weights is None:
                 raise UserError(
@@ -80,34 +85,30 @@ class ModelConfig(Config):
 
     @property
     def imagenet_normalised(self) -> bool:
-        """Whether images are normalised by ImageNet's mean and deviation; otherwise they stay in
-        [-1, 1].
-        """
-        of_others = self.weights is not None and self.name != gans.NAME
-        return self.normalise == "imagenet" or (self.normalise == "auto" and of_others)
+        """True if images are normalised by ImageNet's mean and deviation, not left in [-1, 1]."""
+        has_imagenet_weights = self.weights is not None and self.name != gans.NAME
+        return self.normalise == "imagenet" or (self.normalise == "auto" and has_imagenet_weights)
 
     @property
     def backbone(self) -> Backbone:
-        return (
-            backbone_of(self.name)
-            if self.discriminator is None
-            else gans.discriminator_backbone(self.discriminator)
-        )
+        """Description of the network."""
+        if self.discriminator is None:
+            return backbone_of(self.name)
+        return gans.discriminator_backbone(self.discriminator)
 
 
 class Classifier(ImageNetwork):
-    """`forward(images [N, channels, H, W] in [-1, 1])` -> logits [N, classes]; `features` -> pooled
-    features [N, F].
+    """Classifier: images [N, channels, H, W] in [-1, 1] -> logits [N, classes].
 
-    Scaling to `input_size` and ImageNet's normalisation happen in here, so that whoever uses the
-    network gives it the same images. Parameters carry torchvision's names below `network.`.
-    `block_of` maps them to the blocks of `Backbone.blocks`, from the images to the logits. Weights
-    that the config names are not read here but by `models.weights.load_pretrained`.
+    `features` gives the pooled features [N, F]. The network itself scales images to `input_size`
+    and normalises them, so that all callers pass the same images. Parameters have torchvision's
+    names below `network.`. `block_of` maps them to the blocks of `Backbone.blocks`, from the images
+    to the logits. `models.weights.load_pretrained` loads the weights that the config names.
     """
 
     input_scale: Tensor | None
     input_shift: Tensor | None
-    # [classes]: the probability from which on an image has a label; None: it has one label
+    # Probabilities [classes] from which on an image has a label; None: each image has one label.
     thresholds: Tensor | None
 
     def __init__(
@@ -117,20 +118,18 @@ class Classifier(ImageNetwork):
         channels: int,
         classes: int,
         resolution: int | str,
-        pixel_format: Any = None,  # ImageNetwork has it
+        pixel_format: Any = None,
     ) -> None:
         super().__init__()
         if classes < 2:
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
         self.config = config
-        self.channels, self.classes, self.resolution, self.pixel_format = (
-            channels,
-            classes,
-            resolution,
-            pixel_format,
-        )
-        self.lineage = Lineage.of()  # what its weights have seen before this training
-        self.class_names: tuple[str, ...] = ()  # of a restored checkpoint
+        self.channels = channels
+        self.classes = classes
+        self.resolution = resolution
+        self.pixel_format = pixel_format
+        self.lineage = Lineage.of()  # data that the weights were trained on before this training
+        self.class_names: tuple[str, ...] = ()  # set for a restored checkpoint
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
             config.name,
@@ -138,80 +137,75 @@ class Classifier(ImageNetwork):
             stem=config.stem or "imagenet",
             he_strides=config.he_strides,
         )
-        # px that images are scaled to, None: as they come; less for a while in a training with
-        # progressive resizing
+        # Side in px that images are scaled to; None: no scaling. Progressive resizing sets a
+        # smaller one in training.
         self.side = config.input_size
-        # stages that come first and have been computed: `forward` takes what they give, not images
+        # Number of the first stages that have been computed: `forward` takes their output then, not
+        # images.
         self.begin = 0
         self.check_side(self.side or self.spec.side)
-        wanted = config.imagenet_normalised
-        pair = (
-            normalisation(channels, self.backbone.mean, self.backbone.std)
-            if wanted
-            else (None, None)
-        )
+        scale = None
+        shift = None
+        if config.imagenet_normalised:
+            scale, shift = normalisation(channels, self.backbone.mean, self.backbone.std)
         self.register_buffer("thresholds", None)
-        for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
-            # the config tells them: no part of the weights
-            self.register_buffer(name, value, persistent=False)
+        # Not persistent: the config determines them, they are no weights.
+        self.register_buffer("input_scale", scale, persistent=False)
+        self.register_buffer("input_shift", shift, persistent=False)
         self.feature_dim: int = self.head.in_features
         bias = self.backbone.head_bias or config.head == "readout"
         if config.head == "readout":
             with torch.no_grad():
                 self.feature_dim = self.eval().features(torch.zeros(1, *self.spec.shape)).shape[1]
             self.train()
-        wide = config.head_width if config.head == "hidden" else classes
-        head: nn.Module = nn.Linear(self.feature_dim, wide, bias=bias)
+        width = config.head_width if config.head == "hidden" else classes
+        head: nn.Module = nn.Linear(self.feature_dim, width, bias=bias)
         if config.head == "hidden":
             head = nn.Sequential(head, nn.ReLU(inplace=True), nn.Linear(config.head_width, classes))
         self.network.set_submodule(self.backbone.head, head)
         if not config.inplace:
             for module in self.network.modules():
                 if hasattr(module, "inplace"):
-                    module.inplace = False
+                    module.inplace = False  # type: ignore[assignment]
         self.block_of = {
             f"network.{name}": block for name, block in self.backbone.block_of(self.network).items()
         }
-        # from the images to the logits
+        # names, from the images to the logits
         self.stages = list(
             dict.fromkeys(block.partition(".")[0] for block in self.block_of.values())
         )
 
     def add_thresholds(self) -> None:
-        """Let an image have several labels or none: each one's probability is the sigmoid of its
-        logit.
-        """
+        """Allow several labels per image, or none: a class's probability is its logit's sigmoid."""
         self.thresholds = torch.full((self.classes,), 0.5)
 
     def check_side(self, side: int, remedy: str | None = None) -> None:
-        """Raise UserError for images of `side` px if the network cannot take them; `remedy`: if not
-        another size.
+        """Raise UserError if the network cannot take images of `side` px.
+
+        `remedy` replaces the message's advice, which is to set model.input_size.
         """
         backbone = self.backbone
-        least = (
-            backbone.smallest * self.network.get_submodule(backbone.first).stride[0]
-            if backbone.smallest > 1
-            else 1
-        )
-        bent = (
-            self.side is None and self.spec.height != self.spec.width and backbone.side is not None
-        )
-        if bent or side != (backbone.side or max(side, least)):
-            remedy = remedy or f"set model.input_size {backbone.side or least}"
-            size = self.spec if bent else f"{side} px"
+        smallest = 1
+        if backbone.smallest > 1:
+            smallest = backbone.smallest * self.network.get_submodule(backbone.first).stride[0]
+        is_rectangle = self.side is None and self.spec.height != self.spec.width
+        needs_square = is_rectangle and backbone.side is not None
+        if needs_square or side != (backbone.side or max(side, smallest)):
+            remedy = remedy or f"set model.input_size {backbone.side or smallest}"
+            size = self.spec if needs_square else f"{side} px"
             raise UserError(f"{self.config.name} cannot take images of {size}: {remedy}")
 
     @property
     def head(self) -> Any:
-        """What makes logits of the features."""
+        """The module that maps features to logits."""
         return self.network.get_submodule(self.backbone.head)
 
     def stage_of(self, name: str) -> str:
-        """The stage of a parameter, by its name."""
+        """Return the stage of the parameter `name`."""
         return self.block_of[name].partition(".")[0]
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Images [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
+        """Scale and normalise images [N, channels, H, W] in [-1, 1] for the first convolution."""
         if self.side is not None:
             x = scaled(x, (self.side, self.side) if self.backbone.side else self.side)
         if self.input_scale is None or self.input_shift is None:
@@ -219,57 +213,68 @@ class Classifier(ImageNetwork):
         return x * self.input_scale + self.input_shift
 
     def features(self, x: Tensor, end: int | None = None) -> Tensor:
-        """Pooled features [N, F] before the head; `end`: the output of so many of the first stages."""
-        maps = [x] if self.begin else []  # the stage's before
+        """Return pooled features [N, F]; with `end` the output of the first `end` stages."""
+        maps = [x] if self.begin else []  # outputs of the stages
 
         def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
             maps.append(self._stage(modules, x))
             return maps[-1]
 
-        found = self.backbone.features(
+        features = self.backbone.features(
             self.network, x if self.begin else self.prepare(x), stage, self.begin, end
         )
-        number, last = len(self.backbone.stages), self.config.readout_stages or 0
-        if self.config.head != "readout" or self.begin == number or end not in (None, number):
-            return found
-        return torch.cat([read_out(each, self.config.readout_parts) for each in maps[-last:]], 1)
+        count = len(self.backbone.stages)
+        if self.config.head != "readout" or self.begin == count or end not in (None, count):
+            return features
+        last = self.config.readout_stages or 0  # 0: all
+        parts = self.config.readout_parts
+        return torch.cat([read_out(stage_maps, parts) for stage_maps in maps[-last:]], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
 
     def _stage(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-        """The stage's output; under activation checkpointing only `x` is kept for the backward
-        pass.
-        """
+        """Return the stage's output, under activation checkpointing if the config says so."""
         if not (self.config.activation_checkpointing and self.training and torch.is_grad_enabled()):
             return in_turn(modules, x)
-        more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        # a compiled graph moves the statistics once, whatever it computes again
-        if not torch.compiler.is_compiling():
-            more["context_fn"] = lambda: (contextlib.nullcontext(), statistics_kept(*modules))
-        return checkpoint(partial(in_turn, modules), x, **more)
+        function = partial(in_turn, modules)
+        if torch.compiler.is_compiling():
+            # A compiled graph updates the statistics once even if it computes them again.
+            return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            function,
+            x,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (contextlib.nullcontext(), statistics_kept(*modules)),
+        )
 
 
 def normalisation(
     channels: int, means: Sequence[float], stds: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """(scale, shift), each [1, channels, 1, 1]: scale x + shift of x in [-1, 1] is ((x + 1) / 2 -
-    mean) / std.
+    """Return scale and shift, each [1, channels, 1, 1], that normalise images in [-1, 1].
 
-    Grey, with alpha or not, takes the mean over the channels of mean and deviation; more than three
-    repeat them.
+    scale x + shift = ((x + 1) / 2 - mean) / std. Grey images, with or without alpha, use the
+    averages of the means and deviations over the channels; more than three channels repeat them.
     """
-    mean, std = torch.tensor(means, dtype=torch.float64), torch.tensor(stds, dtype=torch.float64)
+    mean = torch.tensor(means, dtype=torch.float64)
+    std = torch.tensor(stds, dtype=torch.float64)
     if channels < 3:
-        mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
-    index, dtype = torch.arange(channels) % len(mean), torch.get_default_dtype()
-    scale, shift = 0.5 / std[index], (0.5 - mean[index]) / std[index]
+        mean = mean.mean(0, keepdim=True)
+        std = std.mean(0, keepdim=True)
+    index = torch.arange(channels) % len(mean)
+    scale = 0.5 / std[index]
+    shift = (0.5 - mean[index]) / std[index]
+    dtype = torch.get_default_dtype()
     return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
 
 
 def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
-    """[N, C, H, W], bilinear and antialiased, in float32 at least: torch does not do it in bf16 on
-    CPUs. `size`: height and width, or the shorter side: the aspect is kept.
+    """Scale images [N, C, H, W] bilinearly with antialiasing.
+
+    It computes in float32 at least, because torch has no bf16 kernel for CPUs. `size` is (height,
+    width), or the shorter side, which preserves the aspect ratio.
     """
     height, width = map(int, images.shape[-2:])  # tensors while a graph is traced
     if not isinstance(size, tuple):
@@ -284,24 +289,24 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """A readout's part of maps [N, C, H, W]: [N, F], the largest value of each of up to `parts` x
-    `parts` parts.
+    """Return the largest value of each of up to `parts` x `parts` parts of the maps.
+
+    [N, C, H, W] -> [N, F].
     """
     size = [int(side) for side in maps.shape[2:]]
     return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 
 
+# models/fast.py traces the network; functions that depend on the size cannot be traced.
 torch.fx.wrap("read_out")
-# folding (models/fast.py) traces the network; what depends on the size is not looked into
 torch.fx.wrap("scaled")
 
 
 def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
-    """Images [N, C, H, W] in [-1, 1] as a classifier of `resolution` and `channels` takes them;
-    differentiable.
+    """Return images [N, C, H, W] in [-1, 1] with a classifier's `resolution` and `channels`.
 
-    Another size is scaled bilinearly, another aspect bent; grey is repeated, RGB weighed (ITU-R
-    601: .299, .587, .114).
+    It is differentiable. Images are scaled bilinearly, without preserving the aspect ratio; grey is
+    repeated, RGB becomes grey by the weights .299, .587, .114 (ITU-R 601).
     """
     images = scaled(images, ImageSpec.of(channels, resolution).size)
     if channels == 1 and images.shape[1] == 3:

@@ -6,10 +6,11 @@ hubconf.py, and --init-from of train.py. FILE is read without running anything i
 
 import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,21 +18,24 @@ if TYPE_CHECKING:
 
 
 def parser() -> Parser:
+    """Return the parser of `duet convert`."""
     options = Parser(prog="duet convert", description=__doc__)
     options.add_argument(
         "file",
         type=Path,
         metavar="FILE",
-        help="NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or what export.py wrote",
+        help="NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or "
+        "a file of export.py",
     )
-    options.add_argument("out", type=Path, metavar="OUT", help="the run folder to make")
+    options.add_argument("out", type=Path, metavar="OUT", help="the run folder to create")
     options.add_argument(
-        "--classes", metavar="A,B", help="names of its classes, in order (default: 0, 1, ...)"
+        "--classes", metavar="A,B", help="names of the classes, in order (default: 0, 1, ...)"
     )
     return options
 
 
 def main(argv: list[str]) -> int:
+    """Run `duet convert` and return its exit code."""
     options = parser().parse_args(argv)
     folder = options.out / "checkpoints"
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
@@ -46,16 +50,19 @@ def main(argv: list[str]) -> int:
         names = [name.strip() for name in options.classes.split(",")]
         if len(names) != count or len(set(names)) != count or not all(names):
             raise UserError(
-                f"--classes has {len(set(names))} different names, the networks have {count} classes"
+                f"--classes has {len(set(names))} different names, the networks have {count} "
+                "classes"
             )
     content = checkpoint_of(converted, names)
     with writing(folder):
         path = checkpoints.save(folder, content)
         checkpoints.point(folder, "last", path)
-    side, channels = converted.shape["resolution"], converted.shape["channels"]
-    of = f"{len(names)} classes" if names else "without classes"
+    side = converted.shape["resolution"]
+    channels = converted.shape["channels"]
+    classes = f"{len(names)} classes" if names else "without classes"
     print(
-        f"{converted.architecture}, {side}x{side} px, {channels} channels, {of}: {', '.join(converted.state)}"
+        f"{converted.architecture}, {side}x{side} px, {channels} channels, {classes}: "
+        f"{', '.join(converted.state)}"
     )
     for note in converted.notes:
         print(f"note: {note}")
@@ -64,17 +71,18 @@ def main(argv: list[str]) -> int:
 
 
 def read(path: Path) -> "Converted":
-    """The networks in a file of one of the programs, which its content tells apart.
+    """Return the networks of a file; its content determines the program that wrote it.
 
-    Raises UserError for a file that is missing, damaged, or holds what Duet's networks cannot be;
-    nothing in it is run.
+    Nothing in the file is run. Raises UserError for a file that is missing, damaged, or holds
+    networks that Duet does not support.
     """
     from duetgan.models.official import nvidia, r3gan, rosinality, tensorflow
     from duetgan.models.official.unpickle import Inert, read_pickle
     from duetgan.models.weights import read_plain
 
     bounded.refuse_page(path)
-    faults = ValueError, TypeError, LookupError, RuntimeError  # Refused is a ValueError
+    # Refused is a ValueError.
+    faults = (ValueError, TypeError, LookupError, RuntimeError)
     with bounded.reading(path, "give a StyleGAN2 or R3GAN network", *faults):
         if path.suffix == ".safetensors":
             return nvidia.from_file(path)
@@ -87,45 +95,55 @@ def read(path: Path) -> "Converted":
         if not isinstance(content, dict):
             return tensorflow.convert(content)
         refuse_other_programs(path, content)
-        average: Any = content.get("G_ema")
-        persistent = isinstance(average, Inert) and "_init_kwargs" in average.state
-        return nvidia.convert(content) if persistent else r3gan.convert(content)
+        generator = content.get("G_ema")
+        if isinstance(generator, Inert) and "_init_kwargs" in generator.state:
+            return nvidia.convert(content)
+        return r3gan.convert(content)
 
 
-def refuse_other_programs(path: Path, content: dict[str, Any]) -> None:
-    """Raise UserError for a file of a program whose networks Duet has not, by its name."""
+def refuse_other_programs(path: Path, content: Tree) -> None:
+    """Raise UserError for a file of another program whose networks Duet does not support."""
     from duetgan.models.official.unpickle import Inert
 
-    g, d = (content.get(name) for name in ("G_ema", "D"))
-    parts = g.state.get("_modules", {}) if isinstance(g, Inert) else {}
-    synthesis = parts.get("synthesis") if isinstance(parts, dict) else None
-    layers = synthesis.state.get("_modules", {}) if isinstance(synthesis, Inert) else {}
+    discriminator = content.get("D")
+    modules = _submodules(content.get("G_ema"))
+    layers = _submodules(modules.get("synthesis"))
     with (
         bounded.open_file(path, bounded.WEIGHTS) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
-        projected, alias_free = (
-            text.find(word) >= 0 for word in (b"pg_modules", b"networks_stylegan3")
-        )
+        has_projected_modules = text.find(b"pg_modules") >= 0
+        has_stylegan3_modules = text.find(b"networks_stylegan3") >= 0
     programs = {
-        "Projected GAN or StyleGAN-XL": projected
-        or (isinstance(d, Inert) and d.name == "ProjectedDiscriminator"),
-        "StyleGAN3": alias_free or (isinstance(layers, dict) and "input" in layers),
+        "Projected GAN or StyleGAN-XL": has_projected_modules
+        or (isinstance(discriminator, Inert) and discriminator.name == "ProjectedDiscriminator"),
+        "StyleGAN3": has_stylegan3_modules or "input" in layers,
         "lucidrains' stylegan2-pytorch": "GAN" in content and "g_ema" not in content,
         "PyTorch-StudioGAN": "state_dict" in content and "g_ema" not in content,
     }
-    for name in [name for name, found in programs.items() if found]:
-        raise UserError(
-            f"{path}: is a checkpoint of {name}; Duet reads those of NVIDIA's StyleGAN2, R3GAN and rosinality's "
-            "stylegan2-pytorch"
-        )
+    for name, matches in programs.items():
+        if matches:
+            raise UserError(
+                f"{path}: is a checkpoint of {name}; Duet reads those of NVIDIA's StyleGAN2, R3GAN "
+                "and rosinality's stylegan2-pytorch"
+            )
 
 
-def checkpoint_of(converted: "Converted", names: list[str]) -> dict[str, Any]:
-    """The checkpoint of networks whose classes have these names."""
+def _submodules(module: object) -> Tree:
+    """Return the modules in a pickled module; empty for any other object."""
+    from duetgan.models.official.unpickle import Inert
+
+    if not isinstance(module, Inert):
+        return {}
+    modules = module.state.get("_modules")
+    return modules if isinstance(modules, dict) else {}
+
+
+def checkpoint_of(converted: "Converted", names: list[str]) -> Tree:
+    """Return the checkpoint of converted networks, given the names of their classes."""
     from duetgan.utils.checkpoint import SCHEMA
 
-    config: dict[str, Any] = {"task": "gan", "architecture": converted.architecture}
+    config: Tree = {"task": "gan", "architecture": converted.architecture}
     config |= {"generator": converted.generator, "discriminator": converted.discriminator}
     head = {"schema": SCHEMA, "task": "gan", "step": 0, "config": config, "classes": names}
     return {**head, "shape": converted.shape, "state": converted.state}

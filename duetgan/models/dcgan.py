@@ -1,10 +1,10 @@
 """DCGAN (Radford et al., 1511.06434) in the form of SNGAN (Miyato et al., 1802.05957, table 3): the
 discriminator's weights have a fixed spectral norm.
 
-Nothing looks at the batch, so that N ranks and micro-batches equal one process: where the papers'
-generators have BatchNorm, this one scales every pixel's channels to unit mean square (1710.10196,
-section 4.2), and the spectral norms move with the discriminator's updates instead of its forward
-passes.
+No layer uses statistics of the batch, so that several ranks and micro-batches give the same result
+as one process: where the papers' generators have BatchNorm, this one scales every pixel's channels
+to unit mean square (1710.10196, section 4.2), and the spectral norms are updated after the
+discriminator's updates instead of in its forward passes.
 """
 
 import math
@@ -20,12 +20,14 @@ from duetgan.models.layers import normalize_second_moment
 from duetgan.utils.config.model import Config, PositiveInt
 
 SLOPE = 0.1  # of the discriminator's leaky ReLU
-# of layers before it; with the paper's 1 logits of a few layers start near 0 and learn slowly
+# Gain of the layers before a leaky ReLU. With the paper's gain of 1 the logits of a network of few
+# layers start near 0 and learn slowly.
 GAIN = math.sqrt(2)
-FIRST_STEPS = 15  # of the power method, from a random vector; then one after each update
+# Steps of the power method from a random vector; one step follows after each update.
+FIRST_STEPS = 15
 
 _ADAM = {"lr": 2e-4, "betas": [0.5, 0.999]}
-RECIPE = {  # of a training, where it says nothing else
+RECIPE = {  # defaults of a training
     "loss": {"objective": "hinge", "r1_gamma": 0.0, "style_mixing": 0.0},
     "generator_optimizer": _ADAM,
     "discriminator_optimizer": _ADAM,
@@ -35,14 +37,15 @@ RECIPE = {  # of a training, where it says nothing else
 class DcganConfig(Config):
     """Size of a network."""
 
-    group: ClassVar[int] = 1  # no statistic of the batch is looked at
+    group: ClassVar[int] = 1  # no layer uses statistics of the batch
 
     width: PositiveInt = 64  # channels at the full resolution; they double towards 4 px
     width_max: PositiveInt = 512  # channels at most
 
     def widths(self, resolution: int | str) -> list[int]:
-        """Channels from the smallest maps up to `resolution`. Raises UserError for one that
-        `sizes_up_to` refuses.
+        """Return the channels of each size from the smallest maps up to `resolution`.
+
+        Raises UserError for a resolution that `sizes_up_to` refuses.
         """
         sizes = sizes_up_to(resolution)
         return [min(self.width * sizes[-1] // size, self.width_max) for size in sizes]
@@ -57,8 +60,8 @@ class DcganGeneratorConfig(DcganConfig):
 class DcganGenerator(PlainGenerator):
     """A fully connected layer to 4 px, then transposed 4x4 convolutions that double the side; tanh.
 
-    Conditional: the label's embedding, of z's size and variance, is appended to z. First and last
-    layer: no autocast.
+    A conditional one appends the label's embedding, of z's size and variance, to z. The first and
+    the last layer run without autocast.
     """
 
     title = "DCGAN"
@@ -67,12 +70,10 @@ class DcganGenerator(PlainGenerator):
         self, config: DcganGeneratorConfig, *, resolution: int | str, channels: int, classes: int
     ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = (
-            config,
-            resolution,
-            channels,
-            classes,
-        )
+        self.config = config
+        self.resolution = resolution
+        self.channels = channels
+        self.classes = classes
         self.z_dim = config.z_dim
         widths = config.widths(resolution)
         self.embed = nn.Linear(classes, config.z_dim, bias=False) if classes else None
@@ -100,9 +101,9 @@ class Spectral(nn.Module):
     """A fully connected layer (size None) or a convolution whose weight W is divided by its
     spectral norm (1802.05957, algorithm 1) and multiplied by `gain`.
 
-    The norm is u^T W v, whose singular vectors `follow` the weight by a step of the power method;
-    gradients see them as constants. Forward passes leave them alone: all of a step's passes,
-    penalties and players see one network.
+    The norm is u^T W v. `follow` updates the singular vectors u and v by a step of the power
+    method; gradients treat them as constants. Forward passes do not change them, so that all passes
+    and penalties of a step, of both players, use the same network.
     """
 
     def __init__(
@@ -116,7 +117,9 @@ class Spectral(nn.Module):
     ) -> None:
         super().__init__()
         kernel = () if size is None else (size, size)
-        self.stride, self.padding, self.gain = stride, (size or 1) // 2 - (stride - 1), gain
+        self.stride = stride
+        self.padding = (size or 1) // 2 - (stride - 1)
+        self.gain = gain
         self.weight = nn.Parameter(torch.empty(outputs, inputs, *kernel))
         self.bias = nn.Parameter(torch.zeros(outputs))
         nn.init.orthogonal_(self.weight)
@@ -127,6 +130,7 @@ class Spectral(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
+        """Update u and v by one step of the power method."""
         matrix = self.weight.flatten(1)
         self.v.copy_(F.normalize(self.u @ matrix, dim=0))
         self.u.copy_(F.normalize(matrix @ self.v, dim=0))
@@ -140,27 +144,25 @@ class Spectral(nn.Module):
 
 
 class DcganDiscriminator(ImageDiscriminator):
-    """At each resolution a 3x3 convolution and one of 4x4 that halves the side; at 4 px a 3x3 one
+    """At each resolution a 3x3 convolution and a 4x4 one that halves the side; at 4 px a 3x3 one
     and the output.
 
-    Conditional: the features' first dimension, plus the product of the others with the label's
-    embedding (1802.05637).
+    The logit of a conditional one is the features' first dimension plus the product of the
+    remaining ones with the label's embedding (1802.05637).
     """
 
     def __init__(
         self, config: DcganConfig, *, resolution: int | str, channels: int, classes: int
     ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = (
-            config,
-            resolution,
-            channels,
-            classes,
-        )
+        self.config = config
+        self.resolution = resolution
+        self.channels = channels
+        self.classes = classes
         *widths, last = config.widths(resolution)[::-1]
         layers: list[nn.Module] = []
-        for before, width in pairwise([channels, *widths]):
-            layers += [Spectral(before, width, 3, gain=GAIN), nn.LeakyReLU(SLOPE)]
+        for inputs, width in pairwise([channels, *widths]):
+            layers += [Spectral(inputs, width, 3, gain=GAIN), nn.LeakyReLU(SLOPE)]
             layers += [Spectral(width, width, 4, stride=2, gain=GAIN), nn.LeakyReLU(SLOPE)]
         self.layers = nn.Sequential(
             *layers, Spectral(widths[-1], last, 3, gain=GAIN), nn.LeakyReLU(SLOPE)
@@ -171,13 +173,14 @@ class DcganDiscriminator(ImageDiscriminator):
         self.embed = Spectral(classes, last) if classes else None
 
     def trunk(self) -> dict[str, nn.Module]:
-        # with their leaky ReLUs
+        # each convolution with its leaky ReLU
         pairs = [self.layers[start : start + 2] for start in range(0, len(self.layers), 2)]
         return {f"stage{n}" if n else "stem": pair for n, pair in enumerate(pairs)}
 
     def hidden(self, images: Tensor) -> Tensor:
-        """The last hidden activations [N, F h w], F the channels of the smallest maps in the
-        parameters' precision.
+        """Return the last hidden activations [N, F h w] in the parameters' precision.
+
+        F, h and w are the channels, height and width of the smallest maps.
         """
         self.check_shape(images)
         return self.layers(images).flatten(1).to(self.output.bias.dtype)

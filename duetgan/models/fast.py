@@ -1,11 +1,11 @@
-"""A trained network used otherwise than it was trained: BatchNorm folded, a reduced precision,
-several views.
+"""Faster or more accurate inference with a trained classifier: folded BatchNorm, reduced precision,
+several views of an image.
 """
 
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +20,23 @@ Fixed = Literal["fp32", "bf16", "fp16"]
 
 
 def native(device: torch.device) -> Fixed:
-    """The reduced precision in which an accelerator is fast."""
-    # CUDA's, ROCm's and XPU's; not MPS's
-    says = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    return "bf16" if says is None or says(including_emulation=False) else "fp16"
+    """Return the reduced precision in which an accelerator is fast."""
+    # CUDA, ROCm and XPU have this function, MPS does not.
+    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if is_supported is None or is_supported(including_emulation=False):
+        return "bf16"
+    return "fp16"
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module:
-    """A copy of `model` in evaluation mode whose convolutions do their BatchNorm's work; same
-    outputs within rounding.
+    """Return a copy of `model` in evaluation mode with BatchNorms folded into convolutions.
 
-    A BatchNorm that follows no convolution stays, and so do all of a network that torch.fx cannot
-    trace.
+    The outputs are the same within rounding. A BatchNorm that follows no convolution remains, and
+    so do all BatchNorms of a network that torch.fx cannot trace.
     """
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     if not any(isinstance(module, _BatchNorm) for module in copied.modules()):
-        return copied  # nothing to fold, and R3GAN's layers cannot be traced
+        return copied  # tracing would fail for R3GAN's layers
     try:
         return fuse(copied).eval()
     except TraceError:
@@ -45,15 +46,22 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
 def faster(
     classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off"
 ) -> Classifier:
-    """A trained classifier on `device` whose logits, and nothing else of it, come with BatchNorm
-    folded or in a `precision`, whoever calls it. auto: what an accelerator is fast in; on a CPU
-    fp32, since a few images do not pay for the measurement that would tell. `tta`: flip or shift,
-    they are the mean of several views' (`over_views`). The one that is given stays as it was; they
-    share their weights.
+    """Return a copy of a trained classifier with a different `forward`.
+
+    Only the logits change; `classifier` itself does not. Both use the same weights.
+
+    Args:
+        classifier: A classifier on `device`.
+        device: Its device.
+        precision: fp32, bf16, fp16 or auto: the reduced precision in which an accelerator is fast,
+            and fp32 on CPUs, where measuring the faster one takes longer than a few images.
+        fold: Fold BatchNorms into convolutions.
+        tta: off, or flip or shift for the mean over several views, see `over_views`.
     """
     if precision == "auto":
         precision = "fp32" if device.type == "cpu" else native(device)
-    fast, network = copy.copy(classifier), fold_batchnorm(classifier) if fold else classifier
+    fast = copy.copy(classifier)
+    network = fold_batchnorm(classifier) if fold else classifier
     if precision != "fp32":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float16
         fast.forward = partial(_reduced, network, device.type, dtype)  # type: ignore[method-assign]
@@ -65,19 +73,20 @@ def faster(
 
 
 def over_views(logits: Callable[[Tensor], Tensor], shifted: bool, images: Tensor) -> Tensor:
-    """The mean logits [n, K] of images [n, C, H, W] and their mirror images; `shifted`: these weigh
-    a half, and those moved by a pixel up left and down right, edges reflected, a quarter each
-    (2404.00498, section 3.5).
+    """Return the mean logits [n, K] over images [n, C, H, W] and their mirror images.
+
+    With `shifted` these have the weight 1/2, and the views moved by a pixel up left and down right,
+    with reflected edges, 1/4 each (2404.00498, section 3.5).
     """
     mean = (logits(images) + logits(images.flip(3))) / 2
     if not shifted:
         return mean
     height, width = images.shape[2:]
     padded = F.pad(images, [1] * 4, mode="reflect")
-    moved = [padded[:, :, place : place + height, place : place + width] for place in (0, 2)]
+    moved = [padded[:, :, start : start + height, start : start + width] for start in (0, 2)]
     return mean / 2 + sum(logits(view) + logits(view.flip(3)) for view in moved) / 8
 
 
-def _reduced(network: Any, device: str, dtype: torch.dtype, images: Tensor) -> Tensor:
+def _reduced(network: nn.Module, device: str, dtype: torch.dtype, images: Tensor) -> Tensor:
     with torch.autocast(device, dtype=dtype):
         return network(images).float()

@@ -1,7 +1,6 @@
-"""What a GAN's networks can do: all that training, sampling and export ask of them, whichever they
-are.
+"""Base classes of the GANs' networks: the interface that training, sampling and export use.
 
-A new architecture is one file with a generator and a discriminator of these classes, and their
+A new architecture is one file with subclasses of the generator and the discriminator, their
 configurations, and one line in models/registry.py. A network is built as `cls(config, resolution=,
 channels=, classes=)`; `classes` 0 means unconditional. A discriminator that can grow also takes
 `progressive=`.
@@ -9,7 +8,7 @@ channels=, classes=)`; `classes` 0 means unconditional. A discriminator that can
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -25,94 +24,101 @@ from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.text import set_names
 
 NoiseMode = Literal["random", "const", "none"]
-TruncationMean = Literal["class", "global"]  # what styles are truncated towards
-# weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device
+TruncationMean = Literal["class", "global"]  # the mean that styles are truncated towards
+# Weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device.
 Alpha = float | Tensor
+Output = TypeVar("Output")
 
 
-MEAN_LATENTS = 10_000  # from which the mean w of a class is taken
-LARGEST_START = 256  # pixels that networks begin with: squares with 16 of them
+MEAN_LATENTS = 10_000  # latents that the mean w of a class is computed from
+LARGEST_START = 256  # most pixels of the smallest maps; square images start with 16
 
 
 class ImageNetwork(nn.Module):
-    """A network of images of one size: `resolution`, the side of squares in px, or text of
-    rectangles: "96x64".
+    """Base class of networks for images of one size.
+
+    `resolution` is the side of square images in px, or text for rectangles: "96x64".
     """
 
     channels: int
     resolution: int | str
-    # of the images that it was built for, see utils/image_spec.py
+    # Format of the images that the network was built for, see utils/image_spec.py.
     pixel_format: Mapping[str, Any] | None = None
 
     @property
     def spec(self) -> ImageSpec:
+        """Size and pixel format of the network's images."""
         return ImageSpec.of(self.channels, self.resolution, self.pixel_format)
 
 
 class ImageGenerator(ImageNetwork):
-    """`forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=,
-    truncation_mean=)` -> images [N, channels, H, W] in about [-1, 1].
+    """Base class of generators: z and labels -> images [N, channels, H, W] in about [-1, 1].
 
-    `labels`: int64 [N], or weights of the classes [N, classes] for mixtures and several labels an
-    image; None without classes. `noise`: a map [N, 1, H, W] for each of `noise_shapes()`, "const"
-    for stored ones, "none". Truncation is for those that have styles. What the last layer gives
-    goes through `finished`.
+    Call: `forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=,
+    truncation_mean=)`. `labels` are int64 [N], or weights of the classes [N, classes] for mixtures
+    and images with several labels; None without classes. `noise` is one map [N, 1, H, W] for each
+    of `noise_shapes()`, "const" for stored maps, or "none". Only generators with styles can
+    truncate. `forward` passes the output of the last layer through `finished`.
     """
 
-    has_styles: ClassVar[bool] = False  # there is a w between z and the image: see StyledGenerator
-    # forward (with styles: synthesis, num_ws_at), noise_shapes and the
+    has_styles: ClassVar[bool] = False  # maps z to a style w first: see StyledGenerator
+    # True: forward, noise_shapes and the discriminator's hidden (with styles also synthesis and
+    # num_ws_at) accept a stage of progressive growing: `resolution` (px of the shorter side) and
+    # `alpha`.
     can_grow: ClassVar[bool] = False
-    # discriminator's hidden take a stage of progressive growing: `resolution` (px of the shorter
-    # side), `alpha`
 
     z_dim: int
     classes: int
-    # of classes that its images have, the most frequent first; None: one
-    sets: Sequence[Sequence[int]] | None = None
+    # Sets of classes that its images have, the most frequent first; None: one class an image.
+    label_sets: Sequence[Sequence[int]] | None = None
 
     @property
-    def kinds(self) -> int:
-        """How many different labels there are to ask for: classes or sets of them; 0:
-        unconditional.
-        """
-        return self.classes if self.sets is None else len(self.sets)
+    def num_labels(self) -> int:
+        """Number of different labels, which are classes or sets of classes; 0: unconditional."""
+        return self.classes if self.label_sets is None else len(self.label_sets)
 
     def label_names(self, classes: Sequence[str]) -> list[str]:
-        """What each of them is called."""
-        return list(classes) if self.sets is None else set_names(classes, self.sets)
+        """Return the name of each label, given the names of the classes."""
+        return list(classes) if self.label_sets is None else set_names(classes, self.label_sets)
 
     def conditions(self, labels: Tensor) -> Tensor:
-        """What `forward` takes for labels int64 [N], numbers of classes or of sets: themselves, or
-        [N, classes].
+        """Return the labels as `forward` takes them.
+
+        Args:
+            labels: int64 [N], numbers of classes or of label sets.
+
+        Returns:
+            The same numbers, or with label sets a float multi-hot tensor [N, classes].
         """
-        if self.sets is None:
+        if self.label_sets is None:
             return labels
         hot = torch.zeros(len(labels), self.classes)
         for row, label in zip(hot, labels.tolist(), strict=True):
-            row[list(self.sets[label])] = 1
+            row[list(self.label_sets[label])] = 1
         return hot
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
-        """(1, H, W) of each noise map, in the order they are taken; an empty list for a generator
-        without noise.
-        """
+        """Return (1, H, W) of each noise map in the order of the layers; empty without noise."""
         return []
 
     def finished(self, x: Tensor) -> Tensor:
-        """Images of the last layer's values, with alpha straight colours: what is transparent need
-        not be black.
+        """Return images made of the last layer's output: an alpha channel multiplies the colours.
+
+        The layers themselves give straight colours, which need not be black where the image is
+        transparent.
         """
         return premultiplied(x) if (self.pixel_format or {}).get("alpha") else x
 
 
 class PlainGenerator(ImageGenerator):
-    """Without styles and noise: `images` of what `linear` makes, without autocast, of z and the
-    label's embedding.
+    """Base class of generators without styles and noise.
+
+    `linear`, run without autocast, maps z and the label's embedding to the input of `images`.
     """
 
     title: ClassVar[str]  # for messages
-    linear: Any  # of z and the embedding, a layer with a weight
-    embed: nn.Module | None  # of one-hot labels [N, classes]; None without classes
+    linear: Any  # maps z and the embedding; a layer with a weight
+    embed: nn.Module | None  # maps one-hot labels [N, classes]; None without classes
     images: Callable[[Tensor], Tensor]
 
     def forward(
@@ -121,9 +127,9 @@ class PlainGenerator(ImageGenerator):
         labels: Tensor | None = None,
         *,
         truncation_psi: float = 1.0,
-        **_: Any,  # what other generators take: noise, truncation_cutoff, truncation_mean
+        **_: Any,  # ignored options of other generators: noise, truncation_cutoff, truncation_mean
     ) -> Tensor:
-        """Raises UserError for a `truncation_psi` other than 1."""
+        """Return images; raise UserError for a `truncation_psi` other than 1."""
         if truncation_psi != 1:
             raise UserError(
                 f"truncation_psi {truncation_psi}: {self.title} has no w to truncate; leave it at 1"
@@ -137,8 +143,10 @@ class PlainGenerator(ImageGenerator):
 
 
 class StyledGenerator(ImageGenerator):
-    """A generator in two halves: `mapping(z, labels)` -> w [N, w_dim], `synthesis(ws [N, num_ws,
-    w_dim], noise)` -> images. `w_avg` [w_dim] is the moving mean of w, a buffer without a graph.
+    """Base class of generators in two halves, mapping and synthesis.
+
+    `mapping(z, labels)` gives w [N, w_dim], `synthesis(ws [N, num_ws, w_dim], noise)` images.
+    `w_avg` [w_dim] is the moving mean of w, a buffer without a graph.
     """
 
     has_styles = True
@@ -155,31 +163,37 @@ class StyledGenerator(ImageGenerator):
         self._weights_version: list[tuple[int, int]] = []
 
     def num_ws_at(self, resolution: int | None = None) -> int:
-        """Styles that a stage takes."""
+        """Return the number of styles that a stage takes."""
         return self.num_ws
 
     @torch.no_grad()
     def update_w_avg(self, w_mean: Tensor) -> None:
-        """Move `w_avg` towards the mean w [w_dim] of a (global) batch: w_avg = beta w_avg + (1 -
-        beta) w_mean.
+        """Move `w_avg` towards the mean w [w_dim] of a global batch.
+
+        w_avg = beta w_avg + (1 - beta) w_mean.
         """
         self.w_avg.lerp_(w_mean.to(self.w_avg.dtype), 1 - self.w_avg_beta)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def class_styles(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean w [N, w_dim] of each label's class and the root mean squared distance [N]
-        of w from it.
+        """Return the mean w of each label's class and the spread of w around it.
 
-        Labels as `forward` takes them; None gives one row, of an unconditional generator. Both are
-        of MEAN_LATENTS latents, the same for every class, and are computed once for the network's
-        present weights.
+        Both are computed from MEAN_LATENTS latents, the same for every class, and cached until the
+        network's weights change.
+
+        Args:
+            labels: As `forward` takes them; None for an unconditional generator (N = 1).
+
+        Returns:
+            The means [N, w_dim] and the root mean squared distances of w from them [N].
         """
         version = [(weight.data_ptr(), weight._version) for weight in self.parameters()]
         if version != self._weights_version:
             self._class_styles.clear()
             self._weights_version = version
-        rows, places = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+        rows = torch.zeros(1)
+        places = torch.zeros(1, dtype=torch.int64)
         if labels is not None:
             rows, places = labels.unique(dim=0, return_inverse=True)
         keys = [str(row) for row in rows.tolist()]
@@ -198,13 +212,16 @@ class StyledGenerator(ImageGenerator):
         return torch.stack(means)[places], torch.stack(spreads)[places]
 
     def truncation_centre(self, labels: Tensor | None, mean: TruncationMean = "class") -> Tensor:
-        """Return what w is truncated towards: the mean of its class, [N, w_dim], or `w_avg`,
-        [w_dim].
+        """Return the point that w is truncated towards.
 
-        Towards `w_avg` a sample loses its class with its variety; towards the mean of the class it
-        keeps it (conditional truncation, 2202.11777). Without classes both are `w_avg`.
+        It is the mean of the label's class, [N, w_dim], or with `mean` "global", and without
+        classes, `w_avg`, [w_dim]. Truncation towards `w_avg` makes samples lose their class
+        together with their variety; the mean of the class preserves it (conditional truncation,
+        2202.11777).
         """
-        return self.w_avg if mean == "global" or not self.classes else self.class_styles(labels)[0]
+        if mean == "global" or not self.classes:
+            return self.w_avg
+        return self.class_styles(labels)[0]
 
     def truncate(
         self,
@@ -215,10 +232,14 @@ class StyledGenerator(ImageGenerator):
         labels: Tensor | None = None,
         mean: TruncationMean = "class",
     ) -> Tensor:
-        """Return centre + psi (w - centre) for the first `cutoff` layers (all when None).
+        """Return centre + psi (w - centre) for the first `cutoff` layers; the others unchanged.
 
-        Args: ws [N, layers, w_dim], and the labels that they were made with; centre: see
-        `truncation_centre`.
+        Args:
+            ws: Styles [N, layers, w_dim].
+            psi: 1 leaves the styles as they are, 0 gives the centre.
+            cutoff: Number of layers; None: all.
+            labels: The labels that `ws` were made with.
+            mean: The kind of centre, see `truncation_centre`.
         """
         if cutoff is not None and cutoff < 0:
             raise ValueError(f"truncation cutoff {cutoff} is a number of layers: 0 or more")
@@ -232,57 +253,71 @@ class StyledGenerator(ImageGenerator):
 
 
 class StageGenerator(ImageGenerator):
-    """`generator`, which can grow, at a stage of progressive growing, to sample from and to
-    evaluate like any other.
+    """A growing generator fixed at a stage, to sample from and to evaluate like any other.
 
-    The parameters are the generator's own, not a copy. With `shown` (px) pixels are repeated up to
-    that shorter side, so that the images compare with those of other stages. Raises ValueError for
-    a resolution that is no stage of it.
+    The parameters are shared with `generator`, not copied.
+
+    Args:
+        generator: A generator that can grow.
+        resolution: Shorter side of the stage in px.
+        alpha: Weight of the stage's new layers.
+        display_size: Shorter side in px that the images are enlarged to by repeating pixels, so
+            that they compare with those of other stages; None: `resolution`.
+
+    Raises:
+        ValueError: `resolution` is no stage of the generator.
     """
 
     def __init__(
-        self, generator: Any, resolution: int, alpha: Alpha = 1.0, *, shown: int | None = None
+        self,
+        generator: Any,
+        resolution: int,
+        alpha: Alpha = 1.0,
+        *,
+        display_size: int | None = None,
     ) -> None:
         super().__init__()
         self.generator = generator
-        self.z_dim, self.classes, self.channels = (
-            generator.z_dim,
-            generator.classes,
-            generator.channels,
-        )
-        self.sets, self.pixel_format = generator.sets, generator.pixel_format
-        self.stage, self.alpha = resolution, alpha
-        self.factor = (shown or resolution) // resolution
-        self.resolution = generator.spec.at(shown or resolution).resolution
+        self.z_dim = generator.z_dim
+        self.classes = generator.classes
+        self.channels = generator.channels
+        self.label_sets = generator.label_sets
+        self.pixel_format = generator.pixel_format
+        self.stage = resolution
+        self.alpha = alpha
+        self.factor = (display_size or resolution) // resolution
+        self.resolution = generator.spec.at(display_size or resolution).resolution
         self.num_ws = generator.num_ws_at(resolution)
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
         return self.generator.noise_shapes(resolution or self.stage)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """`options`: noise and truncation, as the generator has them."""
+        """Return images of this stage; `options` are the generator's noise and truncation."""
         images = self.generator(z, labels, resolution=self.stage, alpha=self.alpha, **options)
-        return images if self.factor == 1 else F.interpolate(images, scale_factor=self.factor)
+        if self.factor != 1:
+            images = F.interpolate(images, scale_factor=self.factor)
+        return images
 
 
 class ImageDiscriminator(ImageNetwork):
-    """`forward(images [N, channels, H, W], labels [N] or None)` -> logits [N] in the parameters'
-    precision.
+    """Base class of discriminators: images and labels -> logits [N] in the parameters' precision.
 
-    In three steps, so that one pass over the images serves several labels: `hidden`, `output`,
-    `project`. The last two run without autocast. `group` of the configuration: consecutive samples
-    that a forward pass must hold whole.
+    Call: `forward(images [N, channels, H, W], labels [N] or None)`. It has three steps, `hidden`,
+    `output` and `project`, so that one pass over the images serves several labels. The last two
+    run without autocast. `config.group` is the number of consecutive samples that must stay
+    together in one forward pass.
     """
 
-    # of images -> the last hidden activations [N, H], in the parameters' precision
+    # images -> the last hidden activations [N, H], in the parameters' precision
     hidden: Callable[..., Tensor]
-    # of the last hidden activations [N, H] -> features [N, F]; F = 1 without classes
+    # the last hidden activations [N, H] -> features [N, F]; F = 1 without classes
     output: nn.Module
-    embed: nn.Module | None  # of one-hot labels [N, classes] -> [N, F]; None without classes
-    # stage -> module, called in turn: of images -> the last maps
+    embed: nn.Module | None  # one-hot labels [N, classes] -> [N, F]; None without classes
+    # Returns stage -> module; called one after another, they map images to the last maps.
     trunk: Callable[[], dict[str, nn.Module]]
     trunk_width: int  # channels of these maps
-    # of the last hidden activations [N, H] -> logits of the classes [N, classes]; None without
+    # the last hidden activations [N, H] -> logits of the classes [N, classes]; or None
     auxiliary: Any
     config: Any
     classes: int
@@ -292,23 +327,23 @@ class ImageDiscriminator(ImageNetwork):
         self.auxiliary = None
 
     def add_auxiliary(self) -> None:
-        """Give it a head that names the images' classes (AC-GAN, 1610.09585), of the kind of layer
-        that `output` is.
-        """
+        """Add a head for the classes (AC-GAN, 1610.09585): a layer of the type of `output`."""
         output: Any = self.output
         self.auxiliary = type(output)(output.weight.shape[1], self.classes)
 
-    def features(self, images: Tensor, *stage: Any, **named: Any) -> Tensor:
-        """What the logits are made from, [N, F]: the label is not looked at yet. `stage` goes to
-        `hidden`.
+    def features(self, images: Tensor, *stage: Alpha, **named: Alpha) -> Tensor:
+        """Return the features [N, F] of images, which do not depend on the label yet.
+
+        The remaining arguments, a stage of progressive growing, go to `hidden`.
         """
         hidden = self.hidden(images, *stage, **named)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.output(hidden)
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [N]: features [N, F] times the label's embedding (1802.05637); without classes the
-        features.
+        """Return logits [N]: the products of features [N, F] and label embeddings (1802.05637).
+
+        Without classes F is 1 and the features are the logits.
         """
         if self.embed is None:
             return features.squeeze(1)
@@ -318,117 +353,115 @@ class ImageDiscriminator(ImageNetwork):
             )
 
     def embedded(self, labels: Tensor) -> Tensor:
-        """[N, F] of one-hot labels [N, classes]."""
+        """Return the embeddings [N, F] of one-hot labels [N, classes]."""
         assert self.embed is not None
         return self.embed(labels)
 
     def check_shape(self, images: Tensor) -> None:
         """Raise ValueError for images of another shape than the network's."""
-        given, own = tuple(images.shape[1:]), self.spec.shape
-        if given != own:
-            raise ValueError(f"images of shape {given} for a discriminator of {own}")
+        shape = tuple(images.shape[1:])
+        if shape != self.spec.shape:
+            raise ValueError(f"images of shape {shape} for a discriminator of {self.spec.shape}")
 
     def forward(
-        self, images: Tensor, labels: Tensor | None = None, *stage: Any, **named: Any
+        self, images: Tensor, labels: Tensor | None = None, *stage: Alpha, **named: Alpha
     ) -> Tensor:
         return self.project(self.features(images, *stage, **named), labels)
 
     def after_update(self) -> None:
-        """Called once after each update of the parameters, on every rank, with the same parameters."""
+        """Run once after each update of the parameters, on every rank with the same parameters."""
 
 
 def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
-    """[N, classes] of labels int64 [N]; weights of the classes [N, classes] as they are. ValueError
-    without labels.
+    """Return one-hot labels [N, classes] of labels int64 [N].
+
+    Weights of the classes [N, classes] are only cast to `dtype`. Raises ValueError without labels.
     """
     if labels is None:
         raise ValueError("a conditional network needs labels")
     return (labels if labels.is_floating_point() else F.one_hot(labels, classes)).to(dtype)
 
 
-def asked(labels: Tensor, sets: Tensor | None) -> Tensor:
-    """What networks are conditioned on: labels int64 [n], or their rows of `sets`, float [labels,
+def conditioning_vectors(labels: Tensor, label_sets: Tensor | None) -> Tensor:
+    """Return the network's conditions for labels int64 [n].
+
+    They are the labels themselves, or their rows [n, classes] of `label_sets`, float [labels,
     classes].
     """
-    return labels if sets is None else sets[labels]
+    return labels if label_sets is None else label_sets[labels]
 
 
-def label_loss(logits: Tensor, labels: Tensor, sets: Tensor | None) -> Tensor:
-    """Sum over the images of the cross entropy of logits [n, classes]; of sets the binary one, the
-    classes' mean.
+def label_loss(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Tensor:
+    """Return the cross entropy of class logits [n, classes], summed over the images.
+
+    With label sets it is the binary cross entropy, averaged over the classes.
     """
-    if sets is None:
+    if label_sets is None:
         return F.cross_entropy(logits, labels, reduction="sum")
-    return F.binary_cross_entropy_with_logits(logits, sets[labels].to(logits)) * len(labels)
+    return F.binary_cross_entropy_with_logits(logits, label_sets[labels].to(logits)) * len(labels)
 
 
-def told(logits: Tensor, labels: Tensor, sets: Tensor | None) -> Tensor:
-    """How many images' classes are told; of sets, of each image the share of the classes that are
-    told rightly.
+def count_correct(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Tensor:
+    """Return the number of images that are classified correctly.
+
+    With label sets each image counts as the fraction of the classes that are predicted correctly.
     """
-    right = (
-        logits.argmax(1) == labels
-        if sets is None
-        else ((logits > 0) == (sets[labels] > 0)).float().mean(1)
-    )
-    return right.sum()
+    if label_sets is None:
+        return (logits.argmax(1) == labels).sum()
+    return ((logits > 0) == (label_sets[labels] > 0)).float().mean(1).sum()
 
 
-def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
-    """`function(*arguments)`; with `recompute` its activations are not kept but computed again when
-    they are needed.
+def run(function: Callable[..., Output], *arguments: object, recompute: bool) -> Output:
+    """Return `function(*arguments)`; with `recompute` under activation checkpointing.
 
-    Nothing inside draws (noise is an argument), so there is no random state to put back.
+    The function must not draw random numbers (noise is an argument): no random state is restored.
     """
     if not (recompute and torch.is_grad_enabled()):
         return function(*arguments)
-    # then the second time is as the first, whatever is penalised by then
+    # The recomputation must repeat the first pass even if the penalty has ended by then.
     if not torch.compiler.is_compiling():
-        function = convolution.penalised(convolution.penalty_comes())(function)
+        function = convolution.penalised(convolution.is_penalised())(function)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def sizes_up_to(resolution: int | str) -> list[int]:
-    """The shorter sides at which networks work, each twice the one before: 4, 8, ..., 64 for 64 and
-    for 96x64 px, which begin with 4x4 and 6x4 pixels; 6, 12, ..., 96 for 96. The first is 4 or more
-    and as small as possible.
+    """Return the shorter sides in px at which networks work, each twice the previous one.
 
-    Raises UserError for sizes that doubling a start of at most LARGEST_START pixels does not lead
-    to.
+    The first is at least 4 and as small as possible: 4, 8, ..., 64 for 64 px and for 96x64 px
+    (which start with 4x4 and 6x4 pixels), and 6, 12, ..., 96 for 96 px.
+
+    Raises:
+        UserError: No start of at most LARGEST_START pixels gives the resolution by doubling.
     """
     spec = ImageSpec.of(1, resolution)
     # the largest power of two that divides both sides
-    twos = math.gcd(*spec.size) & -math.gcd(*spec.size)
-    while twos > 1 and spec.side < 4 * twos:
-        twos //= 2
-    if twos < 2 or spec.values > LARGEST_START * twos**2:
-        step = max(2, 1 << max(0, spec.side.bit_length() - 3))  # what doubles a start of 4 to 7 px
-        near = [
-            [max(4 * step, side // step * step + more) for side in spec.size[::-1]]
-            for more in (0, step)
-        ]
+    factor = math.gcd(*spec.size) & -math.gcd(*spec.size)
+    while factor > 1 and spec.side < 4 * factor:
+        factor //= 2
+    if factor < 2 or spec.values > LARGEST_START * factor**2:
+        step = max(2, 1 << max(0, spec.side.bit_length() - 3))  # its multiples start with 4 to 7 px
+        below = [max(4 * step, side // step * step) for side in spec.size[::-1]]
+        above = [max(4 * step, side // step * step + step) for side in spec.size[::-1]]
         is_square = spec.height == spec.width
         names = dict.fromkeys(
-            str(size[0]) if is_square else "x".join(map(str, size)) for size in near
+            str(size[0]) if is_square else "x".join(map(str, size)) for size in (below, above)
         )
-        smaller = (
-            f"train with --data.resolution {near[0][0]}, or "
-            if is_square and near[0][0] < spec.side
-            else ""
-        )
+        smaller = ""
+        if is_square and below[0] < spec.side:
+            smaller = f"train with --data.resolution {below[0]}, or "
         raise UserError(
-            f"resolution {resolution}: doubling a few pixels never gives it; {smaller}pack the data with --size "
-            f"{' or '.join(names)}"
+            f"resolution {resolution}: doubling a few pixels never gives it; {smaller}pack the "
+            f"data with --size {' or '.join(names)}"
         )
-    return [spec.side // twos * 2**k for k in range(twos.bit_length())]
+    return [spec.side // factor * 2**k for k in range(factor.bit_length())]
 
 
 def floor_to_two(number: int) -> int:
-    """The largest power of two that is not above it."""
+    """Return the largest power of two that is not above `number`."""
     return 1 << number.bit_length() - 1
 
 
-# --- images: sample i depends on (seed, i), its label and nothing else
+# --- images: sample i depends only on (seed, i) and its label
 
 
 def draw(
@@ -438,11 +471,18 @@ def draw(
     stream: tuple[str | int, ...] = ("eval",),
     numpy_seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """z [N, z_dim] and each layer's noise maps [N, 1, H, W], drawn on the CPU with the key (seed,
-    *stream, index).
+    """Draw latents and noise maps on the CPU with the key (seed, *stream, index) for each sample.
 
-    `numpy_seeds`: z is NumPy's RandomState(seed).randn(z_dim) for each of these, as in NVIDIA's
-    generate.py.
+    Args:
+        model: The generator that they are for.
+        indices: Numbers of the N samples.
+        seed: Seed of the random streams.
+        stream: Names of the random stream.
+        numpy_seeds: If not None, z is NumPy's RandomState(seed).randn(z_dim) for each of these N
+            seeds, as in NVIDIA's generate.py.
+
+    Returns:
+        z [N, z_dim] and the noise maps [N, 1, H, W] of each layer.
     """
     shapes = model.noise_shapes()
     sizes = [model.z_dim, *(h * w for _, h, w in shapes)]
@@ -466,16 +506,25 @@ def generate(
     seed: int,
     noise_mode: NoiseMode = "random",
     batch_size: int = 64,
-    stream: tuple[str | int, ...] = ("eval",),  # of the draws' keys
-    numpy_seeds: Sequence[int] | None = None,  # see `draw`
-    # truncation_psi, truncation_cutoff and truncation_mean, as the model has them
+    stream: tuple[str | int, ...] = ("eval",),
+    numpy_seeds: Sequence[int] | None = None,
     **truncation: Any,
 ) -> Tensor:
-    """Images [N, channels, H, W] on the CPU, as files have them (`spec.from_float`), for labels [N]
-    (None when unconditional) and sample indices (N of them).
+    """Generate images [N, channels, H, W] on the CPU, in the values of files (`spec.from_float`).
+
+    Args:
+        model: The generator.
+        labels: [N], or [N, classes]; None when unconditional.
+        indices: Numbers of the N samples.
+        seed: Seed of the draws.
+        noise_mode: "random" draws noise maps, "const" uses stored maps, "none" uses no noise.
+        batch_size: Samples of a forward pass.
+        stream: Names of the random stream, see `draw`.
+        numpy_seeds: See `draw`.
+        truncation: truncation_psi, truncation_cutoff and truncation_mean of the model's `forward`.
     """
     device = next(model.parameters()).device
-    drawn = []
+    images = []
     for start in range(0, len(indices), batch_size):
         part = slice(start, start + batch_size)
         z, maps = draw(
@@ -483,9 +532,9 @@ def generate(
         )
         batch_labels = None if labels is None else upload(labels[part], device)
         noise = [upload(m, device) for m in maps] if noise_mode == "random" else noise_mode
-        drawn.append(
+        images.append(
             model.spec.from_float(
                 model(upload(z, device), batch_labels, noise=noise, **truncation)
             ).cpu()
         )
-    return torch.cat(drawn)
+    return torch.cat(images)

@@ -1,8 +1,8 @@
-"""One classifier over several devices: consecutive stages of it lie on one each, for networks that
-one cannot hold.
+"""A classifier split over several devices, for networks that do not fit on one.
 
-The devices take turns, so nothing gets faster. Names in state dicts stay, checkpoints fit every
-placement; images go in, and logits come out, on the first device.
+Each device has consecutive blocks. The devices run one after another, so training gets no faster.
+The names in state dicts do not change, so checkpoints fit every split. Images go in and logits come
+out on the first device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,25 +17,25 @@ from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
-COPIES = 5  # of the weights, in training: they, their gradients, two moments, their average
-SAMPLES = 2  # that the memory is estimated with: BatchNorm refuses one alone
+COPIES = 5  # of the weights in training: weights, gradients, two moments, average
+SAMPLES = 2  # batch size of the memory estimate: BatchNorm refuses a single sample
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of the network that lies on one device, with the bytes that training keeps there."""
+    """A part of the network that is never divided, with its memory in training in bytes."""
 
     name: str  # stem, a residual block (layer3.4), head
     weights: int  # parameters, once
     entering: int  # its input
-    # what its backward pass needs besides, its input only where no earlier block keeps that too
-    kept: int
+    # Tensors saved for its backward pass; its input counts only if no earlier block saves it.
+    saved: int
 
 
 @dataclass(frozen=True)
-class Share:
-    """What lies on one device; as text `cuda:0: stem to layer3.1, about 1.25 GiB`."""
+class DevicePart:
+    """The blocks on one device; as text `cuda:0: stem to layer3.1, about 1.25 GiB`."""
 
     device: torch.device
     blocks: tuple[str, ...]  # consecutive
@@ -48,28 +48,36 @@ class Share:
 
 def place(
     classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False
-) -> list[Share]:
-    """Move the classifier's blocks to `devices` as `config.split` says, and its activations with
-    every call. Returns what lies where, from the images to the logits.
+) -> list[DevicePart]:
+    """Move the classifier's blocks to `devices` as `config.split` says.
 
-    `samples` are those of a forward pass; `reduced`: activations are kept in 16 bits. `auto`: the
-    device that holds most memory in training holds as little as it can. A copy of the classifier
-    (`copy.deepcopy`) lies and works the same way; moved to one device as a whole, it works there.
+    Hooks move the activations in each forward pass. The split "auto" minimises the largest memory
+    of a device in training. A copy of the classifier (`copy.deepcopy`) is split in the same way;
+    one that is moved to a single device as a whole works there.
 
-    Raises UserError for fewer than two devices, and for a split that does not fit the network or
-    the devices.
+    Args:
+        classifier: The classifier, with all weights on one device.
+        devices: Devices of this process; the first one gets the images.
+        samples: Batch size of a forward pass.
+        reduced: Activations have 16 bits.
+
+    Returns:
+        The part of each device, from the images to the logits.
+
+    Raises:
+        UserError: There are fewer than two devices, or the split does not fit the network or the
+            devices.
     """
     split = classifier.config.split
     assert split != "off"
     if len(devices) < 2:
-        text = (
-            split
-            if split == "auto"
-            else ", ".join(f"{block}: {number}" for block, number in split.items())
-        )
+        text = "auto"
+        if split != "auto":
+            text = ", ".join(f"{block}: {number}" for block, number in split.items())
         raise UserError(
-            f"model.split {text}: needs two devices or more, but this process has one ({devices[0]}); leave it out, "
-            "or give each process several: fewer processes, or more GPUs"
+            f"model.split {text}: needs two devices or more, but this process has one "
+            f"({devices[0]}); leave it out, or give each process several: fewer processes, or more "
+            "GPUs"
         )
     blocks = measure(classifier, samples, reduced=reduced)
     names = [block.name for block in blocks]
@@ -77,29 +85,33 @@ def place(
     if split == "auto":
         ends = balanced(len(blocks), min(len(devices), len(blocks)), cost)
     else:
-        ends = given(split, names, len(devices))
+        ends = configured_ends(split, names, len(devices))
     spans = zip(devices, pairwise([0, *ends]), strict=False)
-    shares = [Share(device, tuple(names[a:b]), cost(a, b)) for device, (a, b) in spans]
+    parts = [
+        DevicePart(device, tuple(names[start:end]), cost(start, end))
+        for device, (start, end) in spans
+    ]
 
     modules = modules_of(classifier)
-    for share in shares:
-        for name in share.blocks:
-            nn.ModuleList(modules[name]).to(share.device)
-    # of ImageNet's normalisation
+    for part in parts:
+        for name in part.blocks:
+            nn.ModuleList(modules[name]).to(part.device)
+    # buffers of ImageNet's normalisation
     for name, buffer in list(classifier.named_buffers(recurse=False)):
-        setattr(classifier, name, buffer.to(shares[0].device))
-    for share in shares[1:]:  # gradients go back by themselves
-        modules[share.blocks[0]][0].register_forward_pre_hook(
+        setattr(classifier, name, buffer.to(parts[0].device))
+    for part in parts[1:]:  # autograd moves the gradients back
+        modules[part.blocks[0]][0].register_forward_pre_hook(
             lambda module, inputs: tuple(x.to(next(module.parameters()).device) for x in inputs)
         )
-    # whoever gives the images has the labels there, too
+    # The labels are on the device of the images.
     classifier.register_forward_hook(lambda _module, inputs, logits: logits.to(inputs[0].device))
-    return shares
+    return parts
 
 
 def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
-    """Block -> its modules, from the images to the logits; the first of them takes the block's
-    input.
+    """Return the modules of each block, from the images to the logits.
+
+    The first module of a block takes the block's input.
     """
     network = classifier.network
     return {
@@ -112,67 +124,71 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
 
 
 def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Block]:
-    """Every block's bytes in training with `samples` samples a forward pass, found on torch's meta
-    device: nothing is computed or allocated. A tensor counts where it is kept first. `reduced`:
-    activations take half.
+    """Return the blocks with their memory in training, for `samples` samples a forward pass.
+
+    A forward pass on torch's meta device determines it: nothing is computed or allocated. A tensor
+    that several blocks save counts for the first. `reduced`: activations take half.
     """
-    config = classifier.config.changed(activation_checkpointing=False)
-    channels, classes = classifier.channels, classifier.classes
     with torch.device("meta"):
-        ghost = Classifier(
-            config, channels=channels, classes=classes, resolution=classifier.resolution
+        network = Classifier(
+            classifier.config.changed(activation_checkpointing=False),
+            channels=classifier.channels,
+            classes=classifier.classes,
+            resolution=classifier.resolution,
         ).train()
-        images = ghost.prepare(torch.empty(SAMPLES, *classifier.spec.shape))
-    modules = modules_of(ghost)
-    entering, kept = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
+        images = network.prepare(torch.empty(SAMPLES, *classifier.spec.shape))
+    modules = modules_of(network)
+    entering = dict.fromkeys(modules, 0)
+    saved = dict.fromkeys(modules, 0)
     current = next(iter(modules))
-    # what has been seen is held, so that no address comes twice
-    seen = {p.untyped_storage()._cdata: p.detach() for p in ghost.parameters()}
+    # A reference to each counted tensor prevents that its address is used again.
+    counted = {p.untyped_storage()._cdata: p.detach() for p in network.parameters()}
 
     def enter(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         nonlocal current
         current = name
         entering[name] = inputs[0].nbytes
 
-    def note(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen[storage._cdata] = tensor
-            kept[current] += storage.nbytes()
+        if storage._cdata not in counted:
+            counted[storage._cdata] = tensor
+            saved[current] += storage.nbytes()
         return tensor
 
-    for name, own in modules.items():
-        own[0].register_forward_pre_hook(partial(enter, name))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        ghost(images)
-    part = SAMPLES * (2 if reduced else 1)
+    for name, block_modules in modules.items():
+        block_modules[0].register_forward_pre_hook(partial(enter, name))
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        network(images)
+    divisor = SAMPLES * (2 if reduced else 1)
     return [
         Block(
             name,
-            weights=sum(p.nbytes for module in own for p in module.parameters()),
-            entering=entering[name] * samples // part,
-            kept=kept[name] * samples // part,
+            weights=sum(p.nbytes for module in block_modules for p in module.parameters()),
+            entering=entering[name] * samples // divisor,
+            saved=saved[name] * samples // divisor,
         )
-        for name, own in modules.items()
+        for name, block_modules in modules.items()
     ]
 
 
 def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int], int]:
-    """(start, end) -> bytes on a device that holds blocks[start:end]."""
+    """Return a function (start, end) -> bytes on a device that holds blocks[start:end]."""
 
     def cost(start: int, end: int) -> int:
-        own = blocks[start:end]
-        total = sum(COPIES * block.weights for block in own) + (own[0].entering if start else 0)
+        span = blocks[start:end]
+        total = sum(COPIES * block.weights for block in span) + (span[0].entering if start else 0)
         if not checkpointing:
-            return total + sum(block.kept for block in own)
-        # a stage's input stays where the stage before it ended; a stage at a time is computed again
+            return total + sum(block.saved for block in span)
+        # The input of a stage stays on the device of the previous stage. One stage at a time is
+        # computed again.
         total += sum(
             block.entering for block in blocks[start + 1 : end + 1] if block.name.endswith(".0")
         )
         stages: dict[str, int] = {}
-        for block in own:
+        for block in span:
             stage = block.name.partition(".")[0]
-            stages[stage] = stages.get(stage, 0) + block.kept
+            stages[stage] = stages.get(stage, 0) + block.saved
         total += stages.pop("head", 0) + (0 if start else blocks[0].entering)
         return total + max(stages.values(), default=0)
 
@@ -183,62 +199,64 @@ def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int
 
 
 def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Ends of `devices` consecutive spans of range(count), none empty, whose largest `cost(start,
-    end)` is smallest.
+    """Return the ends of consecutive spans of range(count) that minimise the largest cost.
+
+    Args:
+        count: Number of blocks.
+        devices: Number of spans, none of which is empty.
+        cost: (start, end) -> cost of a span.
     """
-    best = {end: (cost(0, end), [end]) for end in range(1, count + 1)}  # of the spans up to `end`
-    for taken in range(1, devices):
-        best = {
-            end: min(
-                (max(best[cut][0], cost(cut, end)), [*best[cut][1], end])
-                for cut in range(taken, end)
+    # end -> (largest cost, ends) of the best division of range(end)
+    best = {end: (cost(0, end), [end]) for end in range(1, count + 1)}
+    for spans in range(1, devices):  # of the previous `best`
+        previous = best
+        best = {}
+        for end in range(spans + 1, count + 1):
+            best[end] = min(
+                (max(previous[cut][0], cost(cut, end)), [*previous[cut][1], end])
+                for cut in range(spans, end)
             )
-            for end in range(taken + 1, count + 1)
-        }
     return best[count][1]
 
 
-def given(split: Mapping[str, int], names: Sequence[str], devices: int) -> list[int]:
-    """Ends of the spans on devices 0, 1, ... where `split` says at which stage, or block, each
-    further one begins.
+def configured_ends(split: Mapping[str, int], names: Sequence[str], devices: int) -> list[int]:
+    """Return the ends of the spans on devices 0, 1, ... for a config's split.
 
-    Raises UserError for a part that the network has not, and unless the numbers go up one by one
-    from 0.
+    Args:
+        split: Stage or block -> number of the device that begins with it.
+        names: Names of all blocks.
+        devices: Number of devices.
+
+    Raises:
+        UserError: The network has no such part, or the numbers do not go up one by one from 0.
     """
-    begins: dict[int, int] = {}
-    for part, number in split.items():
-        first = next(
-            (
-                place
-                for place, name in enumerate(names)
-                if name == part or name.startswith(f"{part}.")
-            ),
-            None,
-        )
+    starts: dict[int, int] = {}  # number of a block -> device
+    for part, device in split.items():
+        first = None
+        for index, name in enumerate(names):
+            if name == part or name.startswith(f"{part}."):
+                first = index
+                break
         if first is None:
-            near = did_you_mean(
-                part, [*dict.fromkeys(name.partition(".")[0] for name in names), *names]
-            )
+            stages = dict.fromkeys(name.partition(".")[0] for name in names)
+            hint = did_you_mean(part, [*stages, *names])
             raise UserError(
-                f"model.split: the network has no part {part!r}{near}; parts are {', '.join(names)}"
+                f"model.split: the network has no part {part!r}{hint}; parts are {', '.join(names)}"
             )
-        if number >= devices:
+        if device >= devices:
             raise UserError(
-                f"model.split {part}: {number}: this process has {devices} devices, numbers 0 to {devices - 1}"
+                f"model.split {part}: {device}: this process has {devices} devices, numbers 0 to "
+                f"{devices - 1}"
             )
-        begins[first] = number
-    order = [begins.get(0, 0), *(begins[first] for first in sorted(begins) if first)]
-    if (
-        order[0] != 0
-        or any(after - before not in (0, 1) for before, after in pairwise(order))
-        or order[-1] == 0
-    ):
+        starts[first] = device
+    order = [starts.get(0, 0), *(starts[first] for first in sorted(starts) if first)]
+    is_consecutive = all(number - previous in (0, 1) for previous, number in pairwise(order))
+    if order[0] != 0 or not is_consecutive or order[-1] == 0:
         raise UserError(
-            f"model.split: devices {', '.join(map(str, order))} from the stem to the head; the stem lies on 0, and "
-            "each further device takes over where the one before ends, e.g. {layer3: 1}"
+            f"model.split: devices {', '.join(map(str, order))} from the stem to the head; the "
+            "stem must be on 0, and the numbers go up one by one, e.g. {layer3: 1}"
         )
-    firsts = [
-        min(place for place, number in begins.items() if number == n)
-        for n in range(1, order[-1] + 1)
-    ]
-    return [*firsts, len(names)]
+    ends: list[int] = []
+    for number in range(1, order[-1] + 1):
+        ends.append(min(first for first, device in starts.items() if device == number))
+    return [*ends, len(names)]

@@ -1,9 +1,8 @@
 """R3GAN's generator and discriminator (Huang et al., 2501.05441): residual networks without styles,
 noise or normalisation.
 
-Every image passes, resolution by resolution, through residual blocks of grouped convolutions.
-Widths and cardinalities are those of the configuration up to `full_width_up_to` px and halve with
-every doubling above it.
+Each resolution has residual blocks of grouped convolutions. Widths and cardinalities are those of
+the configuration up to `full_width_up_to` px and halve with every doubling above it.
 """
 
 import math
@@ -36,7 +35,7 @@ class R3Config(Config):
     full_width_up_to: PositiveInt = 32
     blocks: Annotated[int, Interval(ge=1, le=100)] = 2  # residual blocks a resolution
     expansion: PositiveInt = 2  # channels inside a block / outside
-    # compute a resolution's activations again: less memory, more time
+    # compute activations again in the backward pass: less memory, more time
     activation_checkpointing: bool = False
 
     def check(self) -> None:
@@ -48,23 +47,23 @@ class R3Config(Config):
             )
 
     def sizes(self, resolution: int | str) -> list[tuple[int, int, int]]:
-        """(shorter side, width, cardinality) from the smallest up to that of `resolution`.
+        """Return (shorter side in px, width, cardinality) of each stage, the smallest first.
 
-        Raises UserError for a resolution that `sizes_up_to` refuses, or that width or cardinality
-        are no multiples for.
+        Raises UserError for a resolution that `sizes_up_to` refuses, and for a width or cardinality
+        that cannot be halved often enough.
         """
         full = self.full_width_up_to
-        parts_at = {size: max(1, floor_to_two(size) // full) for size in sizes_up_to(resolution)}
-        parts = max(parts_at.values())
+        divisors = {size: max(1, floor_to_two(size) // full) for size in sizes_up_to(resolution)}
+        largest = max(divisors.values())
         for name in ("width", "cardinality"):
-            if getattr(self, name) % parts:
+            if getattr(self, name) % largest:
                 raise UserError(
-                    f"{self.section}.{name} {getattr(self, name)} is halved with every doubling above "
-                    f"{self.full_width_up_to} px; make it a multiple of {parts} for {resolution} px"
+                    f"{self.section}.{name} {getattr(self, name)} is halved with every doubling "
+                    f"above {full} px; make it a multiple of {largest} for {resolution} px"
                 )
         return [
-            (size, self.width // parts, self.cardinality // parts)
-            for size, parts in parts_at.items()
+            (size, self.width // divisor, self.cardinality // divisor)
+            for size, divisor in divisors.items()
         ]
 
 
@@ -74,7 +73,7 @@ class R3GeneratorConfig(R3Config):
     section = "generator"
 
     z_dim: PositiveInt = 64  # latent dimensions
-    # conditional: dimensions of the label's embedding, which is appended to z
+    # conditional: dimensions of the label's embedding, appended to z
     embed_dim: PositiveInt = 64
 
 
@@ -82,7 +81,7 @@ class R3DiscriminatorConfig(R3Config):
     """Size of R3GAN's discriminator."""
 
     section = "discriminator"
-    group: ClassVar[int] = 1  # no statistic of the batch is looked at
+    group: ClassVar[int] = 1  # no layer uses statistics of the batch
 
     # conditional: dimensions of the label's embedding; None: width
     embed_dim: PositiveInt | None = None
@@ -95,25 +94,25 @@ _ADAM = {
     "schedule": "cosine",
     "final_lr": 0.25,
 }
-RECIPE = {  # of a training, where it says nothing else
+RECIPE = {  # defaults of a training
     "loss": {"objective": "relativistic", "r2_gamma": 1.0, "r1_interval": 1, "style_mixing": 0.0},
     "generator_optimizer": _ADAM,
     "discriminator_optimizer": _ADAM,
 }
 
 
-def _start(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
-    """N(0, gain^2 / fan_in); zeros for gain 0."""
+def _initialised(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
+    """Return a parameter drawn from N(0, gain^2 / fan_in); zeros for gain 0."""
     return nn.Parameter(
         torch.randn(shape) * (gain / math.sqrt(fan_in)) if gain else torch.zeros(shape)
     )
 
 
 class Convolution(nn.Module):
-    """Convolution in autocast's precision; with `activation` a biased leaky ReLU follows, otherwise
-    there is no bias.
+    """Convolution in autocast's precision, [N, in_channels, H, W] -> [N, out_channels, H, W].
 
-    [N, in_channels, H, W] -> [N, out_channels, H, W]. The weight starts as N(0, gain^2 / fan_in).
+    With `activation` a bias and a leaky ReLU follow, otherwise there is no bias. The weight starts
+    as N(0, gain^2 / fan_in).
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Convolution(nn.Module):
     ) -> None:
         super().__init__()
         fan_in = in_channels // groups * size**2
-        self.weight = _start(
+        self.weight = _initialised(
             out_channels, in_channels // groups, size, size, fan_in=fan_in, gain=gain
         )
         self.bias = nn.Parameter(torch.zeros(out_channels)) if activation else None
@@ -139,27 +138,27 @@ class Convolution(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         geometry = Geometry(padding=self.weight.shape[-1] // 2, groups=self.groups)
         x = convolve(x.to(dtype), self.weight.to(dtype), bias, geometry)
-        # in place: the convolution's output is needed by nobody else, so that half of a block's
-        # memory is saved
+        # In place, as nothing else needs the convolution's output: saves half of a block's memory.
         return x if bias is None else F.leaky_relu(x, LEAKY_SLOPE, inplace=True)
 
 
 class Linear(nn.Module):
-    """Fully connected layer without bias, [N, in_features] -> [N, out_features]; starts as N(0,
-    gain^2 / fan_in).
+    """Fully connected layer without bias, [N, in_features] -> [N, out_features].
+
+    The weight starts as N(0, gain^2 / fan_in).
     """
 
     def __init__(self, in_features: int, out_features: int, *, gain: float = 1.0) -> None:
         super().__init__()
-        self.weight = _start(out_features, in_features, fan_in=in_features, gain=gain)
+        self.weight = _initialised(out_features, in_features, fan_in=in_features, gain=gain)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
 class Block(nn.Module):
-    """x + 1x1(grouped 3x3(1x1(x))), a biased leaky ReLU after the first two; the identity at the
-    start.
+    """Residual block x + 1x1(grouped 3x3(1x1(x))); a bias and a leaky ReLU follow the first two
+    convolutions. It starts as the identity.
     """
 
     def __init__(self, width: int, inside: int, cardinality: int, *, gain: float) -> None:
@@ -173,37 +172,40 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """The residual blocks of one resolution, after the change from the resolution before where
-    there is one.
+    """The residual blocks of one resolution, after the change from the previous resolution, if any.
 
-    "up": 1x1 convolution to the new width, then upsampling; "down": downsampling, then the 1x1
-    convolution.
+    `resample` "up": a 1x1 convolution to the new width, then upsampling; "down": downsampling, then
+    the 1x1 convolution.
     """
 
     def __init__(
         self,
-        before: int,
+        in_channels: int,
         width: int,
         blocks: Iterable[nn.Module],
         resample: Literal["up", "down"] | None,
     ) -> None:
         super().__init__()
         self.resample = resample
-        self.change = Convolution(before, width, 1) if before != width else None
+        self.change = Convolution(in_channels, width, 1) if in_channels != width else None
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = downsample_fir(x) if self.resample == "down" else x
-        x = x if self.change is None else self.change(x)
-        return self.blocks(upsample_fir(x) if self.resample == "up" else x)
+        if self.resample == "down":
+            x = downsample_fir(x)
+        if self.change is not None:
+            x = self.change(x)
+        if self.resample == "up":
+            x = upsample_fir(x)
+        return self.blocks(x)
 
 
 class _Stages(nn.ModuleList):
     """A network's stages, upwards from 4 px or downwards to it.
 
-    With L blocks in all, the first convolutions of each start with the gain sqrt(2 / 1.04) L^(-1/4)
-    (section 3.4 of the paper after Fixup, 1901.09321: L^(-1 / (2m - 2)) for branches of m = 3
-    layers).
+    In a network of L blocks, the first two convolutions of each block start with the gain
+    sqrt(2 / 1.04) L^(-1/4) (section 3.4 of the paper, after Fixup, 1901.09321: L^(-1 / (2m - 2))
+    for branches of m = 3 layers).
     """
 
     def __init__(
@@ -211,14 +213,15 @@ class _Stages(nn.ModuleList):
     ) -> None:
         sizes = config.sizes(resolution)[:: 1 if direction == "up" else -1]
         gain = LEAKY_GAIN * (len(sizes) * config.blocks) ** -0.25
-        stages, before = [], 0
+        stages: list[Stage] = []
+        previous = sizes[0][1]  # width of the previous stage
         for _, width, cardinality in sizes:
             blocks = [
                 Block(width, width * config.expansion, cardinality, gain=gain)
                 for _ in range(config.blocks)
             ]
-            stages.append(Stage(before or width, width, blocks, direction if before else None))
-            before = width
+            stages.append(Stage(previous, width, blocks, direction if stages else None))
+            previous = width
         super().__init__(stages)
         self.recompute = config.activation_checkpointing
         self.first, self.last = sizes[0][1], sizes[-1][1]  # widths
@@ -233,9 +236,10 @@ class _Stages(nn.ModuleList):
 
 
 class R3Generator(PlainGenerator):
-    """A learned basis, the smallest maps, is scaled channel by channel with a linear function of z
-    (and of the label's embedding), then the stages follow. First and last layer run without
-    autocast.
+    """R3GAN's generator: a learned basis, then the stages from the smallest resolution up.
+
+    A linear function of z (and of the label's embedding) scales each channel of the basis. The
+    first and the last layer run without autocast.
     """
 
     title = "R3GAN"
@@ -244,17 +248,15 @@ class R3Generator(PlainGenerator):
         self, config: R3GeneratorConfig, *, resolution: int | str, channels: int, classes: int
     ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = (
-            config,
-            resolution,
-            channels,
-            classes,
-        )
+        self.config = config
+        self.resolution = resolution
+        self.channels = channels
+        self.classes = classes
         self.z_dim = config.z_dim
         stages = _Stages(config, resolution, "up")
         self.embed = Linear(classes, config.embed_dim) if classes else None
         self.linear = Linear(config.z_dim + (config.embed_dim if classes else 0), stages.first)
-        self.basis = _start(1, stages.first, *stages.smallest, fan_in=1, gain=1.0)
+        self.basis = _initialised(1, stages.first, *stages.smallest, fan_in=1, gain=1.0)
         self.stages = stages
         self.to_rgb = Convolution(stages.last, channels, 1)
 
@@ -265,25 +267,24 @@ class R3Generator(PlainGenerator):
 
 
 class R3Discriminator(ImageDiscriminator):
-    """The stages downwards, then a depthwise convolution of the last maps and what follows, without
-    autocast.
+    """R3GAN's discriminator: the stages from the largest resolution down, then a depthwise
+    convolution of the last maps and the output, which run without autocast.
     """
 
     def __init__(
         self, config: R3DiscriminatorConfig, *, resolution: int | str, channels: int, classes: int
     ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = (
-            config,
-            resolution,
-            channels,
-            classes,
-        )
+        self.config = config
+        self.resolution = resolution
+        self.channels = channels
+        self.classes = classes
         stages = _Stages(config, resolution, "down")
         dim = self.embed_dim = config.embed_dim or stages.last
         self.from_rgb = Convolution(channels, stages.first, 1)
-        self.stages, self.trunk_width = stages, stages.last
-        self.basis = _start(
+        self.stages = stages
+        self.trunk_width = stages.last
+        self.basis = _initialised(
             1, stages.last, *stages.smallest, fan_in=math.prod(stages.smallest), gain=1.0
         )
         self.output = Linear(stages.last, dim if classes else 1)
@@ -295,8 +296,9 @@ class R3Discriminator(ImageDiscriminator):
         }
 
     def embedded(self, labels: Tensor) -> Tensor:
-        """[N, F]. For an image of no label a constant: a linear layer's zeros would give any image
-        the logit 0.
+        """Return the embeddings [N, F] of labels [N, classes]; a constant where a row is all zeros.
+
+        The linear layer gives zeros for such a row, and the logit of any image would be 0.
         """
         return torch.where(
             (labels == 0).all(1, keepdim=True),
@@ -305,7 +307,7 @@ class R3Discriminator(ImageDiscriminator):
         )
 
     def hidden(self, images: Tensor) -> Tensor:
-        """The last hidden activations [N, width], in the parameters' precision."""
+        """Return the last hidden activations [N, width] in the parameters' precision."""
         self.check_shape(images)
         x = self.stages(self.from_rgb(images))
         with torch.autocast(x.device.type, enabled=False):

@@ -1,5 +1,6 @@
-"""The registries: another GAN (models/gan.py), or family of backbones (backbones/base.py), is a
-file and a line.
+"""Registries of GANs and of classifiers' backbones.
+
+A new GAN (models/gan.py) or family of backbones (backbones/base.py) is a file and a line here.
 """
 
 from collections.abc import Mapping
@@ -12,32 +13,47 @@ from duetgan.models.backbones.airbench import AIRBENCH
 from duetgan.models.backbones.base import Backbone
 from duetgan.utils.config.build import build
 from duetgan.utils.config.cli import entry
+from duetgan.utils.config.model import Config
+from duetgan.utils.config.yaml_files import Tree
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Both networks' configurations and classes; a network is `cls(config, resolution=, channels=,
-    classes=)`.
+    """A GAN: classes of its networks and of their configurations.
+
+    A network is built as `cls(config, resolution=, channels=, classes=)`.
     """
 
-    generator_config: type[Any]
-    generator: Any  # type[ImageGenerator]
-    discriminator_config: type[Any]
-    discriminator: Any  # type[ImageDiscriminator]
+    generator_config: type[Config]
+    generator: type[Any]  # an ImageGenerator
+    discriminator_config: type[Config]
+    discriminator: type[Any]  # an ImageDiscriminator
     # section -> key -> default of a training
-    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    recipe: Mapping[str, Tree] = field(default_factory=dict)
 
-    def build(self, section: str, given: dict[str, Any], **shape: Any) -> Any:
-        """The network of a section of a checkpoint's config. Raises UserError for a config that is
-        none.
+    def build(self, section: str, tree: Tree, **shape: Any) -> Any:
+        """Return the network for a section of a checkpoint's config.
+
+        Args:
+            section: "generator" or "discriminator".
+            tree: The section's keys.
+            shape: The checkpoint's `shape`: resolution, channels, classes, pixel_format.
+
+        Raises:
+            UserError: The section is no valid config.
         """
-        config = build(getattr(self, f"{section}_config"), given, source=f"checkpoint's {section}")
+        config = build(getattr(self, f"{section}_config"), tree, source=f"checkpoint's {section}")
         return self.network(section, config, **shape)
 
-    def network(self, section: str, config: Any, *, pixel_format: Any = None, **shape: Any) -> Any:
-        """The generator or discriminator of a configuration, for images as a checkpoint's `shape`
-        tells them.
-        """
+    def network(
+        self,
+        section: str,
+        config: Config,
+        *,
+        pixel_format: Mapping[str, Any] | None = None,
+        **shape: Any,
+    ) -> Any:
+        """Return the generator or discriminator of a configuration, see `build`."""
         network = getattr(self, section)(config, **shape)
         network.pixel_format = pixel_format
         return network
@@ -65,19 +81,20 @@ ARCHITECTURES = {
         dcgan.RECIPE,
     ),
 }
-DEFAULT = "stylegan2"  # of checkpoints that were written before there was a choice
+DEFAULT = "stylegan2"  # architecture of old checkpoints, which do not name it
 FAMILIES = (torchvision.RESNET, torchvision.CONVNEXT, torchvision.EFFICIENTNET, AIRBENCH)
 BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 
 def architecture_of(name: str) -> Architecture:
-    """The entry of that name; UserError, with the near one, for a name that is not in the registry."""
+    """Return the architecture `name`; raise UserError, with a similar name, for an unknown one."""
     return entry(ARCHITECTURES, name, "architecture")
 
 
 def backbone_of(name: str) -> Backbone:
-    """The description of the network of that name; UserError, with the near one, for an unknown
-    name.
+    """Return the description of the network `name`.
+
+    Raises UserError, with a similar name, for an unknown one.
     """
     if name.startswith(timm.PREFIX):
         return timm.timm_backbone(name)

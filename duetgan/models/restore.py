@@ -1,15 +1,15 @@
-"""Models out of a checkpoint's dict; and any trained network as a checkpoint: of a run, of
-export.py, or a classifier that somebody else trained.
+"""Read trained networks as checkpoints, and build models from checkpoints.
 
-The last is `torchvision:NAME` or `torchvision:NAME.WEIGHTS`, `timm:NAME`, either with `=FILE`; a
-state dict of a network of torchvision's; or a folder as timm writes it for its hub (config.json,
+The network may come from a run, from export.py, or be a classifier of another program. The latter
+is `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`, each optionally with `=FILE`; a
+state dict of one of torchvision's networks; or a folder that timm wrote for its hub (config.json,
 model.safetensors).
 """
 
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from duetgan.models.gan import ImageDiscriminator, ImageGenerator, StageGenerato
 from duetgan.models.registry import DEFAULT, architecture_of, backbone_of
 from duetgan.models.weights import (
     find_weights,
-    fitted,
-    likeness,
+    fit_state,
     lineage_of,
     network_of,
     read_state_dict,
     read_tensors,
+    similar_networks,
 )
 from duetgan.utils import bounded
 from duetgan.utils.checkpoint import (
@@ -41,57 +41,65 @@ from duetgan.utils.checkpoint import (
     load,
     resolve,
 )
-from duetgan.utils.checkpoint.state_schema import FAULTS, loaded
+from duetgan.utils.checkpoint.state_schema import FAULTS, load_network
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import Lineage, join, recorded
 
 
 def _restored(
-    checkpoint: dict[str, Any],
+    checkpoint: Checkpoint,
     section: str,
     part: str,
     device: torch.device | str,
     several: bool = True,
 ) -> Any:
-    """The network of a section of the config, with the state of `part`, frozen, in evaluation mode
-    on `device`.
+    """Return a frozen network in evaluation mode.
+
+    Args:
+        checkpoint: The checkpoint of a GAN or classifier.
+        section: The section of its config that describes the network.
+        part: The part of its state to load.
+        device: Device of the network.
+        several: Accept a network for images with several labels.
     """
-    file, task = (
-        checkpoint.get("file", "the checkpoint"),
-        "classifier" if section == "model" else "gan",
-    )
+    file = checkpoint.get("file", "the checkpoint")
+    task = "classifier" if section == "model" else "gan"
     if checkpoint["task"] != task:
         raise UserError(
             f"{file}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here"
         )
     if section not in checkpoint["config"]:
         raise UserError(f"{file}: config.{section} is missing; use another checkpoint")
-    given: Any = checkpoint["config"][section]
-    shape: dict[str, Any] = {
+    config = checkpoint["config"][section]
+    shape: Tree = {
         key: checkpoint["shape"][key] for key in Shape.model_fields if key in checkpoint["shape"]
     }
 
     def built() -> Any:
-        held = {name.partition(".")[0] for name in checkpoint["state"][part]}
+        modules = {name.partition(".")[0] for name in checkpoint["state"][part]}
         if task == "classifier":
-            model: Any = Classifier(build(ModelConfig, given, source="checkpoint's model"), **shape)
-            if "thresholds" in held:
-                model.add_thresholds()
-            return model
+            classifier = Classifier(
+                build(ModelConfig, config, source="checkpoint's model"), **shape
+            )
+            if "thresholds" in modules:
+                classifier.add_thresholds()
+            return classifier
         architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
-        model = architecture.build(
-            section, given, **shape, **({"progressive": True} if "from_rgbs" in held else {})
-        )
-        if "auxiliary" in held:
-            model.add_auxiliary()
-        return model
+        if "from_rgbs" in modules:
+            network = architecture.build(section, config, **shape, progressive=True)
+        else:
+            network = architecture.build(section, config, **shape)
+        if "auxiliary" in modules:
+            network.add_auxiliary()
+        return network
 
     with plugins.hinting(lambda: checkpoint["config"]):
-        model: Any = loaded(built, checkpoint, part, str(file))
-    one = checkpoint.get("sets") is None and getattr(model, "thresholds", None) is None
-    if not (one or several):
+        model: Any = load_network(built, checkpoint, part, str(file))
+    has_one_label = checkpoint.get("sets") is None and getattr(model, "thresholds", None) is None
+    if not (has_one_label or several):
         raise UserError(
             f"{file}: is of several labels an image; a network of one label is needed here"
         )
@@ -99,42 +107,58 @@ def _restored(
 
 
 def generator_from(
-    checkpoint: dict[str, Any], device: torch.device | str = "cpu", *, several: bool = False
+    checkpoint: Checkpoint, device: torch.device | str = "cpu", *, several: bool = False
 ) -> ImageGenerator:
-    """The EMA generator of a GAN's checkpoint, of the architecture its config names, in evaluation
-    mode. One that was saved while it grew makes images as its stage did, its pixels repeated up to
-    the full resolution.
+    """Return the EMA generator of a GAN's checkpoint in evaluation mode.
 
-    Raises UserError for another task's checkpoint, for an architecture that is not in the registry,
-    and for one of several labels an image unless the caller can do with `several`.
+    A generator that was saved while it was growing generates the images of its stage, enlarged to
+    the full resolution by repeating pixels.
+
+    Args:
+        checkpoint: The checkpoint.
+        device: Device of the generator.
+        several: Accept a generator of images with several labels.
+
+    Raises:
+        UserError: The checkpoint is of another task, its architecture is not in the registry, or
+            its images have several labels and `several` is False.
     """
     model = _restored(checkpoint, "generator", "generator_ema", device, several)
-    model.sets = checkpoint.get("sets")
+    model.label_sets = checkpoint.get("sets")
     full = model.spec.side
     side, alpha = checkpoint.get("stage", [full, 1.0])
     if (side, alpha) == (full, 1.0):
         return model
     stage = f"{checkpoint.get('file', 'the checkpoint')}: stage [{side}, {alpha}]"
     with explained(
-        FAULTS, lambda why: f"{stage} is none of its network ({why}); use another checkpoint"
+        FAULTS, lambda error: f"{stage} is none of its network ({error}); use another checkpoint"
     ):
-        return StageGenerator(model, side, alpha, shown=full).eval()
+        return StageGenerator(model, side, alpha, display_size=full).eval()
 
 
 def discriminator_from(
-    checkpoint: dict[str, Any], device: torch.device | str = "cpu"
+    checkpoint: Checkpoint, device: torch.device | str = "cpu"
 ) -> ImageDiscriminator:
-    """The discriminator of a GAN's checkpoint, in evaluation mode. Raises UserError as
-    `generator_from` does.
+    """Return the discriminator of a GAN's checkpoint in evaluation mode.
+
+    Raises UserError for the checkpoint of another task or an unknown architecture.
     """
     return _restored(checkpoint, "discriminator", "discriminator", device)
 
 
 def classifier_from(
-    checkpoint: dict[str, Any], device: torch.device | str = "cpu", *, several: bool = False
+    checkpoint: Checkpoint, device: torch.device | str = "cpu", *, several: bool = False
 ) -> Classifier:
-    """The EMA classifier of a checkpoint, in evaluation mode. Raises UserError for another task's
-    checkpoint, and for one of several labels an image unless the caller can do with `several`.
+    """Return the EMA classifier of a checkpoint in evaluation mode.
+
+    Args:
+        checkpoint: The checkpoint.
+        device: Device of the classifier.
+        several: Accept a classifier that gives an image several labels.
+
+    Raises:
+        UserError: The checkpoint is of another task, or the classifier gives several labels and
+            `several` is False.
     """
     model = _restored(checkpoint, "model", "model_ema", device, several)
     model.lineage = recorded(checkpoint)
@@ -143,7 +167,7 @@ def classifier_from(
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A short hash of a module's weights: two modules with one fingerprint give the same features."""
+    """Return a short hash of a module's weights; modules with the same one give equal features."""
     digest = hashlib.sha256()
     for key, value in module.state_dict().items():
         digest.update(key.encode())
@@ -151,61 +175,57 @@ def fingerprint(module: nn.Module) -> str:
     return f"sha256:{digest.hexdigest()[:12]}"
 
 
-def passed_on(checkpoint: Checkpoint) -> Lineage:
-    """The lineage of weights that begin as a checkpoint's: a classifier is then one of their
-    teachers.
+def inherited_lineage(checkpoint: Checkpoint) -> Lineage:
+    """Return the lineage of weights that are initialised from a checkpoint.
+
+    If the checkpoint is a classifier's, the classifier is one of their teachers.
     """
-    known = recorded(checkpoint)
+    lineage = recorded(checkpoint)
     if checkpoint["task"] != "classifier":
-        return known
-    return join(
-        known, Lineage.of(teachers=[fingerprint(classifier_from(checkpoint, several=True))])
-    )
+        return lineage
+    teacher = fingerprint(classifier_from(checkpoint, several=True))
+    return join(lineage, Lineage.of(teachers=[teacher]))
 
 
 OPTION = "--checkpoint"
-ENTRY = "duet"  # of a file's metadata: what its weights are, as export.py writes it
-# the part of a checkpoint's state that is used
+ENTRY = "duet"  # of a file's metadata: description of the weights, written by export.py
+# task -> the part of a checkpoint's state that is used
 NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}
 KEYS = ("schema", "task", "step", "config", "classes", "shape")
-IMAGENET = 1000  # classes
+IMAGENET = 1000  # number of classes
 
 
-def open_checkpoint(given: str | Path, which: str) -> tuple[Path, Checkpoint]:
-    """The file that a run folder, a file, a folder of the hub or a name means, and the checkpoint
-    in it.
-    """
-    path = resolve(given, which)
+def open_checkpoint(source: str | Path, which: str) -> tuple[Path, Checkpoint]:
+    """Return the file of a run folder, a file, a hub's folder or a name, and its checkpoint."""
+    path = resolve(source, which)
     return path, read(path)
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in what `resolve` gave, its tensors on the CPU. Nothing in it is executed.
+    """Return the checkpoint of a path or name that `resolve` returned, its tensors on the CPU.
 
-    Raises UserError if it is missing or damaged, and for weights that are not exactly those of a
-    known network.
+    Nothing in the file is executed. Raises UserError if it is missing or damaged, and for weights
+    that are not exactly those of a known network.
     """
     if str(path).startswith(READY_MADE):
-        return _named(str(path))
+        return _ready_made(str(path))
     if path.suffix == ".safetensors":
-        state, about = read_state_dict(path, option=OPTION)
-        return (
-            read_weights(path)
-            if ENTRY in about
-            else _classifier(path, state, about, *_hub_config(path))
-        )
+        state, metadata = read_state_dict(path, option=OPTION)
+        if ENTRY in metadata:
+            return read_weights(path)
+        return _classifier(path, state, metadata, *_hub_config(path))
     try:
         return load(path)
     except CorruptCheckpoint as error:
         try:
-            state, about = read_state_dict(path, option=OPTION)
+            state, metadata = read_state_dict(path, option=OPTION)
         except UserError:
             raise error from None
-    return _classifier(path, state, about, *_hub_config(path))
+    return _classifier(path, state, metadata, *_hub_config(path))
 
 
 def read_weights(path: Path) -> Checkpoint:
-    """The checkpoint in a .safetensors file of export.py.
+    """Return the checkpoint in a .safetensors file of export.py.
 
     Raises UserError if it is missing, damaged or was not written by export.py.
     """
@@ -213,69 +233,79 @@ def read_weights(path: Path) -> Checkpoint:
         raise UserError(f"{path}: no such file")
     tensors, metadata = read_tensors(path, "export it again")
     with bounded.reading(path, "export it again", ValueError, RecursionError):
-        about = json.loads(metadata.get(ENTRY, "null"))
+        content = json.loads(metadata.get(ENTRY, "null"))
     if (
-        not isinstance(about, dict)
-        or any(key not in about for key in KEYS)
-        or about["task"] not in tuple(NETWORKS)
+        not isinstance(content, dict)
+        or any(key not in content for key in KEYS)
+        or content["task"] not in tuple(NETWORKS)
     ):
         raise UserError(
-            f"{path}: does not say what its weights are; write it with export.py --format safetensors"
+            f"{path}: does not say what its weights are; write it with export.py --format "
+            "safetensors"
         )
-    return checked(about | {"state": {NETWORKS[about["task"]]: tensors}}, str(path))
+    return checked(content | {"state": {NETWORKS[content["task"]]: tensors}}, str(path))
 
 
-def _named(given: str) -> Checkpoint:
-    """The checkpoint of a name, its weights from the file that it gives, else the published ones."""
-    name, _, file = given.partition("=")
-    member = "DEFAULT"
+def _ready_made(source: str) -> Checkpoint:
+    """Return the checkpoint of a network's name, with the file's weights or the published ones."""
+    name, _, file = source.partition("=")
+    weights = "DEFAULT"
     if not name.startswith(timm.PREFIX):
-        name, _, chosen = name.removeprefix("torchvision:").partition(".")
-        member = chosen or member
-    path = resolve(file) if file else find_weights(member, name, option=f"{OPTION} {given}:")
+        name, _, member = name.removeprefix("torchvision:").partition(".")
+        weights = member or weights
+    path = resolve(file) if file else find_weights(weights, name, option=f"{OPTION} {source}:")
     return _classifier(path, *read_state_dict(path, option=OPTION), name)
 
 
-def _hub_config(path: Path) -> tuple[str | None, list[Any]]:
-    """The network and the classes that the config.json beside a model.safetensors names, as timm
-    writes it.
+def _hub_config(path: Path) -> tuple[str | None, list[object]]:
+    """Return the network's name and the labels in timm's config.json next to a model.safetensors.
+
+    They are None and empty if there is no such file.
     """
-    beside = path.with_name("config.json")
-    if path.name not in HUB_WEIGHTS or not beside.is_file():
+    config_path = path.with_name("config.json")
+    if path.name not in HUB_WEIGHTS or not config_path.is_file():
         return None, []
-    with bounded.reading(
-        beside, "fetch the folder again", ValueError, RecursionError, KeyError, TypeError
-    ):
-        config = json.loads(bounded.read_file(beside, bounded.CONFIG))
-        about = config.get("pretrained_cfg") or {}
-        tag = f".{about['tag']}" if about.get("tag") else ""
+    faults = (ValueError, RecursionError, KeyError, TypeError)
+    with bounded.reading(config_path, "fetch the folder again", *faults):
+        config = json.loads(bounded.read_file(config_path, bounded.CONFIG))
+        pretrained = config.get("pretrained_cfg") or {}
+        tag = f".{pretrained['tag']}" if pretrained.get("tag") else ""
         name = f"{timm.PREFIX}{config['architecture']}{tag}"
-        labels = list(config.get("label_names") or about.get("label_names") or [])
-    known = backbone_of(name)
-    for key, ours in (("mean", known.mean), ("std", known.std)):
-        if tuple(about.get(key) or ours) != tuple(ours):
+        labels = list(config.get("label_names") or pretrained.get("label_names") or [])
+    backbone = backbone_of(name)
+    for key, expected in (("mean", backbone.mean), ("std", backbone.std)):
+        if tuple(pretrained.get(key) or expected) != tuple(expected):
             raise UserError(
-                f"{beside}: its images have {key} {about[key]}, timm's of {name} {list(ours)}; mend it"
+                f"{config_path}: its images have {key} {pretrained[key]}, timm's of {name} "
+                f"{list(expected)}; mend it"
             )
     return name, labels
 
 
 def _classifier(
     path: Path,
-    state: dict[str, Tensor],
-    about: dict[str, str],
+    state: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
     name: str | None = None,
-    labels: Sequence[Any] = (),
+    labels: Sequence[object] = (),
 ) -> Checkpoint:
-    """The checkpoint of a classifier with these weights; `labels`: of its classes, if the file
-    comes with any.
+    """Return the checkpoint of a classifier.
+
+    Args:
+        path: The file of its weights.
+        state: Its state dict.
+        metadata: The file's metadata, see `read_state_dict`.
+        name: The network; None: determined by the names and shapes of the weights.
+        labels: Labels of its classes; empty if the file has none.
     """
     name = name or network_of(state)
     if name is None:
-        near, share = max(likeness(state), key=lambda found: found[1], default=("none", 0.0))
+        candidates = similar_networks(state)
+        nearest, fraction = max(candidates, key=lambda pair: pair[1], default=("none", 0.0))
         raise UserError(
-            f"{path}: these {len(state)} tensors are no known network's (nearest: {near}, {share:.0%} match); name it "
-            f"as {OPTION} timm:NAME={path}, or give a file of export.py"
+            f"{path}: these {len(state)} tensors are no known network's (nearest: {nearest}, "
+            f"{fraction:.0%} match); name it as {OPTION} timm:NAME={path}, or give a file of "
+            "export.py"
         )
     backbone = backbone_of(name)
     if backbone.network is not None and backbone.images is None:
@@ -285,14 +315,14 @@ def _classifier(
     head = state.get(f"{backbone.head}.weight", torch.empty(0))
     classes = max(2, *head.shape[:1])
     side, shorter, resample = backbone.images_of(name, path.name)
-    strides = about.get("stride", "").startswith("conv1")  # He's own, as such a file says
-    model = {"name": name, "he_strides": strides, "normalise": "imagenet", "input_size": side}
+    he_strides = metadata.get("stride", "").startswith("conv1")
+    model = {"name": name, "he_strides": he_strides, "normalise": "imagenet", "input_size": side}
     shape = {"channels": 3, "classes": classes, "resolution": side}
     with torch.device("meta"):
         expected = Classifier(
             build(ModelConfig, model, source=str(path)), **shape
         ).network.state_dict()
-    weights = fitted(state, expected, path, name, option=OPTION)
+    weights = fit_state(state, expected, path, name, option=OPTION)
     content = {
         "schema": SCHEMA,
         "task": "classifier",
@@ -302,7 +332,7 @@ def _classifier(
         "shape": shape,
         # data/images.py reads it
         "data": {"resize_filter": f"shorter-side-{shorter}+{resample}+centre-crop"},
-        "lineage": lineage_of(path, about).document(),
+        "lineage": lineage_of(path, metadata).document(),
         "state": {
             NETWORKS["classifier"]: {f"network.{key}": value for key, value in weights.items()}
         },
@@ -310,9 +340,10 @@ def _classifier(
     return checked(content, str(path))
 
 
-def _class_names(path: Path, count: int, labels: Sequence[Any]) -> list[str]:
-    """The classes' names: those of the file, ImageNet's for as many outputs, else numbers, which is
-    told.
+def _class_names(path: Path, count: int, labels: Sequence[object]) -> list[str]:
+    """Return the names of the classes: the file's labels, ImageNet's for 1000 classes, or numbers.
+
+    Numbers are announced on stderr.
     """
     if len({str(label) for label in labels}) == count:
         return [str(label) for label in labels]

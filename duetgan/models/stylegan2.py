@@ -1,9 +1,9 @@
 """StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637),
 without custom CUDA.
 
-Formulas as in the papers; the parts are in `models/layers/stylegan2.py`. Both networks can run at a
-smaller stage of progressive growing (1812.04948): the blocks up to that resolution, the newest
-faded in by `alpha`.
+The formulas are those of the papers; the layers are in `models/layers/stylegan2.py`. Both networks
+can run at a smaller stage of progressive growing (1812.04948): then only the blocks up to that
+resolution run, and `alpha` fades in the newest.
 """
 
 import math
@@ -41,19 +41,20 @@ from duetgan.utils.config.model import Config, Decay, NonNegativeInt, PositiveFl
 
 
 class SizeConfig(Config):
-    """What both networks have: their width, and how they save memory and time."""
+    """Options of both networks: width, precision and memory."""
 
     # channels at a resolution: min(channel_base / resolution, channel_max)
     channel_base: PositiveInt = 16384
     channel_max: PositiveInt = 512  # at most
-    # precision fp16: the largest resolutions that run in it, 8 px and up; the others in fp32
+    # precision fp16: number of the largest resolutions (8 px and up) that run in fp16; the others
+    # run in fp32
     fp16_resolutions: NonNegativeInt = 4
-    # precision fp16: convolutions' outputs stay within +- this, times sqrt(0.5) on residual
-    # branches; null: no clamp
+    # precision fp16: convolutions' outputs are clamped to +- this value, times sqrt(0.5) on
+    # residual branches; null: no clamp
     conv_clamp: PositiveFloat | None = 256.0
     # conv_clamp in every precision: for networks that were trained so (models.convert)
     clamp_always: bool = False
-    # compute a resolution's activations again: less memory, more time
+    # compute activations again in the backward pass: less memory, more time
     activation_checkpointing: bool = False
 
 
@@ -68,7 +69,7 @@ class GeneratorConfig(SizeConfig):
 
 
 class DiscriminatorConfig(SizeConfig):
-    """Size and form of the discriminator."""
+    """Size and architecture of the discriminator."""
 
     # plain: no skip connections; cheaper, for small images
     architecture: Literal["residual", "plain"] = "residual"
@@ -82,20 +83,21 @@ class DiscriminatorConfig(SizeConfig):
 
     @property
     def group(self) -> int:
-        """Consecutive samples that a forward pass must hold whole."""
+        """Number of consecutive samples that must stay together in one forward pass."""
         return self.minibatch_std_group
 
 
 def channels_at(resolution: int, base: int, maximum: int) -> int:
-    """min(base / resolution, maximum), at least 1; a resolution counts as the power of two that it
-    holds.
+    """Return min(base / resolution, maximum), at least 1, with resolution rounded down to a power
+    of two.
     """
     return max(1, min(base // floor_to_two(resolution), maximum))
 
 
 def _blocks_at(stage: int, resolution: int | str) -> int:
-    """How many of the network's resolutions (`sizes_up_to`) a stage has; ValueError unless it is
-    one of them.
+    """Return the number of resolutions (`sizes_up_to`) up to that of a stage.
+
+    Raises ValueError for a stage that is none of them.
     """
     sizes = sizes_up_to(resolution)
     if stage not in sizes:
@@ -108,9 +110,10 @@ def _blocks_at(stage: int, resolution: int | str) -> int:
 class Generator(StyledGenerator):
     """StyleGAN2's skip generator.
 
-    At a stage of progressive growing `resolution` (the shorter side) is 4, 8, ... up to the final
-    one (None), and `alpha` (a number or a 0-d tensor) scales the new block's part of the image: at
-    0 it is the stage before, upsampled by `upsample_fir`, at 1 the full network of this stage.
+    At a stage of progressive growing `resolution` (the shorter side in px) is 4, 8, ... up to the
+    final one (None), and `alpha` (a number or a 0-d tensor) scales the newest block's contribution
+    to the image: 0 gives the image of the previous stage, upsampled by `upsample_fir`, 1 that of
+    all of this stage's blocks.
     """
 
     can_grow = True
@@ -119,13 +122,13 @@ class Generator(StyledGenerator):
         self, config: GeneratorConfig, *, resolution: int | str, channels: int, classes: int
     ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = (
-            config,
-            resolution,
-            channels,
-            classes,
-        )
-        self.z_dim, self.w_dim, self.w_avg_beta = config.z_dim, config.w_dim, config.w_avg_beta
+        self.config = config
+        self.resolution = resolution
+        self.channels = channels
+        self.classes = classes
+        self.z_dim = config.z_dim
+        self.w_dim = config.w_dim
+        self.w_avg_beta = config.w_avg_beta
         self.fp16 = Fp16Plan(config, self.spec.side)
         self.mapping = MappingNetwork(
             config.z_dim, config.w_dim, classes, config.mapping_layers, config.mapping_lr_multiplier
@@ -135,14 +138,16 @@ class Generator(StyledGenerator):
         self.constant = nn.Parameter(torch.randn(1, widths[0], *self.spec.at(sizes[0]).size))
         self.blocks = nn.ModuleList(
             SynthesisBlock(
-                before,
-                width,
+                in_channels,
+                out_channels,
                 config.w_dim,
                 self.spec.at(size).size,
                 channels,
                 first=size == sizes[0],
             )
-            for before, width, size in zip([widths[0], *widths[:-1]], widths, sizes, strict=True)
+            for in_channels, out_channels, size in zip(
+                [widths[0], *widths[:-1]], widths, sizes, strict=True
+            )
         )
         self.num_ws = self.num_ws_at()
         self.register_buffer("w_avg", torch.zeros(config.w_dim))
@@ -151,21 +156,21 @@ class Generator(StyledGenerator):
         return list(self.blocks[: _blocks_at(resolution or self.spec.side, self.resolution)])  # type: ignore[arg-type]
 
     def num_ws_at(self, resolution: int | None = None) -> int:
-        """Styles that a stage takes: one for each of its layers, and one for the last ToRGB."""
+        """Return the number of styles of a stage: one for each layer and one for the last ToRGB."""
         return 2 * len(self._blocks(resolution))
 
     def styled_layers(self, resolution: int | None = None) -> list[StyledLayer]:
-        """The layers of a stage that take noise, from the smallest up."""
+        """Return the layers of a stage that take noise, from the smallest resolution up."""
         return [layer for block in self._blocks(resolution) for layer in block.layers]
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
-        """(1, H, W) of each noise map of a stage, in the order `synthesis` takes them."""
+        """Return (1, H, W) of each noise map of a stage, in the order of `styled_layers`."""
         return [(1, *layer.noise_const.shape[2:]) for layer in self.styled_layers(resolution)]
 
-    def _maps(
+    def _noise_maps(
         self, noise: Sequence[Tensor] | NoiseMode, resolution: int | None
     ) -> Sequence[Tensor | None]:
-        """A noise map, or None, for each layer of a stage."""
+        """Return a noise map, or None, for each layer of a stage."""
         layers = self.styled_layers(resolution)
         if noise in ("const", "none"):
             return [layer.noise_const if noise == "const" else None for layer in layers]
@@ -185,18 +190,24 @@ class Generator(StyledGenerator):
         resolution: int | None = None,
         alpha: Alpha = 1.0,
     ) -> Tensor:
-        """Images [N, channels, H, W] from ws [N, num_ws_at(resolution) or more, w_dim]; further
-        styles are left over.
+        """Return images [N, channels, H, W] for styles.
 
-        `noise`: one [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const"
-        (stored) or "none".
+        Args:
+            ws: [N, num_ws_at(resolution) or more, w_dim]; additional styles are ignored.
+            noise: One [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const"
+                (stored maps) or "none".
+            resolution: The stage, see the class.
+            alpha: Weight of the stage's newest block.
         """
-        blocks, maps = self._blocks(resolution), self._maps(noise, resolution)
+        blocks = self._blocks(resolution)
+        maps = self._noise_maps(noise, resolution)
         if ws.shape[1] < 2 * len(blocks):
             raise ValueError(
                 f"this stage takes {2 * len(blocks)} styles, but {ws.shape[1]} were given"
             )
-        x, image, index = self.constant.expand(ws.shape[0], -1, -1, -1), None, 0
+        x = self.constant.expand(ws.shape[0], -1, -1, -1)
+        image = None
+        index = 0
         clamp = self.fp16.clamp(x)
         for number, block in enumerate(blocks):
             stop = index + len(block.layers)
@@ -233,13 +244,16 @@ class Generator(StyledGenerator):
 
 
 class Discriminator(ImageDiscriminator):
-    """Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution,
-    fully connected) and the output run without autocast.
+    """StyleGAN2's discriminator; a conditional one gives <features, mapped label> / sqrt(dim).
 
-    `progressive` adds a from_rgb for each smaller resolution: the shorter side of images may then
-    be 4, 8, ... px up to the final one, which is the stage of progressive growing, and `alpha` (a
-    number or a 0-d tensor) fades its block in: at 0 it is the stage before on the images' 2x2 means
-    (what a packed pyramid holds), at 1 this stage's full network. At 4 px there is nothing to fade.
+    The last block (minibatch std, convolution, fully connected) and the output run without
+    autocast.
+
+    `progressive` adds a from_rgb for each smaller resolution. Then the shorter side of images may
+    be 4, 8, ... px up to the final one; it selects the stage of progressive growing. `alpha` (a
+    number or a 0-d tensor) fades in the stage's block: 0 gives the previous stage applied to the
+    images' 2x2 means (as in a packed pyramid), 1 all of this stage's blocks. It has no effect at
+    4 px.
     """
 
     def __init__(
@@ -252,12 +266,10 @@ class Discriminator(ImageDiscriminator):
         progressive: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = (
-            config,
-            resolution,
-            channels,
-            classes,
-        )
+        self.config = config
+        self.resolution = resolution
+        self.channels = channels
+        self.classes = classes
         self.fp16 = Fp16Plan(config, self.spec.side)
         sizes = sizes_up_to(resolution)[::-1]
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
@@ -277,7 +289,7 @@ class Discriminator(ImageDiscriminator):
         self.label_mapping = nn.Sequential(
             *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
         )
-        # of its images
+        # height and width of the images that it accepts
         self.sizes = {self.spec.at(side).size for side in sizes[: None if progressive else 1]}
         if progressive:
             pairs = zip(sizes[1:], widths[1:], strict=True)
@@ -297,35 +309,42 @@ class Discriminator(ImageDiscriminator):
         )
 
     def _segment(self, x: Tensor, index: int, entering: bool, clamp: float | None) -> Tensor:
-        """Block number `index` (none after the last one), after its from_rgb where `x` are images."""
-        x = self._entry(x, clamp) if entering else x
-        return self.blocks[index](x, clamp) if index < len(self.blocks) else x
+        """Apply block number `index` (none after the last), and first from_rgb if `entering`."""
+        if entering:
+            x = self._entry(x, clamp)
+        if index < len(self.blocks):
+            x = self.blocks[index](x, clamp)
+        return x
 
     def hidden(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
-        """The last hidden activations [N, F], F the channels of the smallest maps, in the
-        parameters' precision.
+        """Return the last hidden activations [N, F] in the parameters' precision.
+
+        F is the number of channels of the smallest maps.
         """
         height, width = map(int, images.shape[2:])  # tensors while a graph is traced
         full, side = self.spec.side, min(height, width)
         if (height, width) not in self.sizes:
             raise ValueError(
-                f"images of {width}x{height} for a discriminator of {self.resolution} px; those of a smaller stage "
-                "need progressive=True"
+                f"images of {width}x{height} for a discriminator of {self.resolution} px; those of "
+                "a smaller stage need progressive=True"
             )
-        # the first block of the images' stage
+        # number of the first block of the images' stage
         start = len(self.blocks) + 1 - _blocks_at(side, self.resolution)
-        clamp, x = self.fp16.clamp(images), images
+        clamp = self.fp16.clamp(images)
+        x = images
         for index in range(start, max(start + 1, len(self.blocks))):
             arguments = (full >> index, self._segment, x, index, index == start, clamp)
             x = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
             if index == start < len(self.blocks) and not is_one(alpha):
-                before = self.fp16.call(side // 2, self._entry, F.avg_pool2d(images, 2), clamp)
-                weight = alpha.to(before.dtype) if isinstance(alpha, Tensor) else alpha
-                x = torch.lerp(before, x.to(before.dtype), weight)
+                previous = self.fp16.call(side // 2, self._entry, F.avg_pool2d(images, 2), clamp)
+                weight = alpha.to(previous.dtype) if isinstance(alpha, Tensor) else alpha
+                x = torch.lerp(previous, x.to(previous.dtype), weight)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.last_conv.weight.dtype)
-            group, order = self.config.minibatch_std_group, self.config.minibatch_std_order
-            x = minibatch_std(x, group, strided=order == "strided") if group > 1 else x
+            group = self.config.minibatch_std_group
+            if group > 1:
+                is_strided = self.config.minibatch_std_order == "strided"
+                x = minibatch_std(x, group, strided=is_strided)
             return self.last_linear(clamped(self.last_conv(x), clamp).flatten(1))
 
     def embedded(self, labels: Tensor) -> Tensor:

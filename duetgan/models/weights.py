@@ -1,5 +1,6 @@
-"""Weights files, read without running anything in them, and fitted into our networks: only the head
-may differ.
+"""Read weights files, without running anything in them, and load them into our networks.
+
+Only the head, the first convolution's size and its channels may differ.
 """
 
 import argparse
@@ -22,14 +23,14 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from duetgan.models.by_class import class_parts, copy_by_name, matched
+from duetgan.models.by_class import class_parts, copy_by_name, describe_match
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import BACKBONES, backbone_of
 from duetgan.utils import bounded
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.build import build
-from duetgan.utils.config.yaml_files import near_file
+from duetgan.utils.config.yaml_files import Tree, near_file
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import downloading
@@ -37,7 +38,7 @@ from duetgan.utils.provenance import Lineage
 from duetgan.utils.text import did_you_mean
 
 OPTION = "model.weights"
-# under which other programs keep the state dict, the average first: it is the network to use
+# Keys of the state dict in files of other programs. The average comes first, as it is to be used.
 WRAPPERS = (
     "state_dict_ema",
     "model_ema",
@@ -49,36 +50,38 @@ WRAPPERS = (
 )
 SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".bin", ".ckpt")
 
-ANSWER = 10.0  # seconds in which a server has to answer
+TIMEOUT = 10.0  # seconds until a server must answer
 
 State = dict[str, Tensor]
 
 
 def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, dict[str, str]]:
-    """State dict on the CPU and what the file says of its network, by restricted unpickling: of
-    `.safetensors`, of what `torch.save` wrote of names and tensors (Python 2's, too), and of our
-    own checkpoints.
+    """Return a file's state dict on the CPU and its metadata, by restricted unpickling.
 
-    Wrappers of other programs and the prefixes of DataParallel (`module.`) and torch.compile
-    (`_orig_mod.`) are taken off. The second part is a safetensors file's metadata, or of our own
-    checkpoints `stride`, `normalise` and, with the `lineage`, `duet`.
+    It reads `.safetensors`, names and tensors written by `torch.save` (also under Python 2), and
+    our checkpoints. Wrappers of other programs and the prefixes of DataParallel (`module.`) and
+    torch.compile (`_orig_mod.`) are removed. The metadata are those of a safetensors file, or for
+    our checkpoints `stride`, `normalise` and, with the `lineage`, `duet`.
+
+    Args:
+        path: The file.
+        option: The command-line option of the file, for messages.
 
     Raises:
-        UserError: the file is missing, damaged, or holds anything but names and tensors; `option`
-            is in the remedy.
+        UserError: The file is missing, damaged, or holds anything but names and tensors.
     """
     remedy = f"fetch the file again, or give another with {option}"
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
     if path.suffix == ".safetensors":
-        state, about = read_tensors(path, remedy)
-        # `lineage_of` tells of damage
+        state, metadata = read_tensors(path, remedy)
+        # `lineage_of` reports damage
         with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-            about |= _built(json.loads(about["duet"])["config"]["model"], path)
-        return _plain_names(state), about
+            metadata |= _build_metadata(json.loads(metadata["duet"])["config"]["model"], path)
+        return _plain_names(state), metadata
     content = read_plain(path, remedy)
     if isinstance(content, dict) and all(key in content for key in checkpoints.KEYS):
-        return _ours(path, content)
+        return _read_checkpoint(path, content)
     state = _unwrapped(content)
     if not state:
         raise UserError(f"{path} is not a plain state dict (name -> tensor); {remedy}")
@@ -86,8 +89,9 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[State, dict[str, str]]:
-    """The tensors of a `.safetensors` file, on the CPU, and its metadata. Raises UserError as
-    `read_plain`.
+    """Return the tensors of a `.safetensors` file, on the CPU, and its metadata.
+
+    Raises UserError for a file that is missing, too large or damaged.
     """
     with bounded.reading(path, remedy, SafetensorError):
         bounded.check(path, bounded.WEIGHTS)
@@ -96,29 +100,29 @@ def read_tensors(path: Path, remedy: str) -> tuple[State, dict[str, str]]:
 
 
 def read_plain(path: Path, remedy: str) -> Any:
-    """What torch.save wrote of names, tensors and numbers; nothing in the file is run.
+    """Return names, tensors and numbers of a file of torch.save; nothing in the file is run.
 
-    Raises UserError for a file that is missing, too large, damaged, or holds more than that.
+    Raises UserError for a file that is missing, too large, damaged, or holds anything else.
     """
     with bounded.reading(path, remedy):
         bounded.check(path, bounded.WEIGHTS)
     bounded.refuse_page(path)
-    # torch's own message advises to read the file unsafely, so it is not passed on
-    words = (
-        "is damaged or not a plain state dict (names and tensors, as "
-        "torch.save(model.state_dict(), FILE) writes it)"
+    # torch's message is replaced because it advises to read the file unsafely.
+    message = (
+        f"{path} is damaged or not a plain state dict (names and tensors, as "
+        f"torch.save(model.state_dict(), FILE) writes it); {remedy}"
     )
-    # torch's reader and unpickler raise a dozen kinds
-    refused = explained(Exception, f"{path} {words}; {remedy}")
-    # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds
-    # values, and torchvision's own training writes one into its checkpoints
+    # torch's reader and unpickler raise a dozen kinds of exceptions.
+    refused = explained(Exception, message)
+    # Names written by Python 2 need latin1, of which torch warns. A Namespace only holds values,
+    # and torchvision's training scripts write one into their checkpoints.
     with refused, warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
         warnings.filterwarnings("ignore", message="pickle_load_args only works")
         return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
 
 
-def _built(model: dict[str, Any], path: Path) -> dict[str, str]:
-    """What no shape shows of a network of ours."""
+def _build_metadata(model: Tree, path: Path) -> dict[str, str]:
+    """Return the properties of our network that the shapes of its weights do not show."""
     config = build(ModelConfig, model, source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
     return {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
@@ -126,8 +130,9 @@ def _built(model: dict[str, Any], path: Path) -> dict[str, str]:
 
 @functools.cache  # a start checks its config several times
 def trained_symmetric(weights: str) -> bool:
-    """Whether `model.weights` names a classifier of ours whose images were in [-1, 1]; False where
-    it is unreadable.
+    """Return True if `model.weights` is a classifier of ours that takes images in [-1, 1].
+
+    Returns False if it is unreadable.
     """
     try:
         return read_state_dict(checkpoints.resolve(weights))[1].get("normalise") == "symmetric"
@@ -135,35 +140,31 @@ def trained_symmetric(weights: str) -> bool:
         return False
 
 
-def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
-    """The averaged classifier of our own checkpoint, whose checksum is verified."""
+def _read_checkpoint(path: Path, content: checkpoints.Checkpoint) -> tuple[State, dict[str, str]]:
+    """Return state and metadata of the averaged classifier in our checkpoint.
+
+    The file's checksum is verified.
+    """
     if content["task"] != "classifier":
         raise UserError(
             f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier"
         )
     content = checkpoints.load(path)
-    with explained(ValueError, lambda why: f"{path}: {why}; give another checkpoint"):
+    with explained(ValueError, lambda error: f"{path}: {error}; give another checkpoint"):
         check_tensors("state.model_ema", content["state"].get("model_ema"))
-    about = _built(content["config"].get("model", {}), path)
-    from duetgan.models.restore import passed_on  # which reads weights by this module
+    metadata = _build_metadata(content["config"].get("model", {}), path)
+    from duetgan.models.restore import inherited_lineage  # restore imports this module
 
-    about["duet"] = json.dumps({"lineage": passed_on(content).document()})  # as an export has it
-    about["classes"] = json.dumps(content["classes"])
-    return _plain_names(content["state"]["model_ema"]), about
+    # as in the files of export.py
+    metadata["duet"] = json.dumps({"lineage": inherited_lineage(content).document()})
+    metadata["classes"] = json.dumps(content["classes"])
+    return _plain_names(content["state"]["model_ema"]), metadata
 
 
-def _unwrapped(content: Any) -> State:
-    """The innermost state dict; empty where there is none."""
+def _unwrapped(content: object) -> State:
+    """Return the innermost state dict; empty if there is none."""
     while isinstance(content, dict) and content:
-        tensors = [
-            value
-            for key, value in content.items()
-            if isinstance(key, str) and isinstance(value, Tensor)
-        ]
-        # with numbers in them: neither sparse nor of the meta device
-        if len(content) == sum(
-            tensor.layout == torch.strided and not tensor.is_meta for tensor in tensors
-        ):
+        if all(_is_named_tensor(key, value) for key, value in content.items()):
             return content
         content = next(
             (content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None
@@ -171,28 +172,38 @@ def _unwrapped(content: Any) -> State:
     return {}
 
 
+def _is_named_tensor(key: object, value: object) -> bool:
+    """Return True for a name and a tensor with values: neither sparse nor of the meta device."""
+    return (
+        isinstance(key, str)
+        and isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_meta
+    )
+
+
 def _plain_names(state: Mapping[str, Tensor]) -> State:
-    """`state` by the network's own names, without what averaging and wrapping added."""
+    """Return `state` by the network's names, without the additions of averaging and wrapping."""
     plain = {
         re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", "")): value
         for name, value in state.items()
     }
     plain.pop("n_averaged", None)  # of torch's AveragedModel
-    plain.pop("thresholds", None)  # of a classifier's own labels
+    plain.pop("thresholds", None)  # of our classifiers, no weights of the backbone
     for prefix in ("network.", "model.", "net."):
         if plain and all(name.startswith(prefix) for name in plain):
             plain = {name.removeprefix(prefix): tensor for name, tensor in plain.items()}
     return plain
 
 
-# --- where they are
+# --- finding and downloading files
 
 
 def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
-    """The file that `model.weights` means for the network `name`: a file, a run folder's last
-    checkpoint, or a member of torchvision's enum, which is downloaded once.
+    """Return the file of `model.weights` for the network `name`.
 
-    Raises UserError when there is none, and without a network.
+    `weights` is a file, a run folder (for its last checkpoint), or a member of torchvision's enum,
+    which is downloaded once. Raises UserError if there is no such file, or no internet to fetch it.
     """
     path = Path(weights)
     if path.is_dir():
@@ -201,39 +212,38 @@ def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
         return path
     members = backbone_of(name).published(name)
     if weights not in members:
-        near = did_you_mean(weights, list(members)) or near_file(path)
+        hint = did_you_mean(weights, list(members)) or near_file(path)
         names = f"{name} has {', '.join(members)}, or " if members else ""
-        raise UserError(f"{option} {weights!r}: no such file{near}; {names}give a file")
+        raise UserError(f"{option} {weights!r}: no such file{hint}; {names}give a file")
     return Path(
         collectives.from_main_process(lambda: _download(members[weights], f"{option} {weights}"))
     )
 
 
-def published_at_hand(name: str) -> Path | None:
-    """A published file of the network `name` that was downloaded before, torchvision's latest
-    first.
+def cached_weights(name: str) -> Path | None:
+    """Return a downloaded file of published weights of the network `name`, torchvision's latest
+    first; None if there is none.
     """
-    cached = [_in_cache(url) for url in reversed(backbone_of(name).published(name).values())]
+    cached = [_cache_path(url) for url in reversed(backbone_of(name).published(name).values())]
     return next((path for path in cached if path.is_file()), None)
 
 
-def _in_cache(url: str) -> Path:
-    place = Path(urlparse(url).path)
-    # timm's are named by the folder
-    name = place.name if place.stem != "model" else f"{place.parts[2]}{place.suffix}"
+def _cache_path(url: str) -> Path:
+    path = Path(urlparse(url).path)
+    # timm's files are all called model; their folders have the names.
+    name = path.name if path.stem != "model" else f"{path.parts[2]}{path.suffix}"
     return Path(torch.hub.get_dir()) / "checkpoints" / name
 
 
-def missing_published(url: str, what: str) -> str:
-    """Return why the published file of `url` cannot be had, with the remedy; empty if it is in
-    torch's cache now.
+def missing_published(url: str, subject: str) -> str:
+    """Fetch a published file into torch's cache and return the reason, with a remedy, on failure.
 
-    All ranks must call this.
+    Returns an empty string if the file is in the cache. All ranks must call this.
     """
 
     def fetch() -> str:
         try:
-            _download(url, what)
+            _download(url, subject)
         except UserError as error:
             return str(error)
         return ""
@@ -241,77 +251,77 @@ def missing_published(url: str, what: str) -> str:
     return collectives.from_main_process(fetch)
 
 
-def _download(url: str, what: str) -> str:
-    """Return the file of `url` in torch's cache; fetch it if it is not there and check the hash in
-    its name.
+def _download(url: str, subject: str) -> str:
+    """Return the path of `url` in torch's cache; fetch it if it is missing, and check its hash.
 
-    Says in one line how large it is and where it goes. With the variable DUET_OFFLINE set no
-    network is tried.
+    The hash is a part of the file's name. A line on stderr has the size and the folder. Nothing is
+    fetched if the environment variable DUET_OFFLINE is set.
     """
-    path = _in_cache(url)
+    path = _cache_path(url)
     remedy = f"fetch {url} on a machine with a network and put it there"
     if not path.is_file():
-        with downloading(f"{what}: is not at {path}", remedy):
+        with downloading(f"{subject}: is not at {path}", remedy):
             if os.environ.get("DUET_OFFLINE"):
                 raise OSError("DUET_OFFLINE is set")
-            with urllib.request.urlopen(
-                urllib.request.Request(url, method="HEAD"), timeout=ANSWER
-            ) as answer:
+            request = urllib.request.Request(url, method="HEAD")
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
                 size = int(answer.headers.get("Content-Length") or 0) / 1e6
             print(
-                f"downloading {what} ({size:,.0f} MB) into {path.parent}",
+                f"downloading {subject} ({size:,.0f} MB) into {path.parent}",
                 file=sys.stderr,
                 flush=True,
             )
             path.parent.mkdir(parents=True, exist_ok=True)
-            hashed = torch.hub.HASH_REGEX.search(path.name)
-            torch.hub.download_url_to_file(
-                url, str(path), hashed[1] if hashed else None, progress=False
-            )
+            match = torch.hub.HASH_REGEX.search(path.name)
+            prefix = match[1] if match else None
+            torch.hub.download_url_to_file(url, str(path), prefix, progress=False)
     return str(path)
 
 
-# --- how they fit
+# --- loading weights into a classifier
 
 
 def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> str:
-    """Copy the weights that `model.config.weights` names into `model`; returns what was taken, for
-    a person.
+    """Copy the weights that `model.config.weights` names into `model`.
 
-    The first convolution is fitted to the channels and the stem, the head is left new where it does
-    not fit. Where both lists of class names are known, of `model` (`classes`) and of the file, the
-    head's rows are matched by name.
+    The first convolution is adapted to the channels and the stem. The head stays new if its shape
+    differs; if the class names of both are known, its rows are copied by name.
 
-    Raises UserError when the file cannot be had or read, or holds another network; then nothing is
-    changed.
+    Args:
+        model: The classifier.
+        classes: Names of its classes.
+
+    Returns:
+        A message about the weights that were copied.
+
+    Raises:
+        UserError: The file is missing, unreadable, or holds another network. `model` is unchanged.
     """
     config = model.config
     if config.weights is None:
         return ""
     path = find_weights(config.weights, config.name)
-    state, about = read_state_dict(path, option=f"--{OPTION}")
-    check_built_alike(path, about, config)
+    state, metadata = read_state_dict(path, option=f"--{OPTION}")
+    check_same_build(path, metadata, config)
     expected = model.network.state_dict()
-    head, theirs = (
-        {
-            name: value.shape
-            for name, value in one.items()
-            if name.startswith(f"{model.backbone.head}.")
-        }
-        for one in (expected, state)
-    )
-    taken, words = len(expected), ["head taken"]
-    theirs_by_name = _class_names(about)
-    if classes and theirs_by_name:
-        if said := matched(classes, theirs_by_name):
-            words = [f"head: {said}"]
+    head = _head_shapes(model, expected)
+    file_head = _head_shapes(model, state)
+    copied = len(expected)
+    notes = ["head taken"]
+    file_classes = _class_names(metadata)
+    if classes and file_classes:
+        match = describe_match(classes, file_classes)
+        if match:
+            notes = [f"head: {match}"]
         for name, part in class_parts(model).items():
-            if (key := name.removeprefix("network.")) in state:
-                state[key] = copy_by_name(expected[key], state[key], part, classes, theirs_by_name)
-        theirs = {name: state[name].shape for name in theirs}
-    if head != theirs:
-        taken, words = taken - len(head), ["head new"]
-        state = {name: value for name, value in state.items() if name not in theirs}
+            key = name.removeprefix("network.")
+            if key in state:
+                state[key] = copy_by_name(expected[key], state[key], part, classes, file_classes)
+        file_head = {name: state[name].shape for name in file_head}
+    if head != file_head:
+        copied -= len(head)
+        notes = ["head new"]
+        state = {name: value for name, value in state.items() if name not in file_head}
         state |= {name: expected[name] for name in head}
     first = f"{model.backbone.first}.weight"
     if (
@@ -320,154 +330,189 @@ def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> 
         and state[first].numel()
         and state[first].is_floating_point()
     ):
-        state[first], notes = fit_first(state[first], expected[first], alpha=model.spec.alpha)
-        words += notes
-    lineage = lineage_of(path, about)
-    model.network.load_state_dict(fitted(state, expected, path, config.name))
+        state[first], changes = fit_first(state[first], expected[first], alpha=model.spec.alpha)
+        notes += changes
+    lineage = lineage_of(path, metadata)
+    model.network.load_state_dict(fit_state(state, expected, path, config.name))
     model.lineage = lineage
-    return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join(words)}"
+    return f"weights from {path}: {copied} of {len(expected)} tensors; {', '.join(notes)}"
 
 
-def _class_names(about: Mapping[str, str]) -> list[str]:
-    """The class names that a file tells; an empty list for files of other programs."""
+def _head_shapes(model: Classifier, state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    prefix = f"{model.backbone.head}."
+    return {name: value.shape for name, value in state.items() if name.startswith(prefix)}
+
+
+def _class_names(metadata: Mapping[str, str]) -> list[str]:
+    """Return the class names in a file's metadata; empty for files of other programs."""
     try:
-        names = json.loads(about.get("classes", "[]"))
+        names = json.loads(metadata.get("classes", "[]"))
     except (ValueError, RecursionError):
         return []
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
-def lineage_of(path: Path, about: Mapping[str, str]) -> Lineage:
-    """What a file of ours, a checkpoint or an export, says that its weights have seen; those of
-    others are known by their hash.
+def lineage_of(path: Path, metadata: Mapping[str, str]) -> Lineage:
+    """Return the lineage of a file's weights.
 
-    Raises UserError where it says so in a damaged way.
+    It is a part of the metadata of our checkpoints and exports; other files are identified by their
+    hash. Raises UserError for damaged metadata.
     """
-    with bounded.reading(
-        f"{path}: its metadata", "export it again", ValueError, AttributeError, RecursionError
-    ):
-        if lineage := json.loads(about.get("duet", "{}")).get("lineage"):
+    faults = (ValueError, AttributeError, RecursionError)
+    with bounded.reading(f"{path}: its metadata", "export it again", *faults):
+        lineage = json.loads(metadata.get("duet", "{}")).get("lineage")
+        if lineage:
             return Lineage.read(lineage, "lineage")
     return Lineage.of(pretrained=[file_hash(path)])
 
 
 def file_hash(path: Path) -> str:
-    """The short hash by which a weights file is known."""
+    """Return the short hash that identifies a weights file."""
     return f"sha256:{hashlib.sha256(bounded.read_file(path, bounded.WEIGHTS)).hexdigest()[:12]}"
 
 
-def check_built_alike(path: Path, about: Mapping[str, str], config: ModelConfig) -> None:
-    """Raise UserError where the file says that its network differs in what no shape shows."""
-    if "stride" in about and about["stride"].startswith("conv1") != config.he_strides:
+def check_same_build(path: Path, metadata: Mapping[str, str], config: ModelConfig) -> None:
+    """Raise UserError if the file's network differs in a property that no shape shows."""
+    stride = metadata.get("stride")
+    if stride is not None and stride.startswith("conv1") != config.he_strides:
         raise UserError(
-            f"{path}: its network has the stride of 2 in {about['stride'].split()[0]} of each stage's first block; set "
-            f"--model.he-strides {str(not config.he_strides).lower()}"
+            f"{path}: its network has the stride of 2 in {stride.split()[0]} of each stage's first "
+            f"block; set --model.he-strides {str(not config.he_strides).lower()}"
         )
-    given = about.get("normalise")
-    if given in ("symmetric", "imagenet") and (given == "imagenet") != config.imagenet_normalised:
+    normalise = metadata.get("normalise")
+    if normalise not in ("symmetric", "imagenet"):
+        return
+    if (normalise == "imagenet") != config.imagenet_normalised:
         raise UserError(
-            f"{path}: its network was trained on images normalised {given}; set --model.normalise {given}"
+            f"{path}: its network was trained on images normalised {normalise}; set "
+            f"--model.normalise {normalise}"
         )
 
 
-def fit_first(filters: Tensor, like: Tensor, *, alpha: bool = False) -> tuple[Tensor, list[str]]:
-    """The first convolution's filters [O, C, k, k] for the channels and the smaller kernel of
-    `like`, and what was done; filters that already fit come back as they are.
+def fit_first(filters: Tensor, target: Tensor, *, alpha: bool = False) -> tuple[Tensor, list[str]]:
+    """Adapt the first convolution's filters to other channels and a smaller kernel.
 
-    Grey sums the filters over the channels: a grey image as RGB gives the same outputs. Other
-    numbers of channels repeat them, scaled so that equal channels give the same outputs (timm's
-    `adapt_input_conv`). Those of `alpha`, the last channel, begin at zero: an opaque image gives
-    the outputs of its colours. A smaller kernel takes their middle.
+    Filters that fit already are returned unchanged. For grey images the filters are summed over the
+    channels, so that a grey image gives the outputs of its RGB version. Other numbers of channels
+    repeat them, scaled so that equal channels give the same outputs (timm's `adapt_input_conv`). A
+    smaller kernel is the centre of the filters.
+
+    Args:
+        filters: [O, C, k, k].
+        target: Filters of the new shape.
+        alpha: The last channel is alpha. Its filters are zero, so that an opaque image gives the
+            outputs of its colours.
+
+    Returns:
+        The new filters, and messages about the changes.
+
+    Raises:
+        UserError: The filters have no centre of the smaller size.
     """
-    done, (channels, wanted) = [], (filters.shape[1], like.shape[1])
-    if channels != wanted:
-        filters, colours = filters.to(like.dtype), wanted - alpha
+    changes: list[str] = []
+    channels = filters.shape[1]
+    new_channels = target.shape[1]
+    if channels != new_channels:
+        filters = filters.to(target.dtype)
+        colours = new_channels - alpha
         repeated = filters[:, torch.arange(colours) % channels] * (channels / colours)
         filters = filters.sum(dim=1, keepdim=True) if colours == 1 else repeated
         filters = F.pad(filters, (0, 0, 0, 0, 0, int(alpha)))
-        done.append(f"first filters from {channels} to {wanted} channels")
-    cut = filters.shape[-1] - like.shape[-1]
-    if cut > 0 and cut % 2:
+        changes.append(f"first filters from {channels} to {new_channels} channels")
+    size = target.shape[-1]
+    excess = filters.shape[-1] - size
+    if excess > 0 and excess % 2:
         raise UserError(
-            f"model.stem: filters of {filters.shape[-1]}x{filters.shape[-1]} have no centre of {like.shape[-1]} px; "
-            "set --model.stem imagenet, with --model.input-size for small images"
+            f"model.stem: filters of {filters.shape[-1]}x{filters.shape[-1]} have no centre of "
+            f"{size} px; set --model.stem imagenet, with --model.input-size for small images"
         )
-    if cut > 0:
-        filters = filters[..., cut // 2 : -(cut // 2), cut // 2 : -(cut // 2)]
-        done.append(
-            f"first filters' middle {like.shape[-1]}x{like.shape[-1]} taken (model.stem imagenet with model.input_size "
+    if excess > 0:
+        margin = excess // 2
+        filters = filters[..., margin:-margin, margin:-margin]
+        changes.append(
+            f"first filters' middle {size}x{size} taken (model.stem imagenet with model.input_size "
             "keeps them whole)"
         )
-    return filters, done
+    return filters, changes
 
 
-def fitted(
-    state: State,
+def fit_state(
+    state: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     path: Path,
     name: str,
     *,
     option: str = f"--{OPTION}",
 ) -> State:
-    """`state` in the types of `expected`, if it has exactly these names and shapes, in finite
-    numbers; the counters of batches, which old files lack, are added.
+    """Return `state` in the dtypes of `expected`, after checking names, shapes and values.
 
-    Raises UserError naming the first tensor at fault, how many match, and where that is clear the
-    file's network.
+    The counters of batches, which are absent in old files, are added.
+
+    Args:
+        state: The file's state dict.
+        expected: A state dict of the network, possibly on the meta device.
+        path: The file, for messages.
+        name: The network, for messages.
+        option: The command-line option of the file, for messages.
+
+    Raises:
+        UserError: A name or shape differs, or a value is not finite. The message names the first
+            such tensor, the number of matching ones, and the file's network if it is clear.
     """
-    state = {
-        key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")
-    } | state
+    counters = {key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")}
+    state = {**counters, **state}
     tensors = {key: value.shape for key, value in expected.items() if value.ndim}
     match = sum(key in state and state[key].shape == shape for key, shape in tensors.items())
     for key in sorted(expected.keys() | state.keys()):
-        there, wanted = (
-            list(one[key].shape) if key in one else "absent" for one in (state, expected)
-        )
-        if there != wanted:
-            other = network_of(state)
+        shape = list(state[key].shape) if key in state else "absent"
+        expected_shape = list(expected[key].shape) if key in expected else "absent"
+        if shape != expected_shape:
+            file_network = network_of(state)
             remedy = f"give a whole {name}'s weights file with {option}"
-            if other is None:
+            if file_network is None:
                 remedy = f"give a {name}'s weights file, by its own names"
-            elif other != name:
-                remedy = f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
+            elif file_network != name:
+                remedy = (
+                    f"the file is a {file_network}'s: set --model.name {file_network}, or give a "
+                    f"{name}'s"
+                )
             raise UserError(
-                f"{path}: {key} is {there}, {name} has it {wanted}; {remedy} ({match} of {len(tensors)} tensors match)"
+                f"{path}: {key} is {shape}, {name} has it {expected_shape}; {remedy} ({match} of "
+                f"{len(tensors)} tensors match)"
             )
         if state[key].is_floating_point() != expected[key].is_floating_point():
             raise UserError(
-                f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights"
+                f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give "
+                "unquantised weights"
             )
         if not torch.isfinite(state[key]).all():
             raise UserError(f"{path}: {key} holds numbers that are not finite; give another file")
-    # on the CPU: `expected` may be on the meta device
     return {key: state[key].to(expected[key].dtype) for key in expected}
 
 
-def network_of(state: State) -> str | None:
-    """The network whose weights these are, but for its first layer and its head; None: they are no
-    known one's.
-    """
-    return next((name for name, share in likeness(state) if share == 1), None)
+def network_of(state: Mapping[str, Tensor]) -> str | None:
+    """Return the network of these weights, ignoring its first layer and head; None if unknown."""
+    return next((name for name, fraction in similar_networks(state) if fraction == 1), None)
 
 
-def likeness(state: State) -> Iterator[tuple[str, float]]:
-    """Each known network that begins as these weights do, and the share of the tensors that match."""
-    for other, backbone in BACKBONES.items():
+def similar_networks(state: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """Yield each network with a first layer of this name, and the fraction of matching tensors."""
+    for name, backbone in BACKBONES.items():
         if f"{backbone.first}.weight" not in state:
             continue
         try:
             with torch.device("meta"):
-                network = backbone.build(other)
-        except NotImplementedError:  # of a RegNet, which computes while it is built
+                network = backbone.build(name)
+        except NotImplementedError:  # RegNets compute while they are built
             continue
-        ends = (f"{backbone.first}.", f"{backbone.head}.")  # what a config changes
-        ours, theirs = (
-            {
-                key: value.shape
-                for key, value in one.items()
-                if not key.startswith(ends) and value.ndim
-            }
-            for one in (network.state_dict(), state)
-        )
-        yield other, len(ours.items() & theirs.items()) / len(ours.keys() | theirs.keys())
+        ends = (f"{backbone.first}.", f"{backbone.head}.")  # a config may change these
+        shapes = _inner_shapes(network.state_dict(), ends)
+        file_shapes = _inner_shapes(state, ends)
+        matching = len(shapes.items() & file_shapes.items())
+        yield name, matching / len(shapes.keys() | file_shapes.keys())
+
+
+def _inner_shapes(state: Mapping[str, Tensor], ends: tuple[str, ...]) -> dict[str, torch.Size]:
+    return {
+        key: value.shape for key, value in state.items() if not key.startswith(ends) and value.ndim
+    }

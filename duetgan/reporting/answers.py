@@ -1,27 +1,24 @@
-"""The quickstart's metrics in sentences, and what to do next: the report's first lines, and the
-last printed ones.
+"""Sentences about the metrics of a quickstart, and advice on the next step. They are the first
+lines of its report and the last lines of its output.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from duetgan.metrics.intervals import wilson
+from duetgan.reporting.run_files import Document
 from duetgan.utils.text import counted, listed
 
-# of what the judge recognises of a class's real images: below it a class is not learnt
+# The GAN has learnt a class if the judge recognises at least this fraction of the class's samples,
+# relative to the recognised fraction of its real images.
 LEARNT = 0.5
-SOLVED = 0.95  # recognised real images, or accuracy: above it there is little to gain
-UNEVEN = 0.05  # accuracy over balanced accuracy: above it frequent classes hide rare ones
-FEW = 60  # images of a class: with fewer, more of them come first
-MIN_CONFUSED = 2  # images: a single one is no habit
-ONE_CLASS = 0.8  # of the samples: from here on a classifier takes them all for one class
-MIN_SAMPLES = 5  # of a class: fewer do not show whether it is learnt
-
-Document = Mapping[str, Any]  # an evaluation's
+SOLVED = 0.95  # accuracy of the classifier above which it needs no improvement
+UNEVEN = 0.05  # accuracy minus balanced accuracy above which rare classes do much worse
+FEW = 60  # images of a class below which the advice is to add images
+MIN_CONFUSED = 2  # images that make a confusion of two classes worth a sentence
+ONE_CLASS = 0.8  # fraction of the samples predicted as one class that makes the judge useless
+MIN_SAMPLES = 5  # samples of a class that are needed to say that it is not learnt
 
 
 def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
-    """Return sentences from both evaluations, as far as their metrics go.
+    """Return sentences about the metrics that the two evaluations contain.
 
     Args:
         classifier: Evaluation of the classifier; empty if there is none.
@@ -37,12 +34,10 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
     if gan.get("recognised") is not None:
         sentences += _of_samples(gan, classifier, judge, smallest)
     if memorisation := gan.get("memorisation"):
-        copies = (
-            "It copies training images"
-            if memorisation.get("copies")
-            else "There is no sign of copied images"
-        )
-        sentences.append(f"{copies}.")
+        if memorisation.get("copies"):
+            sentences.append("It copies training images.")
+        else:
+            sentences.append("There is no sign of copied images.")
     return sentences
 
 
@@ -56,26 +51,19 @@ def _skill(judge: Document) -> str:
 
 
 def _of_classifier(classifier: Document) -> list[str]:
-    accuracy, n, interval = (
-        classifier["accuracy"],
-        classifier.get("n"),
-        classifier.get("accuracy_interval"),
-    )
+    accuracy = classifier["accuracy"]
     certainty = []
-    if interval:
+    if interval := classifier.get("accuracy_interval"):
         certainty.append(f"95 % interval {100 * interval[0]:.0f} to {100 * interval[1]:.0f} %")
-    if n:
+    if n := classifier.get("n"):
         certainty.append(counted(n, "held-out image"))
-    brackets = f" ({', '.join(certainty)})" if certainty else ""
+    text = f"The classifier is right on {100 * accuracy:.0f} % of the new images"
+    if certainty:
+        text += f" ({', '.join(certainty)})"
     rate = classifier.get("majority_class_rate")
-    majority = (
-        ""
-        if rate is None
-        else f"; always predicting the most frequent class is right on {100 * rate:.0f} %"
-    )
-    sentences = [
-        f"The classifier is right on {100 * accuracy:.0f} % of the new images{brackets}{majority}."
-    ]
+    if rate is not None:
+        text += f"; always predicting the most frequent class is right on {100 * rate:.0f} %"
+    sentences = [f"{text}."]
     balanced = classifier.get("balanced_accuracy")
     if balanced is not None and accuracy - balanced > UNEVEN:
         sentences.append(
@@ -89,44 +77,44 @@ def _of_classifier(classifier: Document) -> list[str]:
 
 def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: int) -> list[str]:
     accuracy, majority = judge.get("accuracy"), judge.get("majority_class_rate")
-    words = f"The classifier recognises {100 * gan['recognised']:.0f} % of the GAN's samples as the requested class"
-    size = f"{gan['size']} px" if "size" in gan else "that size"
-    words += "" if accuracy is None else f", and {100 * accuracy:.0f} % of real images at {size}"
-    words += (
-        ""
-        if majority is None
-        else f" (always predicting the most frequent class: {100 * majority:.0f} %)"
-    )
+    recognised = f"{100 * gan['recognised']:.0f} % of the GAN's samples"
+    text = f"The classifier recognises {recognised} as the requested class"
+    if accuracy is not None:
+        size = f"{gan['size']} px" if "size" in gan else "that size"
+        text += f", and {100 * accuracy:.0f} % of real images at {size}"
+    if majority is not None:
+        text += f" (always predicting the most frequent class: {100 * majority:.0f} %)"
     fractions, counts = gan.get("recognised_by_class") or {}, gan.get("samples_by_class") or {}
     predicted = gan.get("samples_predicted") or {}
     name = max(predicted, key=predicted.__getitem__, default="")
     if len(predicted) > 1 and predicted[name] >= ONE_CLASS * sum(predicted.values()):
         fraction = predicted[name] / sum(predicted.values())
         return [
-            f"{words}.",
+            f"{text}.",
             f"It takes {100 * fraction:.0f} % of them for {name}: look at the samples yourself.",
         ]
     recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
     bad = []
-    for name in [name for name, fraction in fractions.items() if fraction is not None]:
+    for name, fraction in fractions.items():
+        # A class that the judge misses on real images is not held against the GAN.
         limits = [limit for limit in (accuracy, recalls.get(name), 1.0) if limit is not None]
-        if _is_clearly_below(fractions[name], counts.get(name), min(limits)):
+        if fraction is not None and _is_clearly_below(fraction, counts.get(name), min(limits)):
             bad.append(name)
     if not bad:
-        return [f"{words}."]
+        return [f"{text}."]
     few = f"; the smallest class has only {counted(smallest, 'image')}" if smallest < FEW else ""
     if len(bad) == len(fractions) > 1:
-        return [f"{words}.", f"The GAN has learnt none of its {len(fractions)} classes{few}."]
+        return [f"{text}.", f"The GAN has learnt none of its {len(fractions)} classes{few}."]
     classes = counted(len(fractions), "class")
     return [
-        f"{words}.",
+        f"{text}.",
         f"The GAN has clearly not learnt {listed(bad, 5)} ({len(bad)} of {classes}){few}.",
     ]
 
 
 def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bool:
-    """Return whether a fraction of `count` samples (None: unknown) is far below the expected one,
-    and not by chance.
+    """Return True if a fraction of `count` samples (None: unknown) is less than LEARNT of the
+    expected one, and significantly below it.
     """
     if fraction >= LEARNT * expected:
         return False
@@ -139,16 +127,25 @@ def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bo
 def advice(
     classifier: Document, longer: float, smallest: int, *, weights: bool
 ) -> tuple[str, list[str], str]:
-    """What would help most, the quickstart's options for it, and what to add to its folder's name.
-    `longer`: minutes that the GAN could use, 0: none; `weights`: any, or images enough without.
+    """Return the most helpful next step, the quickstart's options for it, and a suffix for the
+    folder of the next quickstart.
+
+    Args:
+        classifier: Evaluation of the classifier; empty if there is none.
+        longer: Minutes that a longer training of the GAN would take; 0 if it would not help.
+        smallest: Number of images of the smallest class.
+        weights: True if the classifier had pretrained weights, or enough images to do without.
     """
     gains = bool(classifier) and classifier["accuracy"] < SOLVED
     if gains and not weights:
-        from torchvision.models import ResNet50_Weights  # seconds, which nothing else here needs
+        from torchvision.models import ResNet50_Weights  # This import takes seconds.
 
         url = ResNet50_Weights.IMAGENET1K_V1.url
-        what = f"ImageNet weights for the classifier: with a network they are fetched, else fetch {url} elsewhere"
-        return what, ["--weights", url.rpartition("/")[2]], "with-weights"
+        step = (
+            "ImageNet weights for the classifier: with a network they are downloaded, else "
+            f"download {url} elsewhere"
+        )
+        return step, ["--weights", url.rpartition("/")[2]], "with-weights"
     if gains and smallest < FEW:
         return f"more images of the smallest classes, which have {smallest:,}", [], "more-images"
     if not longer:

@@ -1,47 +1,47 @@
 """A page that compares evaluated runs: `duet compare RUN RUN... --out FOLDER`.
 
-The figures and their tests are those of `evaluate.py --compare`: image by image or sample by sample
-on the same seed, corrected for their number. Beside them stand the runs' images and their curves.
+The metrics and their tests are those of `evaluate.py --compare`: paired by image or by sample of
+the same seed, and corrected for multiple comparisons. The page also has the runs' images and
+curves.
 """
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from duetgan.reporting.pictures import CAPTIONS, Chart, picture
-from duetgan.reporting.run_files import Run
+from duetgan.reporting.pictures import CAPTIONS, Chart, Picture, picture
+from duetgan.reporting.run_files import Document, Run
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.files import as_json, check_writable, write_atomic
 
-# images in eval/
+# stems of the images in eval/ that the page shows for all runs
 SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]
 
 
-def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
-    """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare`
-    found.
+def write_comparison(document: Document, folder: Path) -> Path:
+    """Write FOLDER/comparison.html and comparison.json from the result of
+    `metrics.comparison.compare.compare`, and return the page's path.
     """
-    # both know the figures, whose functions bring torch along
+    # Both modules import torch, through the table of metrics.
     from duetgan.metrics.comparison.compare import cells
     from duetgan.reporting.report import write_page
 
     names = list(document["runs"])
-    runs = {name: Run(name.partition(",")[0]) for name in names}  # of seeds alike the first
-    pairs = [
-        {
-            "title": f"{each['run']} against {names[0]}",
-            "rows": [(row, cells(row)) for row in each["figures"]],
-        }
-        for each in document["comparisons"]
-    ]
+    # RUN,RUN,... are seeds of one run; the page shows the images and curves of the first.
+    runs = {name: Run(name.partition(",")[0]) for name in names}
+    pairs = []
+    for comparison in document["comparisons"]:
+        rows = [(row, cells(row)) for row in comparison["figures"]]
+        pairs.append({"title": f"{comparison['run']} against {names[0]}", "rows": rows})
+    data = f"data {document['data_hash'][:12]}"
     write_atomic(folder / "comparison.json", as_json(document))
     return write_page(
         folder / "comparison.html",
         "comparison.html.j2",
         title=" and ".join(dict.fromkeys(Path(name).name for name in names)),
-        about=f"{document['task']}, {document['n']} images, seed {document['seed']}, data {document['data_hash'][:12]}",
+        subtitle=f"{document['task']}, {document['n']} images, seed {document['seed']}, {data}",
         header=HEADER,
         pairs=pairs,
         images=_images(runs),
@@ -51,40 +51,34 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
     )
 
 
-def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:
-    """What an image shows, and that image of every run that has it, for images that two runs have
-    or more.
+def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[Picture]]]:
+    """Return the caption and the pictures of each kind of image that at least two runs have."""
+    kinds = []
+    for stem in SIDE_BY_SIDE:
+        images: list[Picture] = []
+        for name, run in runs.items():
+            images += [picture(path, name) for path in run.images if path.stem == stem]
+        if len(images) > 1:
+            kinds.append((CAPTIONS[stem], images))
+    return kinds
+
+
+def shared_charts(runs: Mapping[str, Run]) -> list[Chart]:
+    """Return a chart for each key of metrics.jsonl that all runs have and that a report does not
+    fold away.
     """
-    have = {
-        stem: [
-            (path, name) for name, run in runs.items() for path in run.images if path.stem == stem
-        ]
-        for stem in SIDE_BY_SIDE
-    }
-    return [
-        (CAPTIONS[stem], [picture(*each) for each in those])
-        for stem, those in have.items()
-        if len(those) > 1
-    ]
-
-
-def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
-    """A chart for each key of metrics.jsonl that all runs have and that a report shows at once."""
-    from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of  # see above
+    from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of  # imports torch, see above
 
     series = {name: run.series for name, run in runs.items()}
-    first = next(iter(series.values()))
-    keys = [
-        k
-        for k in first
-        if all(k in other for other in series.values()) and k.split("/")[0] in SHOWN_AT_ONCE
-    ]
-    curves = {key: {name: of_run[key] for name, of_run in series.items()} for key in keys}
-    return [
-        Chart(those, title=key if "/" in key else chart_of(key))
-        for key, those in curves.items()
-        if any(y == y for points in those.values() for _, y in points)
-    ]
+    charts = []
+    for key in next(iter(series.values())):
+        in_all_runs = all(key in curves for curves in series.values())
+        if not in_all_runs or key.split("/")[0] not in SHOWN_AT_ONCE:
+            continue
+        curves = {name: points[key] for name, points in series.items()}
+        if any(not math.isnan(y) for points in curves.values() for _, y in points):
+            charts.append(Chart(curves, title=key if "/" in key else chart_of(key)))
+    return charts
 
 
 def main(argv: Sequence[str]) -> None:

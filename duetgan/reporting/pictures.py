@@ -1,5 +1,5 @@
-"""The images of a report, embedded in the page, and links to what else lies in a run folder; line
-charts as inline SVG, drawn by matplotlib, coloured by the page's CSS, light or dark.
+"""Images of a report, embedded in the page; links to other files of a run folder; and line charts
+as inline SVG, which matplotlib draws and the page's CSS colours for light and dark mode.
 """
 
 import base64
@@ -20,40 +20,36 @@ from duetgan.utils import bounded
 
 Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
-SIZE = 4.4, 2.2  # inches of 100 CSS px
-MOST_POINTS = 300  # more than a chart this wide can show
-DOT = 5.0  # width in points of a point without a line
-# a chart whose largest value is this many times its smallest gets a logarithmic axis
+SIZE = 4.4, 2.2  # width and height in inches of 100 CSS px
+MOST_POINTS = 300  # points of a curve at most; a chart this wide cannot show more
+DOT = 5.0  # diameter in points (1/72 inch) of a value that no line reaches
+# The y axis is logarithmic if the largest value is at least this many times the smallest.
 LOG_FROM = 100.0
-NAMES = ("c0", "c1", "c2", "c3", "soft", "line")  # of the page's colours
+NAMES = ("c0", "c1", "c2", "c3", "soft", "line")  # CSS variables of the page's colours
+# matplotlib draws in these placeholder colours, which `_svg` replaces by the CSS variables.
 COLOURS = {f"#00000{index}": f"var(--{name})" for index, name in enumerate(NAMES, 1)}
-*CURVES, SOFT, LINE = COLOURS  # stand-ins that no other part of a drawing has
+*CURVES, SOFT, LINE = COLOURS
 STYLE: dict[Any, Any] = {
-    **{
-        "svg.fonttype": "none",
-        "svg.hashsalt": "duet",
-        "font.family": "DejaVu Sans",
-        "font.size": 8,
-    },
-    **{
-        "axes.edgecolor": SOFT,
-        "axes.labelcolor": SOFT,
-        "xtick.labelcolor": SOFT,
-        "ytick.labelcolor": SOFT,
-    },
-    **{
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "grid.color": LINE,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-    },
-    **{"axes.spines.top": False, "axes.spines.right": False},
+    "svg.fonttype": "none",
+    "svg.hashsalt": "duet",
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": SOFT,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": LINE,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
 }
 
 
 def number(value: float) -> str:
-    """A short figure for people: `0.0123`, `4.57`, `1,234`, `20k`, `1.2e-05`; `not finite` for NaN
+    """Format a number briefly: `0.0123`, `4.57`, `1,234`, `20k`, `1.2e-05`; `not finite` for NaN
     and infinities.
     """
     if not math.isfinite(value):
@@ -67,39 +63,43 @@ def number(value: float) -> str:
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most `most` points: means of runs of equal length; a non-finite value makes its mean
-    non-finite.
+    """Reduce a curve to at most `most` points by averaging neighbours; a mean that includes a
+    non-finite value is not finite.
     """
     size = math.ceil(len(points) / most)
     if size <= 1:
         return points
-    runs = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
+    means = []
+    for start in range(0, len(points), size):
+        x, y = zip(*points[start : start + size], strict=True)
+        means.append((sum(x) / len(x), sum(y) / len(y)))
+    return means
 
 
 class Chart:
-    """The curves of some series in one chart; the y axis is logarithmic where all values are
-    positive and the largest is LOG_FROM times the smallest or more.
+    """A line chart of one or several curves. The y axis is logarithmic if all values are positive
+    and the largest is at least LOG_FROM times the smallest.
     """
 
     def __init__(self, series: Mapping[str, Points], *, title: str) -> None:
-        """Raises ValueError if there is no finite value in any series."""
-        values = [y for points in series.values() for _, y in points if math.isfinite(y)]
+        """Draw the chart. Raises ValueError if no series has a finite value."""
+        # name and last finite value of each curve, in the order of the colours
+        self.legend: list[tuple[str, str]] = []
+        values: list[float] = []
+        for name, points in series.items():
+            finite = [y for _, y in points if math.isfinite(y)]
+            values += finite
+            self.legend.append((name, number(finite[-1]) if finite else ""))
         if not values:
             raise ValueError(f"chart {title!r} has no finite value")
         log = min(values) > 0 and max(values) / min(values) >= LOG_FROM
-        last = {
-            name: [y for _, y in points if math.isfinite(y)][-1:] for name, points in series.items()
-        }
-        self.title = title + " (log scale)" * log
-        # a curve's name and its last finite value, in the order of the colours
-        self.legend = [(name, number(value[0]) if value else "") for name, value in last.items()]
-        # holds numbers and the word for the x axis alone: nothing that a run wrote
+        self.title = f"{title} (log scale)" if log else title
+        # Markup is not escaped: the drawing contains only numbers and "step", no text of the run.
         self.svg = Markup(_svg([thin(points) for points in series.values()], log=log))
 
 
 def _svg(curves: Sequence[Points], *, log: bool) -> str:
-    # a second that no start of a training should wait for
+    # This import takes a second, which the start of a training should not wait for.
     from matplotlib import rc_context, ticker
     from matplotlib.figure import Figure
 
@@ -107,22 +107,18 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
         figure = Figure(figsize=SIZE)
         axes = figure.add_axes((0.12, 0.17, 0.85, 0.8), yscale="log" if log else "linear")
         for index, points in enumerate(curves):
-            colour, there = (
-                CURVES[index % 4],
-                [False, *(math.isfinite(y) for _, y in points), False],
-            )
-            # the finite points that no line leads to, because their neighbours are not
-            dots = [
-                p
-                for at, p in enumerate(points, 1)
-                if there[at] and not (there[at - 1] or there[at + 1])
-            ]
-            if len(dots) < sum(there):
+            colour = CURVES[index % 4]
+            finite = [False, *(math.isfinite(y) for _, y in points), False]
+            # A finite point without a finite neighbour has no line and is drawn as a dot.
+            dots = []
+            for i, point in enumerate(points, 1):
+                if finite[i] and not (finite[i - 1] or finite[i + 1]):
+                    dots.append(point)
+            if len(dots) < sum(finite):
                 axes.plot(*zip(*points, strict=True), color=colour)
-            for dot in dots:  # not a marker: those stand in <defs>
-                axes.plot(
-                    *zip(dot, dot, strict=True), color=colour, linewidth=DOT, solid_capstyle="round"
-                )
+            # Lines of no length, because markers would be defined in <defs>, which is removed.
+            for x, y in dots:
+                axes.plot((x, x), (y, y), color=colour, linewidth=DOT, solid_capstyle="round")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(
             ticker.LogLocator(numticks=6) if log else ticker.MaxNLocator(5, steps=[1, 2, 5, 10])
@@ -132,92 +128,87 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
         axes.minorticks_off()
         axes.set_xlabel("step")
         buffer = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     svg = buffer.getvalue()
-    # what would reach the whole page is left out: rules for every element, and names that each
-    # chart has
+    # CSS rules of a chart would apply to the whole page, and ids occur in every chart: remove both.
     svg = re.sub(r"<defs>.*?</defs>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' (id|clip-path|width|height)="[^"]*"', "", svg)
-    return re.sub("|".join(COLOURS), lambda found: COLOURS[found[0]], svg)
+    return re.sub("|".join(COLOURS), lambda match: COLOURS[match[0]], svg)
 
 
-MOST_SAMPLES = 12  # grids shown of the samples over time
-MOST_OUTPUTS = 12  # images shown of what other commands have written
-# what Pillow raises for bad images
+MOST_SAMPLES = 12  # sample grids of a training that are embedded at most
+MOST_OUTPUTS = 12  # images of other commands that are embedded at most
+# exceptions that Pillow raises for bad images
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 EMBED_WHOLE = 100_000  # bytes; larger images are shrunk before they are embedded
 LARGEST_SIDE = 1400  # pixels of a shrunk image
-CAPTIONS = {  # name of an image in eval/: what it shows
+CAPTIONS = {  # stem of an image in eval/ -> caption
     "samples": "Samples, a row for each class",
     "real": "Real test images, in the same rows",
-    "recognised_best": "Samples that the classifier is surest of: the class asked for, its probability",
-    "recognised_worst": "Samples that the classifier is least sure of: asked for, and predicted",
-    "neighbours": "Samples beside the training images nearest to them",
-    "truncation": "Truncation: the same samples from the mean image (psi 0) to as they are (psi 1)",
+    "recognised_best": "The best recognised samples: requested class, its probability",
+    "recognised_worst": "The worst recognised samples: requested class, predicted class",
+    "neighbours": "Samples, each next to the most similar training images",
+    "truncation": "Truncation: the same samples from the mean image (psi 0) to no truncation (psi 1)",
     "mixing": "Style mixing: A with the coarse styles (pose, shape) of B",
-    "confusion": "Confusion matrix: true classes in rows, predicted ones in columns",
-    "reliability": "Accuracy by confidence: on the diagonal the classifier is as often right as it is sure",
-    "confused": "The classes that are confused most often: true class as predicted class, and how many images",
-    "robustness": "A test image under each corruption, as it is and at each strength",
-    "evidence": "The surest mistakes, then right answers, each beside the evidence for what was named (Grad-CAM)",
-    "mistakes": "The most confident mistakes: record and true class, and predicted",
+    "confusion": "Confusion matrix: true classes in rows, predicted classes in columns",
+    "reliability": "Accuracy by confidence: a well calibrated classifier is on the diagonal",
+    "confused": "The most frequent confusions: true class as predicted class, number of images",
+    "robustness": "A test image without and with each corruption, at each strength",
+    "evidence": "The most confident mistakes, then correct predictions, each next to its evidence (Grad-CAM)",
+    "mistakes": "The most confident mistakes: record and true class, predicted class",
 }
 WITHOUT_CLASSES = {"samples": "Samples", "real": "Real test images"}
-BESIDE = ("samples", "real")  # come first, side by side
+FIRST = ("samples", "real")  # stems of the images that come first, side by side
 
-# caption, and the address inside the page; empty where the image cannot be shown
+# `caption`, and `address`: a data URL; empty if the image cannot be shown
 Picture = dict[str, str]
 
 
 def pictures(run: Run) -> list[Picture]:
-    """The images of the evaluation: samples and real ones first."""
-    ordered = sorted(run.images, key=lambda path: (*BESIDE, path.stem).index(path.stem))
+    """Return the images of the evaluation, samples and real images first."""
+    ordered = sorted(run.images, key=lambda path: (*FIRST, path.stem).index(path.stem))
     captions = CAPTIONS if run.evaluation.get("diversity_by_class") else CAPTIONS | WITHOUT_CLASSES
     return [picture(path, captions.get(path.stem, path.stem.replace("_", " "))) for path in ordered]
 
 
 def samples(run: Run) -> list[Picture]:
-    """At most MOST_SAMPLES of the grids, evenly chosen, the newest last."""
+    """Return at most MOST_SAMPLES sample grids of the training, evenly spaced, the newest last."""
     last = len(run.samples) - 1
     count = min(MOST_SAMPLES, last + 1)
-    picked = [run.samples[round(i * last / max(1, count - 1))] for i in range(count)]
-    steps = [int(path.stem.removeprefix("step-")) for path in picked]
-    # a classifier's grid of step 0 is its first batch, see
-    # `training.classifier.task.ClassifierTask.sample_grid`
-    first = (
-        {0: "the first training images, as the network sees them"}
-        if run.task == "classifier"
-        else {}
-    )
-    captions = [first.get(step, f"step {number(step)}") for step in steps]
-    return [picture(path, caption) for path, caption in zip(picked, captions, strict=True)]
+    grids = []
+    for i in range(count):
+        path = run.samples[round(i * last / max(1, count - 1))]
+        step = int(path.stem.removeprefix("step-"))
+        caption = f"step {number(step)}"
+        # see `training.classifier.task.ClassifierTask.sample_grid`
+        if step == 0 and run.task == "classifier":
+            caption = "the first training images, as the network sees them"
+        grids.append(picture(path, caption))
+    return grids
 
 
 def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
-    """What other commands have written into the run folder: Grad-CAM maps, grids, projections; and
-    links, (address seen from the page in `folder`, name, size), of films, exports and more images.
+    """Return the files that other commands have written into the run folder.
+
+    Returns:
+        Images to embed, at most MOST_OUTPUTS: Grad-CAM maps, grids, projections.
+        Links to the remaining files: (address relative to the page in `folder`, name, size).
     """
-    shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
-    sizes = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in run.outputs
-        if path not in shown
-    }
-    links = [
-        (
-            quote(os.fsencode(name)),
-            name,
-            f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB",
-        )
-        for name, size in sizes.items()
-    ]
-    return [picture(path, str(path.relative_to(run.folder))) for path in shown], links
+    embedded = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
+    links = []
+    for path in run.outputs:
+        if path in embedded:
+            continue
+        name, size = path.relative_to(folder).as_posix(), path.stat().st_size
+        words = f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+        links.append((quote(os.fsencode(name)), name, words))
+    return [picture(path, str(path.relative_to(run.folder))) for path in embedded], links
 
 
 def picture(path: Path, caption: str) -> Picture:
-    """The caption and the address of a checked image inside the page, a large one shrunk and stored
-    as JPEG; what is wrong with one that cannot be read.
+    """Return an image with its caption, embedded as a data URL. A large image is shrunk and stored
+    as JPEG. For an image that cannot be read, the caption is the error and the address is empty.
     """
     try:
         content = bounded.read_file(path, bounded.IMAGE)

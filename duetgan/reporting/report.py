@@ -1,9 +1,9 @@
 """Self-contained HTML reports from a run folder's files: evaluation, samples, curves, commands and
 versions.
 
-One file, no scripts, nothing loaded from elsewhere; whatever a run has not written yet is left out
-with a word. The page of a study has the same style: verdict, differences with their intervals,
-controls, tables, images.
+A report is one file without scripts that loads nothing; it says which parts are missing because the
+run has not written them yet. The page of a study has the same style: verdict, differences with
+their intervals, controls, tables, images.
 """
 
 import math
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -23,131 +22,136 @@ from PIL import Image
 from duetgan.reporting import figures, pictures
 from duetgan.reporting.figures import change, headline
 from duetgan.reporting.pictures import Chart, picture
-from duetgan.reporting.run_files import Run
+from duetgan.reporting.run_files import Document, Run
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Events
-from duetgan.utils.text import duration
+from duetgan.utils.text import counted, duration
 from duetgan.utils.versions import environment
 
-# --- what the figures are called; a curve whose key is not named here is shown under the first part
-# of it
+# --- titles of the charts
 
-# pattern of keys of metrics.jsonl: the chart that they share; the first that fits counts
+# Pattern of keys of metrics.jsonl -> title of their chart. The first pattern that matches counts; a
+# key that matches none is charted with the keys that have the same first part.
 CHARTS = {
     "loss/generator": "adversarial losses",
     "loss/discriminator": "adversarial losses",
     "loss/classifier": "loss",
-    "val/nll": "loss",  # of held-out images, beside that of the training
+    "val/nll": "loss",  # in one chart with the training loss
     "loss/auxiliary*": "auxiliary loss",
     "logits/real_sign": "augmentation: strength p and mean sign of D(real)",
     "ada/p": "augmentation: strength p and mean sign of D(real)",
     "path_length/mean": "path length: moving mean",
     "val/logits/*": "logits at evaluations",
-    "val/memorised_p/*": "p-value of the search for copies, small: it copies",
-    "val/memorised/*": "share of samples unusually near to training images",
+    "val/memorised_p/*": "p-value of the search for copies (small: the GAN copies)",
+    "val/memorised/*": "fraction of samples unusually near to training images",
 }
-# first parts of keys; other charts are folded
+# Charts whose keys begin with one of these parts are shown; the others are folded away.
 SHOWN_AT_ONCE = ("loss", "logits", "ada", "accuracy", "val", "train")
-FOLDED = "val/memorised_p/*"  # in spite of that
+FOLDED = "val/memorised_p/*"  # an exception to SHOWN_AT_ONCE
 
 
 def chart_of(key: str) -> str:
-    """The title of a key's chart: `val/accuracy` and `accuracy/train` share one, all `logits/...`
-    another.
+    """Return the title of a key's chart: `val/accuracy` and `accuracy/train` are in one chart, all
+    `logits/...` in another.
     """
-    first, _, rest = key.partition("/")
-    other = (
-        rest if rest and first in ("val", "train") else f"{rest} loss" if first == "loss" else first
-    )
-    return next(
-        (title for pattern, title in CHARTS.items() if fnmatchcase(key, pattern)), other
-    ).replace("_", " ")
+    first, _, name = key.partition("/")
+    title = first
+    if name and first in ("val", "train"):
+        title = name
+    elif first == "loss":
+        title = f"{name} loss"
+    for pattern, shared_title in CHARTS.items():
+        if fnmatchcase(key, pattern):
+            title = shared_title
+            break
+    return title.replace("_", " ")
 
 
 # --- the page
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write RUN_DIR/report.html, with the commands to train it again and of the last evaluation;
-    returns its path.
+    """Write RUN_DIR/report.html and return its path. The page includes the commands to repeat the
+    training and the last evaluation.
     """
     run = Run(run_dir)
-    title = f"Run {run.name}" + (f" ({run.task})" if run.task else "")
     config, evaluation = run.folder / "config.yaml", run.folder / "eval" / "command.txt"
-    train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
-    commands = [shlex.join(train)] if config.is_file() else []
+    commands = []
+    if config.is_file():
+        train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
+        commands.append(shlex.join(train))
     if evaluation.is_file():
-        commands += (
-            bounded.read_file(evaluation, bounded.TABLE)
-            .decode(errors="replace")
-            .strip()
-            .splitlines()
-        )
-    page = {
-        "title": title,
-        "headline": headline(run),
-        "choices": (),
-        "runs": {"": run},
-        "commands": commands,
-    }
-    return write_page(run.folder / "report.html", "report.html.j2", **page, answers=())
+        text = bounded.read_file(evaluation, bounded.TABLE).decode(errors="replace")
+        commands += text.strip().splitlines()
+    return write_page(
+        run.folder / "report.html",
+        "report.html.j2",
+        title=f"Run {run.name} ({run.task})" if run.task else f"Run {run.name}",
+        headline=headline(run),
+        choices=(),
+        runs={"": run},
+        commands=commands,
+        answers=(),
+    )
 
 
 def refresh(output: Path) -> None:
-    """Write the report of the run in whose folder `output` lies once more, if it lies in one: the
-    report shows it.
+    """Rewrite the report of the run whose folder contains `output`, if there is one, so that the
+    report shows this file.
     """
-    run = next(
-        (folder for folder in output.resolve().parents[:2] if (folder / "config.yaml").is_file()),
-        None,
-    )
-    if run is not None:
-        print(f"report: {write_report(run)}", file=sys.stderr)
+    for folder in output.resolve().parents[:2]:
+        if (folder / "config.yaml").is_file():
+            print(f"report: {write_report(folder)}", file=sys.stderr)
+            return
 
 
 def write_quickstart_report(
     folder: str | Path,  # the quickstart's folder, with the runs `gan` and `classifier` inside
     *,
     commands: Sequence[str] = (),  # every command that was run, in order
-    seconds: float | None = None,  # what the commands took together
-    notes: Sequence[str] = (),  # what was chosen and why
-    classifier: bool = True,  # whether one was trained
-    answers: Sequence[str] = (),  # the figures in sentences
+    seconds: float | None = None,  # duration of all commands together
+    notes: Sequence[str] = (),  # the settings that were chosen, with the reasons
+    classifier: bool = True,  # True if a classifier was trained
+    answers: Sequence[str] = (),  # sentences about the metrics
 ) -> Path:
     """Write `folder/report.html` with the quickstart's runs in one page and return its path."""
-    titles = {"classifier": "What the classifier gets right"} if classifier else {}
-    titles["gan"] = "What the GAN draws"
-    runs = {title: Run(Path(folder) / name) for name, title in titles.items()}
-    first = [figure for run in runs.values() for figure in headline(run)]
+    folder = Path(folder)
+    runs = {}
+    if classifier:
+        runs["What the classifier gets right"] = Run(folder / "classifier")
+    runs["What the GAN draws"] = Run(folder / "gan")
+    tiles = []
+    for run in runs.values():
+        tiles += headline(run)
     if seconds is not None:
-        first.append((duration(seconds), "all steps together", ""))
-    page = {
-        "title": "Duet quickstart",
-        "headline": first,
-        "choices": notes,
-        "runs": runs,
-        "commands": commands,
-    }
-    return write_page(Path(folder) / "report.html", "report.html.j2", **page, answers=answers)
-
-
-def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Write a page of a template, which knows its folder and the versions too, and return its path."""
-    write_atomic(
-        path,
-        render(template, folder=path.parent, versions=environment(), **values).encode(
-            errors="replace"
-        ),
+        tiles.append((duration(seconds), "all steps together", ""))
+    return write_page(
+        folder / "report.html",
+        "report.html.j2",
+        title="Duet quickstart",
+        headline=tiles,
+        choices=notes,
+        runs=runs,
+        commands=commands,
+        answers=answers,
     )
+
+
+def write_page(path: Path, template: str, **values: object) -> Path:
+    """Write a page from a template and `values`, and return its path. The template also gets the
+    page's folder and the versions of the environment.
+    """
+    page = render(template, folder=path.parent, versions=environment(), **values)
+    write_atomic(path, page.encode(errors="replace"))
     return path
 
 
-def render(template: str, **values: Any) -> str:
-    """A page of one of the templates beside this file; values are escaped."""
-    # not at the start of a training
+def render(template: str, **values: object) -> str:
+    """Render a template of this folder; values are escaped."""
+    # Imported here so that the start of a training does not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
@@ -163,125 +167,131 @@ def render(template: str, **values: Any) -> str:
 
 
 def charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
-    """The charts that are shown at once and the others; words in the place of curves that cannot be
-    drawn.
+    """Return the charts that are shown at once and those that are folded away. A message stands in
+    for a chart without finite values.
     """
     series = run.series
     groups: dict[str, list[str]] = {}
     for key in series:
         groups.setdefault(chart_of(key), []).append(key)
-    shown: list[Chart | str] = []
+    visible: list[Chart | str] = []
     folded: list[Chart | str] = []
     for title, keys in groups.items():
         chart: Chart | str = f"{', '.join(keys)}: not one finite value."
         if any(math.isfinite(y) for key in keys for _, y in series[key]):
             chart = Chart({key: series[key] for key in keys}, title=title)
-        # by charts, not by keys: a chart that is shown at once keeps all its curves
-        at_once = any(
-            key.split("/")[0] in SHOWN_AT_ONCE and not fnmatchcase(key, FOLDED) for key in keys
-        )
-        (shown if at_once else folded).append(chart)
-    return (shown, folded) if shown else (folded, [])
+        # A chart with at least one visible key keeps all its curves.
+        if any(key.split("/")[0] in SHOWN_AT_ONCE and not fnmatchcase(key, FOLDED) for key in keys):
+            visible.append(chart)
+        else:
+            folded.append(chart)
+    return (visible, folded) if visible else (folded, [])
 
 
 def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
-    """Add image files to the events of a run that has any. Not while it trains: TensorBoard follows
-    the newest file of a folder, and would no longer see what the training writes.
+    """Add image files to the TensorBoard events of a run, if it has events and does not train.
+
+    TensorBoard follows the newest file of a folder: during a training it would no longer see the
+    training's events.
     """
     if not (run / "tensorboard").is_dir():
         return
     with suppress(UserError), closing(RunFolder(run)) as folder:
-        folder.open()  # else it trains, or cannot be written
+        folder.open()  # raises UserError if the run trains, or its folder is not writable
         with closing(Events(run / "tensorboard")) as events:
             for file in files:
                 with Image.open(file) as image:
                     events.image(step, f"evaluation/{file.stem}", np.asarray(image.convert("RGB")))
 
 
-HEADINGS = {"main": "The answer", "classes": "The same by class", "all arms": "Every arm"}
-KINDS = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # verdict -> its colour
-WIDTH, MIDDLE = 150, 9  # of the drawing of an interval, in px
+HEADINGS = {"main": "Main comparisons", "classes": "By class", "all arms": "All arms"}
+VERDICT_CLASSES = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # of the CSS
+OUTCOMES = {True: "as expected", False: "WRONG", None: "unknown yet"}  # of a control, by its `ok`
+WIDTH, MIDDLE = 150, 9  # width and half height of the drawing of an interval, in px
 
 
 def write_study_page(
-    folder: Path, document: Mapping[str, Any], *, command: str, config: Mapping[str, Any]
+    folder: Path, document: Document, *, command: str, config: Mapping[str, object]
 ) -> Path:
-    """Write FOLDER/report.html of study.json's document, and return its path."""
+    """Write FOLDER/report.html from the content of study.json, and return its path."""
     rows, runs = document["comparisons"], document["runs"]
-    done = "finished" if document["complete"] else "unfinished"
-    seeds = f"{len(document['seeds'])} complete seed{'s' * (len(document['seeds']) != 1)}"
-    families = dict.fromkeys(row["family"] for row in rows)
-    # of the first comparison a tile for a group
-    pair = [(row["first"], row["second"]) for row in document["verdicts"]]
-    first = [row for row, arms in zip(document["verdicts"], pair, strict=True) if arms == pair[0]]
-    tiles = {row["figure"] or f"{row['group']} classes": row for row in first}
+    state = "finished" if document["complete"] else "unfinished"
+    seeds = counted(len(document["seeds"]), "complete seed")
+    families: dict[str, list[Document]] = {}
+    for row in rows:
+        families.setdefault(row["family"], []).append(row)
+    # The headline has a tile for each metric or group of classes of the first pair of arms.
+    verdicts = document["verdicts"]
+    tiles = {}
+    for row in verdicts:
+        if (row["first"], row["second"]) == (verdicts[0]["first"], verdicts[0]["second"]):
+            title = row["figure"] or f"{row['group']} classes"
+            tiles[title] = (row["verdict"], f"{title}: {row['second']} against {row['first']}")
+    arms = []
+    for arm in document["arms"]:
+        arms.append([arm["name"], arm["family"], len(arm["figures"]), arm["what"]])
+    images = document.get("pictures", [])
     return write_page(
         folder / "report.html",
         "study.html.j2",
         study=document,
-        state=f"{done}: {runs['done']} of {runs['planned']} runs, {seeds}",
-        headline=[
-            (row["verdict"], f"{what}: {row['second']} against {row['first']}")
-            for what, row in tiles.items()
-        ],
-        families={name: [row for row in rows if row["family"] == name] for name in families},
+        state=f"{state}: {runs['done']} of {runs['planned']} runs, {seeds}",
+        headline=list(tiles.values()),
+        families=families,
         controls=[_control(row) for row in document["controls"]],
-        arms=[
-            [arm["name"], arm["family"], len(arm["figures"]), arm["what"]]
-            for arm in document["arms"]
-        ],
-        images=[
-            picture(folder / item["file"], item["caption"]) for item in document.get("pictures", [])
-        ],
+        arms=arms,
+        images=[picture(folder / image["file"], image["caption"]) for image in images],
         command=command,
         config=yaml.safe_dump(dict(config), sort_keys=False),
     )
 
 
-def _control(row: Mapping[str, Any]) -> list[str]:
-    share, came = (
-        row["figure"] is None,
-        {True: "as it must", False: "WRONG", None: "not known yet"}[row["ok"]],
-    )
-    words = [
-        row["arm"],
-        row["against"],
-        row["expected"],
-        row["found"],
-        signed(row["difference"], share=share),
-    ]
-    return [*words, span(row["interval"], share=share), came, row["why"]]
+def _control(row: Document) -> list[str]:
+    """Return the cells of a control's row."""
+    is_fraction = row["figure"] is None
+    cells = [row["arm"], row["against"], row["expected"], row["found"]]
+    cells.append(signed(row["difference"], is_fraction=is_fraction))
+    cells.append(span(row["interval"], is_fraction=is_fraction))
+    return [*cells, OUTCOMES[row["ok"]], row["why"]]
 
 
-def signed(value: float | None, *, share: bool) -> str:
-    """A difference with its sign; of shares in percentage points."""
-    return "-" if value is None else f"{100 * value:+z.1f}" if share else change(value)
+def signed(value: float | None, *, is_fraction: bool) -> str:
+    """Format a difference with its sign, and a difference of fractions in percentage points."""
+    if value is None:
+        return "-"
+    return f"{100 * value:+z.1f}" if is_fraction else change(value)
 
 
-def span(interval: Sequence[float] | None, *, share: bool) -> str:
-    return "-" if interval is None else " to ".join(signed(end, share=share) for end in interval)
+def span(interval: Sequence[float] | None, *, is_fraction: bool) -> str:
+    """Format the interval of a difference."""
+    if interval is None:
+        return "-"
+    return " to ".join(signed(end, is_fraction=is_fraction) for end in interval)
 
 
-def chance(p: float | None) -> str:
-    return "-" if p is None else "<0.0001" if p < 1e-4 else f"{p:.2g}"
+def p_value(p: float | None) -> str:
+    """Format a p-value."""
+    if p is None:
+        return "-"
+    return "<0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
-def drawn(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Markup:
-    """A row's difference and its interval on a line, to one scale with those of `rows` that are of
-    the same figure. It holds numbers alone.
+def draw_interval(row: Document, rows: Sequence[Document]) -> Markup:
+    """Draw a row's difference and its interval as SVG, on one scale with all `rows` of the same
+    metric. The drawing contains only numbers, so it needs no escaping.
     """
-    alike = [each for each in rows if each["figure"] == row["figure"]]
-    reach = max(
-        1e-9,
-        *(abs(end) for each in alike for end in (each["difference"], *(each["interval"] or []))),
-    )
+    ends = [1e-9]
+    for comparable in rows:
+        if comparable["figure"] == row["figure"]:
+            ends += [comparable["difference"], *(comparable["interval"] or [])]
+    reach = max(map(abs, ends))
 
-    def place(x: float) -> str:
-        return f"{WIDTH / 2 + (WIDTH / 2 - 5) * x / reach:.1f}"
+    def position(difference: float) -> str:
+        return f"{WIDTH / 2 + (WIDTH / 2 - 5) * difference / reach:.1f}"
 
     drawing = f'<line class="zero" x1="{WIDTH / 2}" x2="{WIDTH / 2}" y1="0" y2="{2 * MIDDLE}"/>'
     if row["interval"]:
-        low, high = map(place, row["interval"])
+        low, high = map(position, row["interval"])
         drawing += f'<line class="span" x1="{low}" x2="{high}" y1="{MIDDLE}" y2="{MIDDLE}"/>'
-    drawing += f'<circle cx="{place(row["difference"])}" cy="{MIDDLE}" r="4"/>'
+    drawing += f'<circle cx="{position(row["difference"])}" cy="{MIDDLE}" r="4"/>'
     return Markup(f'<svg class="forest" viewBox="0 0 {WIDTH} {2 * MIDDLE}">{drawing}</svg>')

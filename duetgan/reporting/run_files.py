@@ -1,9 +1,8 @@
-"""What a run folder holds, read for a report: tolerant of what is missing, open about what is
-damaged.
-"""
+"""The content of a run folder for a report. Missing files are empty; damaged ones give a note."""
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +11,64 @@ import yaml
 from duetgan.utils import bounded
 from duetgan.utils.config import yaml_files
 
-FAR = 1e100  # no figure of a training; a chart's ticks would overflow
+MAX_VALUE = 1e100  # larger values would overflow the ticks of a chart
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves
-# folders whose files are shown elsewhere or not at all; ranks that end remove the last one
-OWN = ("checkpoints", "eval", "samples", "tensorboard", "heartbeat")
+# Folders that the training or the evaluation writes; they hold no outputs of other commands. Ranks
+# that end remove `heartbeat`, perhaps while it is listed.
+RUN_FOLDERS = ("checkpoints", "eval", "samples", "tensorboard", "heartbeat")
 OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
+
+Record = dict[str, Any]  # a JSON object
+Document = Mapping[str, Any]  # likewise, for reading only
 
 
 def _integer(digits: str) -> float:
-    """A JSON integer; one that no float holds is infinite, as JSON's other numbers are."""
+    """Parse an integer of JSON. One that exceeds the range of floats becomes infinite, as JSON's
+    floats do.
+    """
     return int(digits) if len(digits) < 300 else float(digits)
 
 
 class Run:
-    """What a run folder holds, read tolerantly: what is missing is empty, what is damaged has a
-    line in `notes`.
-    """
+    """The content of a run folder. A missing file is empty; a damaged one has a line in `notes`."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Never raises for missing or damaged files."""
-        from duetgan.metrics.tables import credible  # brings torch along
+        """Read the folder. Missing and damaged files raise nothing."""
+        from duetgan.metrics.tables import credible  # imports torch
 
-        self.folder, self.notes = Path(folder), list[str]()
+        self.folder = Path(folder)
+        self.notes: list[str] = []
         self.config = self._text("config.yaml")
-        self.records = self._records()  # of metrics.jsonl, one a step, in order of steps
+        self.records = self._records()  # of metrics.jsonl: one for each step, in order of steps
         self.status = self._object("status.json")
-        self.last, self.best = (
-            self._object("checkpoints/last.json"),
-            self._object("checkpoints/best.json"),
-        )
-        self.data = self._object("data.json")  # facts of the images, by their role
+        self.last = self._object("checkpoints/last.json")
+        self.best = self._object("checkpoints/best.json")
+        self.data = self._object("data.json")  # role -> description of the data set
         self.evaluation = credible(self._object("eval/metrics.json"))
         grids = self.folder.glob("samples/step-*.png")
         # in order of steps
         self.samples = sorted(path for path in grids if path.stem[5:].isdecimal())
         self.images = sorted(self.folder.glob("eval/*.png"))
-        order = self.evaluation.get("images")  # another evaluation's leftovers are not shown
-        if isinstance(order, list):
-            self.images = sorted(
-                (p for p in self.images if p.name in order), key=lambda path: order.index(path.name)
-            )
-        files = list(self.folder.glob("*"))
-        files += [path for place in files if place.name not in OWN for path in place.glob("*")]
-        # what predict.py, generate.py and export.py wrote into the folder
-        self.outputs = sorted(
-            p for p in files if p.suffix in OUTPUTS and p.is_file() and p.name[0] != "."
+        order = self.evaluation.get("images")
+        if isinstance(order, list):  # Files that an earlier evaluation left are not listed in it.
+            images = [path for path in self.images if path.name in order]
+            self.images = sorted(images, key=lambda path: order.index(path.name))
+        self.outputs = self._outputs()
+
+    def _outputs(self) -> list[Path]:
+        """List the files that predict.py, generate.py and export.py wrote into the run folder."""
+        paths = list(self.folder.glob("*"))
+        for folder in list(paths):
+            if folder.name not in RUN_FOLDERS:
+                paths += folder.glob("*")
+        return sorted(
+            path
+            for path in paths
+            if path.suffix in OUTPUTS and path.is_file() and not path.name.startswith(".")
         )
 
     def _text(self, name: str) -> str:
-        """A text file, or nothing and a note; nothing at all where there is none."""
+        """Read a text file; empty if it is missing, or if it is unreadable, which gives a note."""
         path = self.folder / name
         if not path.exists():
             return ""
@@ -70,7 +78,7 @@ class Run:
             self.notes.append(f"{path.name} cannot be read: {error}")
             return ""
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def _object(self, name: str) -> Record:
         try:
             value = json.loads(self._text(name) or "{}", parse_int=_integer)
             if not isinstance(value, dict):
@@ -80,16 +88,16 @@ class Run:
             self.notes.append(f"{Path(name).name} cannot be read: {error}")
             return {}
 
-    def _records(self) -> list[dict[str, Any]]:
-        """The records of one step become one; the later value of a key counts; torn lines are
-        counted in `notes`.
+    def _records(self) -> list[Record]:
+        """Read metrics.jsonl with the records of a step merged, later values over earlier ones. The
+        number of damaged lines goes to `notes`.
         """
-        by_step: dict[int, dict[str, Any]] = {}
+        by_step: dict[int, Record] = {}
         torn = 0
         for line in self._text("metrics.jsonl").splitlines():
             try:
                 record = json.loads(line, parse_int=_integer)
-                if abs(step := int(record["step"])) >= FAR:
+                if abs(step := int(record["step"])) >= MAX_VALUE:
                     raise ValueError("no step")
                 by_step[step] = by_step.get(step, {}) | record
             except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
@@ -104,26 +112,22 @@ class Run:
 
     @property
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """(step, value) of every scalar of metrics.jsonl but COUNTS, by key; NaN: it was not
-        finite, or beyond FAR.
+        """The points (step, value) of every scalar in metrics.jsonl except COUNTS, by key. The
+        value is NaN if it was not finite or exceeds MAX_VALUE.
         """
         series: dict[str, list[tuple[float, float]]] = {}
         for record in self.records:
             for key, value in record.items():
-                # null stands for a value that was not finite
-                value = math.nan if value is None else value
-                if (
-                    key not in COUNTS
-                    and isinstance(value, int | float)
-                    and not isinstance(value, bool)
-                ):
-                    point = float(record["step"]), float(value) if abs(value) < FAR else math.nan
-                    series.setdefault(key, []).append(point)
+                value = math.nan if value is None else value  # null stands for a non-finite value
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if key not in COUNTS and is_number:
+                    y = float(value) if abs(value) < MAX_VALUE else math.nan
+                    series.setdefault(key, []).append((float(record["step"]), y))
         return series
 
     @property
     def task(self) -> str:
-        """What the config says that is trained; empty without a readable one."""
+        """The `task` of the config; empty if the config is missing or unreadable."""
         try:
             config = yaml_files.load(self.config)
         except (yaml.YAMLError, ValueError):

@@ -1,11 +1,11 @@
-"""One page of what studies found, as Markdown, from their folders: the failures, too."""
+"""One Markdown page of the results of studies, from their folders, failures included."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from duetgan.reporting.report import chance, signed, span
+from duetgan.reporting.report import p_value, signed, span
+from duetgan.reporting.run_files import Document
 from duetgan.utils.bounded import TABLE, read_file, reading
 from duetgan.utils.text import duration
 
@@ -13,10 +13,11 @@ HEAD = ["arm", "base", "controls", "of", "effect", "95 % interval", "p", "verdic
 
 
 def verdicts(folders: Sequence[Path]) -> str:
-    """A section for each study: question, seeds, cost, and a table of what was asked. Raises
-    UserError for what is no study's folder.
+    """Return a section for each study: question, seeds, cost, and a table of its main comparisons.
+
+    Raises UserError for a folder without a readable study.json.
     """
-    lines = ["# What studies found", ""]
+    lines = ["# Results of studies", ""]
     for folder in folders:
         with reading(
             folder, "give a study's folder, with a study.json", ValueError, KeyError, TypeError
@@ -25,33 +26,50 @@ def verdicts(folders: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def _section(folder: Path, study: dict[str, Any]) -> list[str]:
+def _section(folder: Path, study: Document) -> list[str]:
     seconds = sum(json.loads(read_file(file, TABLE))["seconds"] for file in folder.glob("*/*.json"))
-    runs, rows = study["runs"], [HEAD, ["---"] * len(HEAD)]
-    for row in [row for row in study["comparisons"] if row["asked"]]:
-        share = row["figure"] is None
-        effect, of = (
-            signed(row["difference"], share=share) + " points" * share,
-            row["group" if share else "figure"],
-        )
-        known = span(row["interval"], share=share), chance(row["p"]), f"**{row['verdict']}**"
-        rows.append(
-            [row["second"], row["first"], "; ".join(row["controls"]) or "-", of, effect, *known]
-        )
-    made = f"{len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
-    state = f"Study `{study['subject']}`, {folder.name}: {made}"
-    cost = f", {duration(seconds)}" if seconds else ""
-    void = [
-        f"{row['arm']}: {row['found']}, not: {row['expected']}"
-        for row in study["controls"]
-        if row["ok"] is False
+    runs = study["runs"]
+    progress = f"{len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
+    text = f"Study `{study['subject']}`, {folder.name}: {progress}"
+    if seconds:
+        text += f", {duration(seconds)}"
+    text += "."
+    for arm, choice in study["choices"].items():
+        text += f" {arm}: {choice}."
+    failed = []
+    for row in study["controls"]:
+        if row["ok"] is False:
+            failed.append(f"{row['arm']}: {row['found']}, expected: {row['expected']}")
+    if failed:
+        text += f" Void, because a control came out wrong: {'; '.join(failed)}."
+    table = [_line(HEAD), _line(["---"] * len(HEAD))]
+    for row in study["comparisons"]:
+        if row["asked"]:
+            table.append(_line(_cells(row)))
+    images = []
+    for image in study["pictures"][:1]:
+        images += [f"![{image['caption']}]({folder / image['file']})", ""]
+    return [f"## {study['title']}", "", text, "", *table, "", *images]
+
+
+def _line(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _cells(row: Document) -> list[str]:
+    """Return the cells of a comparison, in the order of HEAD."""
+    is_fraction = row["figure"] is None
+    subject, effect = row["figure"], signed(row["difference"], is_fraction=is_fraction)
+    if is_fraction:
+        subject, effect = row["group"], f"{effect} points"
+    return [
+        row["second"],
+        row["first"],
+        "; ".join(row["controls"]) or "-",
+        subject,
+        effect,
+        span(row["interval"], is_fraction=is_fraction),
+        p_value(row["p"]),
+        f"**{row['verdict']}**",
     ]
-    failed = f" Void, for a control came out wrong: {'; '.join(void)}." if void else ""
-    shown = [
-        line
-        for each in study["pictures"][:1]
-        for line in (f"![{each['caption']}]({folder / each['file']})", "")
-    ]
-    table = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-    chosen = "".join(f" {arm}: {which}." for arm, which in study["choices"].items())
-    return [f"## {study['title']}", "", f"{state}{cost}.{chosen}{failed}", "", *table, "", *shown]

@@ -1,12 +1,14 @@
-"""Studies: many runs, paired over seeds and test images, one table and one verdict. `study.py`
-starts them.
-"""
+"""Studies: many runs, paired by seed and test image, with a table and verdicts; see `study.py`."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-# name -> its question; another study is one more file studies/NAME.py, which has CONFIG, a
-# StudyConfig, and SUBJECT: (config, folder, device), and one more line here
+if TYPE_CHECKING:
+    from duetgan.studies.images import StudyConfig
+    from duetgan.studies.subject import Subject
+
+# name -> question. A new study is a file studies/NAME.py, with CONFIG, a StudyConfig, and SUBJECT,
+# a class of (config, folder, device), and a line here.
 SUBJECTS = {
     "augment": "do a generator's samples help the classifier?",
     "cas": "how good a training set are samples, and what makes them better?",
@@ -16,7 +18,7 @@ SUBJECTS = {
 }
 
 
-def load_subject(name: str) -> tuple[Any, Any]:
-    """A study's configuration class and its subject."""
+def load_subject(name: str) -> tuple["type[StudyConfig]", "type[Subject]"]:
+    """Return a study's configuration class and its subject class."""
     module = import_module(f"duetgan.studies.{name}")
     return module.CONFIG, module.SUBJECT

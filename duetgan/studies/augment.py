@@ -1,8 +1,6 @@
-"""Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and
-augmentation do?
-"""
+"""Study `augment`: do a generator's samples help a classifier more than classic methods do?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +22,35 @@ from duetgan.studies.subject import UNTRAINED, Job, Settings, Subject
 from duetgan.utils.config.model import PositiveFloat, PositiveInt
 from duetgan.utils.errors import UserError
 
-REAL, HELD = "real only", "held-back real images"
-CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
+REAL, HELD_BACK_ARM = "real only", "held-back real images"
+CLASSIC, SYNTHETIC = "classic", "synthetic"
+CONTROL = "control"
 BASE, BEST = "best classic arm", "best arm with samples"
-SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
-EVERY = Comparison(REAL, group=GROUPS, family="all arms")
+SAMPLES, SELECTED = "samples", "selected samples"  # jobs
+NOISE = "untrained samples"
+AGAINST_REAL = Comparison(REAL, group=GROUPS, family="all arms")
 
 
 class SelectionConfig(Drawing):
-    """Which samples the arms `selected` train on."""
+    """Selection of the samples of the arms `selected`."""
 
     recognised: bool = True
     confidence: Band | None = (0.5, 1.0)
-    pool: PositiveInt = 4  # samples drawn for each that is wanted
+    pool: PositiveInt = 4  # candidates for each sample
 
 
 class AugmentConfig(StudyConfig):
     ratios: list[PositiveFloat] = [0.25, 0.5, 1.0, 2.0]  # samples per real image
-    selected: list[bool] = [False, True]  # which kinds of samples
+    selected: list[bool] = [False, True]  # without and with selection
     selection: SelectionConfig = SelectionConfig()
-    control_ratio: PositiveFloat = 1.0  # of both controls: images per real image
-    # of the arm "stronger augmentation": keys of the classifier's recipe
+    control_ratio: PositiveFloat = 1.0  # added images per real image in the controls
+    # overrides of the classifier's recipe for the arm "stronger augmentation"
     stronger: dict[str, Any] = {
         "augment.trivial_augment": True,
         "augment.cutmix": 1.0,
         "augment.mix_prob": 0.5,
     }
-    # of every arm with samples, not of the controls: keys of the classifier's recipe, such as
+    # overrides of the classifier's recipe for all arms with samples but the controls, such as
     # data.sampling
     mixing: dict[str, Any] = {}
 
@@ -71,155 +71,193 @@ def file_of(place: Path, ratio: float) -> Path:
 
 
 def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[int]:
-    """Samples of each class at a ratio, rounded up: as many of each, or with `fill` each class's
-    share of what all classes lack of the largest, which is how `data.synthetic.balance fill` mixes
-    them in.
+    """Return the number of samples of each class at a ratio, rounded up.
+
+    All classes get equally many, or with `fill` in proportion to what they lack of the largest
+    class, as `data.synthetic.balance fill` mixes them in.
     """
     parts = max(counts) - np.array(counts, np.float64) if fill else np.ones(len(counts))
     return [int(count) for count in np.ceil(ratio * sum(counts) * parts / parts.sum() - 1e-9)]
 
 
 class Augment(Subject):
-    """The arms, trained alike for as many steps, with the same share of every batch where images
-    are added. Choices are made on held-out images; the test images are looked at only by what was
-    chosen.
+    """Compares classifiers with samples to classic methods, all with the same number of steps.
+
+    At a ratio, the same fraction of every batch is added images. Choices are made on held-out
+    images, and the best arms are compared on the test images.
     """
 
     title = "Do samples help the classifier?"
-    sets = (HELD_OUT, TEST)
+    splits = (HELD_OUT, TEST)
 
     def declare(self) -> None:
         config, control = self.config, self.config.control_ratio
         self.tail = not even(expected_counts(config.data))
-        # where arms with samples mix them in another way, as many of each class
+        # False if the arms with samples mix in equally many of each class
         self.fill = self.tail and config.mixing.get("data.synthetic.balance", "fill") == "fill"
         generator, untrained = self.generators()
-        # by a classifier of the training images alone, every class seen equally often
+        # the selector sees the training images alone, all classes equally often
         selector = self.selector(config.classifier, {"data.sampling": "balanced"})
-        for name, source, ratios, drawing, pool, by in (
-            (HELD, self.part(HELD_BACK), [control], None, None, None),
-            (SAMPLES, generator, config.ratios, Drawing(), None, None),
-            (SELECTED, generator, config.ratios, config.selection, config.selection.pool, selector),
-            (NOISE, untrained, [control], Drawing(), None, None),
-        ):
-            how = {"generator": source, "drawing": drawing, "pool": pool, "selector": by}
-            job = Job(name, f"{name}, {drawing or 'as they are'}")
+
+        def draw(
+            name: str,
+            source: Path,
+            ratios: Sequence[float],
+            drawing: Drawing | None,
+            *,
+            tail: bool,
+            selection: tuple[int, Path] | None = None,  # pool and selector
+        ) -> None:
+            pool, chosen_selector = selection or (None, None)
             self.add(
-                job,
+                Job(name, f"{name}, {drawing or 'as they are'}"),
                 self._draw,
                 ratios=ratios,
-                tail=self.tail if name in (HELD, NOISE) else self.fill,
-                **how,
+                tail=tail,
+                generator=source,
+                drawing=drawing,
+                pool=pool,
+                selector=chosen_selector,
             )
             self.captions[name] = f"{name}, a row for each class"
+
+        draw(HELD_BACK_ARM, self.part(HELD_BACK), [control], None, tail=self.tail)
+        draw(SAMPLES, generator, config.ratios, Drawing(), tail=self.fill)
+        draw(
+            SELECTED,
+            generator,
+            config.ratios,
+            config.selection,
+            tail=self.fill,
+            selection=(config.selection.pool, selector),
+        )
+        draw(NOISE, untrained, [control], Drawing(), tail=self.tail)
 
         answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
         self.best(BASE, CLASSIC)
         self.best(
-            BEST, SYNTHETIC, [answer, Comparison(BASE, group=CLASSES, family="classes"), EVERY]
+            BEST,
+            SYNTHETIC,
+            [answer, Comparison(BASE, group=CLASSES, family="classes"), AGAINST_REAL],
         )
         self._arm(Job(REAL, "the training images alone", CLASSIC), {})
         if self.tail:
             weights, sampling = {"loss.class_weights": "balanced"}, {"data.sampling": "balanced"}
             self._arm(
-                Job("class weights", "each class's loss by 1 / its frequency", CLASSIC, [EVERY]),
+                Job(
+                    "class weights",
+                    "each class's loss by 1 / its frequency",
+                    CLASSIC,
+                    [AGAINST_REAL],
+                ),
                 weights,
             )
             adjusted = Job(
                 "logit adjustment",
                 "log frequencies are added to logits in training",
                 CLASSIC,
-                [EVERY],
+                [AGAINST_REAL],
             )
             self._arm(adjusted, {"loss.logit_adjustment": 1.0})
             self._arm(
-                Job("balanced sampling", "every class is seen equally often", CLASSIC, [EVERY]),
+                Job(
+                    "balanced sampling",
+                    "every class is seen equally often",
+                    CLASSIC,
+                    [AGAINST_REAL],
+                ),
                 sampling,
             )
-        self.bases(Job("", family=CLASSIC, against=[EVERY]))
+        self.bases(Job("", family=CLASSIC, against=[AGAINST_REAL]))
         self._arm(
-            Job("stronger augmentation", _settings(config.stronger), CLASSIC, [EVERY]),
+            Job("stronger augmentation", _settings(config.stronger), CLASSIC, [AGAINST_REAL]),
             config.stronger,
         )
         mixing = f", {_settings(config.mixing)}" if config.mixing else ""
         for kind in [SELECTED if selected else SAMPLES for selected in config.selected]:
             for ratio in config.ratios:
-                name, what = (
-                    synthetic_name(ratio, kind == SELECTED),
-                    f"{ratio:g} {kind} per real image{mixing}",
-                )
-                self._arm(Job(name, what, SYNTHETIC, [EVERY]), config.mixing, kind, ratio)
-        why = "samples without any content must not help"
-        nothing = Comparison(REAL, expected="not helps", why=why)
-        what = f"{control:g} samples of an untrained generator per real image"
-        self._arm(Job(UNTRAINED, what, CONTROL, [nothing, EVERY]), {}, NOISE, control)
-        why = "further real images must help, or the study could not see any help"
-        real, what = (
-            Comparison(REAL, expected="helps", why=why),
-            f"{control:g} further real images per real image",
+                name = synthetic_name(ratio, kind == SELECTED)
+                description = f"{ratio:g} {kind} per real image{mixing}"
+                arm = Job(name, description, SYNTHETIC, [AGAINST_REAL])
+                self._arm(arm, config.mixing, kind, ratio)
+        no_help = Comparison(
+            REAL, expected="not helps", why="samples without any content must not help"
         )
-        self._arm(Job(HELD, what, CONTROL, [real, EVERY]), {}, HELD, control)
+        description = f"{control:g} samples of an untrained generator per real image"
+        arm = Job(UNTRAINED, description, CONTROL, [no_help, AGAINST_REAL])
+        self._arm(arm, {}, NOISE, control)
+        must_help = Comparison(
+            REAL,
+            expected="helps",
+            why="further real images must help, or the study could not see any help",
+        )
+        description = f"{control:g} further real images per real image"
+        arm = Job(HELD_BACK_ARM, description, CONTROL, [must_help, AGAINST_REAL])
+        self._arm(arm, {}, HELD_BACK_ARM, control)
 
-    def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
-        """An arm with overrides of its own, and with the images of a job mixed in."""
+    def _arm(self, arm: Job, overrides: Settings, job: str = "", ratio: float = 0.0) -> None:
+        """Declare an arm with overrides, and with the images of a job mixed in."""
         used = None
         if job:
             file = file_of(self.place(job), ratio)
-            mixed = {
+            mixing: dict[str, object] = {
                 "data.synthetic.path": file,
                 "data.synthetic.share": round(ratio / (1 + ratio), 6),
             }
-            own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
-            used = (self.place(job), file.stem) if arm.family == SYNTHETIC else None
-        self.training(arm, self.config.classifier, own, used=used)
+            if self.tail:
+                mixing["data.synthetic.balance"] = "fill"
+            overrides = mixing | dict(overrides)
+            if arm.family == SYNTHETIC:
+                used = self.place(job), file.stem
+        self.training(arm, self.config.classifier, overrides, used=used)
 
     def _draw(
-        self, place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any
+        self, place: Path, seed: int, ratios: Sequence[float], tail: bool, **options: Any
     ) -> Settings:
-        """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that
-        the selection keeps, `counts`: what each file holds, fewer than asked for where the
-        selection's pool has no more, and as `figures` their shares of what was asked for.
+        """Write a file of samples for each ratio.
+
+        Returns:
+            `kept`, the fraction of candidates of each class that the selection accepts; `counts`,
+            the number of samples of each class in each file, fewer than requested if the pool has
+            too few; and `figures`, the numbers of samples divided by the requested numbers.
         """
         files = {
             file_of(place, ratio): sample_counts(self.counts(TRAIN), ratio, fill=tail)
             for ratio in ratios
         }
-        kept, counts = self.draw(files, seed=seed, **how), {}
-        for file in files:
-            with Dataset(file) as reader:
-                counts[file.stem] = list(reader.meta.histogram)
+        accepted = self.draw(files, seed=seed, **options)
+        counts = {}
+        figures = {}
+        for file, requested in files.items():
+            with Dataset(file) as dataset:
+                counts[file.stem] = list(dataset.meta.histogram)
+            figures[file.stem] = sum(counts[file.stem]) / sum(requested)
         self.show(place.name, file_of(place, max(ratios)))
-        figures = {
-            file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()
-        }
-        return {"kept": kept, "counts": counts, "figures": figures}
+        return {"kept": accepted, "counts": counts, "figures": figures}
 
     @property
     def notes(self) -> list[str]:  # type: ignore[override]
         steps = self.config.classifier.overrides.get("steps")
+        steps_text = "" if steps is None else f", {steps}"
+        sizes = zip(self.classes(), self.counts(TRAIN), strict=True)
         notes = [
-            f"every arm has the same recipe and number of steps{'' if steps is None else f', {steps}'}: where samples "
+            f"every arm has the same recipe and number of steps{steps_text}: where samples "
             "are mixed in, real images are seen less often, and in short trainings what learns slowly, as under strong "
             "augmentation, looks worse than it is",
             "choices were made by the mean recall on held-out images; the intervals cover the chance of training and "
             "the draw of test images, not the training images or the generator, of which there is one",
-            "training images: "
-            + ", ".join(
-                f"{name} {count:,}"
-                for name, count in zip(self.classes(), self.counts(TRAIN), strict=True)
-            ),
+            "training images: " + ", ".join(f"{name} {count:,}" for name, count in sizes),
         ]
-        if made := self.outcome(self.place(SELECTED)):
-            shares = [share for share in made["kept"] if share is not None]
+        if outcome := self.outcome(self.place(SELECTED)):
+            accepted = [fraction for fraction in outcome["kept"] if fraction is not None]
             notes.append(
-                f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class"
+                f"the selection kept {min(accepted):.0%} to {max(accepted):.0%} of the drawn samples of a class"
             )
             for ratio in self.config.ratios:
-                wanted = sample_counts(self.counts(TRAIN), ratio, fill=self.fill)
-                rows = zip(made["counts"][f"ratio-{ratio:g}"], wanted, self.classes(), strict=True)
-                if few := [
-                    f"{name} {held} of {asked}" for held, asked, name in rows if held < asked
-                ]:
+                requested = sample_counts(self.counts(TRAIN), ratio, fill=self.fill)
+                counts = outcome["counts"][f"ratio-{ratio:g}"]
+                rows = zip(counts, requested, self.classes(), strict=True)
+                if few := [f"{name} {count} of {n}" for count, n, name in rows if count < n]:
                     notes.append(
                         f"{synthetic_name(ratio, True)}: the pool had too few of some classes, so that each of these is"
                         f" seen more often ({', '.join(few)}); a larger selection.pool gives more"
@@ -227,7 +265,7 @@ class Augment(Subject):
         return notes
 
 
-def _settings(overrides: Mapping[str, Any]) -> str:
+def _settings(overrides: Settings) -> str:
     return ", ".join(f"{key.partition('.')[2] or key} {value}" for key, value in overrides.items())
 
 

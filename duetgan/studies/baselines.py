@@ -1,5 +1,6 @@
-"""What tells images apart without the training of a network: a logistic regression on features that
-images without labels standardise, and labels that spread over neighbours.
+"""Baselines that train no network: logistic regression on features, and label spreading.
+
+Images without labels count, too: their features standardise those of the labelled images.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,62 +22,62 @@ from duetgan.training.classifier.network import load_discriminator
 from duetgan.training.classifier.probe import fit
 from duetgan.utils.seeding import forked
 
-SIDE = 32  # px of images whose pixels are features, at most
+SIDE = 32  # px to which images are scaled down if their pixels are the features
 
 Features = Callable[[Dataset], Tensor]  # -> float32 [n, F]
-# (features [n, F], labels int64 [n], some UNKNOWN, those asked for [m, F], classes) -> their
-# classes int64 [m]
+# (features [n, F], labels int64 [n], some UNKNOWN, queries [m, F], number of classes) -> predicted
+# classes of the queries, int64 [m]
 Learner = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# (labels int64 [n], seed=) -> indices of the images whose labels are used
+Labelled = Callable[..., np.ndarray]
 
 
-def pixels(reader: Dataset) -> Tensor:
-    """The values of all pixels, of large images at SIDE px."""
-    side = min(SIDE, reader.spec.side)
+def pixels(dataset: Dataset) -> Tensor:
+    """Return the values of all pixels, of images scaled down to SIDE px."""
+    side = min(SIDE, dataset.spec.side)
     parts = (
-        read_batch(reader, rows).images.float() for rows in blocks(len(reader), reader.spec.side)
+        read_batch(dataset, rows).images.float() for rows in blocks(len(dataset), dataset.spec.side)
     )
     return torch.cat([scaled(images, side).flatten(1) for images in parts])
 
 
-def before_training(reader: Dataset, **about: Any) -> Tensor:
-    """What the head takes of a classifier's network (keys of ModelConfig) before its first step: as
-    it is drawn, key (0, "init", "classifier"), or a discriminator's.
+def before_training(dataset: Dataset, **model: Any) -> Tensor:
+    """Return the features of a classifier's network before its first step.
+
+    The network, of these keys of ModelConfig, is initialised by the key (0, "init", "classifier"),
+    or is a discriminator.
     """
-    # a GAN's run must be there
-    config = ModelConfig(**about | {"weights": about["weights"] and str(about["weights"])})
+    # ModelConfig requires that the run of a discriminator exists
+    config = ModelConfig(**model | {"weights": model["weights"] and str(model["weights"])})
     with forked(0, "init", "classifier"):
-        model = Classifier(
-            config, channels=reader.spec.channels, classes=2, resolution=reader.resolution
+        classifier = Classifier(
+            config, channels=dataset.spec.channels, classes=2, resolution=dataset.resolution
         )
     if config.discriminator is not None:
-        load_discriminator(model)
+        load_discriminator(classifier)
     with torch.no_grad():
-        return image_features(model, reader, mirror=False)[0][:, 0]
+        return image_features(classifier, dataset, mirror=False)[0][:, 0]
 
 
-def readout(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
-    """By the regression that a fine-tuning may begin with, its strength chosen by cross-validation."""
-    known = labels != UNKNOWN
-    found = fit(features[known, None], labels[known], classes, like=features)
-    return F.linear(asked, found.weight, found.bias).argmax(1)
+def readout(features: Tensor, labels: Tensor, queries: Tensor, classes: int) -> Tensor:
+    """Predict by logistic regression, with the regularisation chosen by cross-validation."""
+    labelled = labels != UNKNOWN
+    probe = fit(features[labelled, None], labels[labelled], classes, unlabelled_features=features)
+    return F.linear(queries, probe.weight, probe.bias).argmax(1)
 
 
-def spread(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
-    """By labels that spread over a graph of neighbours."""
-    return spreading(features, labels, asked, classes)[1].argmax(1)
+def spread(features: Tensor, labels: Tensor, queries: Tensor, classes: int) -> Tensor:
+    """Predict by label spreading over a neighbour graph."""
+    return spreading(features, labels, queries, classes)[1].argmax(1)
 
 
-def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
-    """Name -> what it is, features, learner."""
-    before, untrained = (
-        "a logistic regression on what the recipe's network gives",
-        model.model_dump(),
-    )
+def baselines(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
+    """Return the description, features and learner of each baseline, by name."""
     return {
         "pixels": ("a logistic regression on the pixels", pixels, readout),
         "untrained features": (
-            f"{before} before its first step",
-            partial(before_training, **untrained),
+            "a logistic regression on what the recipe's network gives before its first step",
+            partial(before_training, **model.model_dump()),
             readout,
         ),
         "neighbours": ("labels spread over neighbours, by their pixels", pixels, spread),
@@ -84,20 +85,35 @@ def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
 
 
 def hits_of(
-    training: Path, files: Mapping[str, Path], features: Features, learn: Learner, known: Any
+    training: Path,
+    files: Mapping[str, Path],
+    features: Features,
+    learner: Learner,
+    labelled: Labelled | None,
 ) -> dict[str, np.ndarray]:
-    """Which images of each file are told right, bool [n], where of the training images `known`
-    (labels -> records; None: all) have labels.
+    """Return which images of each file a learner predicts correctly, bool [n].
+
+    Args:
+        training: File of the training images.
+        files: Files of the images to predict, by name.
+        features: The features.
+        learner: The learner.
+        labelled: Chooses the training images whose labels are used; None: all.
     """
-    with Dataset(training) as reader:
-        x, labels, classes = features(reader), torch.tensor(reader.labels()), len(reader.classes)
-    if known is not None:
-        chosen = torch.from_numpy(known(labels.numpy()))
+    with Dataset(training) as dataset:
+        x = features(dataset)
+        labels = torch.tensor(dataset.labels())
+        classes = len(dataset.classes)
+    if labelled is not None:
+        chosen = torch.from_numpy(labelled(labels.numpy()))
         labels = torch.full_like(labels, UNKNOWN).scatter(0, chosen, labels[chosen])
-    asked: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, file in files.items():
-        with Dataset(file) as reader:
-            asked[name] = features(reader), torch.tensor(reader.labels())
-    answers = learn(x, labels, torch.cat([of for of, _ in asked.values()]), classes)
-    split = zip(asked, answers.split([len(of) for of, _ in asked.values()]), strict=True)
-    return {name: (found == asked[name][1]).numpy() for name, found in split}
+    queries: list[Tensor] = []
+    truth: list[Tensor] = []
+    for file in files.values():
+        with Dataset(file) as dataset:
+            queries.append(features(dataset))
+            truth.append(torch.tensor(dataset.labels()))
+    hits = learner(x, labels, torch.cat(queries), classes) == torch.cat(truth)
+    return dict(
+        zip(files, (part.numpy() for part in hits.split(list(map(len, truth)))), strict=True)
+    )

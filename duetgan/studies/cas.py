@@ -1,5 +1,7 @@
-"""How good a training set samples are: the classification accuracy score (Ravuri and Vinyals 2019,
-1905.10887), its gap to as many real images, and what a selection does to it.
+"""Study `cas`: how good a training set are samples?
+
+The study measures the classification accuracy score (Ravuri and Vinyals 2019, 1905.10887), its gap
+to equally many real images, and the effect of a selection.
 """
 
 from pathlib import Path
@@ -15,21 +17,23 @@ from duetgan.utils.config.model import PositiveInt
 from duetgan.utils.errors import UserError
 
 # arms
-REAL, CONTROL, PLAIN, TOGETHER, NOISE = "real", "real again", "plain", "together", "untrained"
+REAL, CONTROL = "real", "real again"
+PLAIN, TOGETHER = "plain", "together"
+NOISE = "untrained"
 GAP, EFFECT = "gap to real images", "effect of an ingredient"  # families of answers
 
 
 class CasConfig(StudyConfig):
-    # images that a classifier is trained on; null: as many as the held-back ones allow
+    # training images of each classifier; null: as many as the held-back images allow
     n: PositiveInt | None = None
-    # the classifier that selects, trained on the training images; without a config: the recipe
-    # `classifier`
+    # the classifier that selects samples, trained on the training images; without a config it has
+    # the recipe `classifier`
     selector: Recipe = Recipe()
-    drawing: Drawing = Drawing()  # the ingredients: an arm for each alone, and one for all
+    drawing: Drawing = Drawing()  # criteria of selection: an arm for each alone, and one for all
 
 
 class Cas(Subject):
-    """Classifiers trained on samples only, against as many real images."""
+    """Compares classifiers trained on samples alone with those trained on equally many real images."""
 
     title = "How good a training set are samples?"
 
@@ -75,37 +79,40 @@ class Cas(Subject):
     def _arm(
         self, arm: Job, source: Path, drawing: Drawing | None = None, selector: Path | None = None
     ) -> None:
-        """An arm whose images are of a file, or with a drawing of a generator's run."""
+        """Declare an arm with images of a file, or with samples of a generator's run."""
         images = {"n": self.config.n, "source": source, "drawing": drawing, "selector": selector}
         self.add(arm, self._make, recipe=self.config.classifier, **images)
         self.captions[arm.name] = f"{arm.name}, seed {self.config.first_seed}"
 
     def _make(
-        self, place: Path, seed: int, source: Path, recipe: Recipe, n: int | None, **how: Any
+        self, place: Path, seed: int, source: Path, recipe: Recipe, n: int | None, **options: Any
     ) -> Result:
-        file = place / "images.lmdb"  # drawn again after an interruption, the same ones
-        kept = self.draw(
-            {file: self._wanted()}, source, seed=seed, stream=("study", "sample"), **how
+        file = place / "images.lmdb"  # after an interruption the same images are drawn again
+        accepted = self.draw(
+            {file: self._class_counts()}, source, seed=seed, stream=("study", "sample"), **options
         )
         self.show(place.name.rpartition("-s")[0], file)
         self.train(place / "run", recipe, {"data.path": file, "data.val_path": None}, seed)
         result = self.judge(place / "run")
-        result.figures["kept"] = float(np.array(kept, np.float64).mean()) if kept else None
+        result.figures["kept"] = float(np.array(accepted, float).mean()) if accepted else None
         file.unlink()
         return result
 
-    def _wanted(self) -> list[int]:
-        """Images of each class, the same for every arm: `n` of them with the training images'
-        shares. Raises UserError where there are not so many held-back ones.
+    def _class_counts(self) -> list[int]:
+        """Return the number of images of each class, the same for all arms, `n` together.
+
+        The class frequencies are those of the training images. Raises UserError if there are too
+        few held-back images.
         """
-        training, other = (np.array(self.counts(name)) for name in (TRAIN, HELD_BACK))
-        most = int(min(1.0, (other / training).min()) * training.sum())
-        n = self.config.n or most
+        training = np.array(self.counts(TRAIN))
+        held_back = np.array(self.counts(HELD_BACK))
+        largest = int(min(1.0, (held_back / training).min()) * training.sum())
+        n = self.config.n or largest
         counts = np.floor(n * training / training.sum() + 0.5).astype(int)
-        if n > most or not counts.all():
+        if n > largest or not counts.all():
             raise UserError(
-                f"n {n}: give {len(counts)} to {most:,}, or raise data.held_back: the control takes as many held-back"
-                " images"
+                f"n {n}: give {len(counts)} to {largest:,}, or raise data.held_back: the control takes as "
+                "many held-back images"
             )
         return [int(count) for count in counts]
 

@@ -1,6 +1,4 @@
-"""Study `distil`: can samples carry to a student what a teacher has learnt from images that the
-student may not see?
-"""
+"""Study `distil`: can samples carry what a teacher knows to a student without the training images?"""
 
 from functools import partial
 from pathlib import Path
@@ -25,25 +23,29 @@ from duetgan.studies.subject import Job, Settings, Subject
 from duetgan.utils.config.model import PositiveInt, Probability
 
 # jobs
-TEACHER, SAMPLES, NOISE, OTHERS = "teacher", "samples", "untrained samples", "other real images"
+TEACHER = "teacher"
+SAMPLES, NOISE = "samples", "untrained samples"
+UNSEEN = "other real images"
 FEW, BASE = "few real images", "best without samples"
 
 
 class DistilConfig(StudyConfig):
-    per_class: PositiveInt = 10  # images of each class that a student has, with labels
-    share: Probability = 0.9  # of a student's batches that is no image of these, where it has more
+    per_class: PositiveInt = 10  # labelled real images of each class that a student has
+    share: Probability = 0.9  # fraction of a student's batches that are other images, if it has any
     student: Recipe = Recipe(config="configs/quickstart_classifier.yaml")
-    # of all arms with a teacher: keys of the student's recipe
+    # overrides of the student's recipe for all arms with a teacher
     taught: dict[str, Any] = {"loss.temperature": 2.0}
 
 
 class Distil(Subject):
-    """Teacher and generator have seen all training images. A student has a few, drawn anew for
-    every seed, or none.
+    """Compares students that learn from a teacher by samples, or by other images.
+
+    Teacher and generator are trained on all training images. A student has a few of them, drawn for
+    each seed, or none.
     """
 
     title = "Can samples carry what a teacher knows?"
-    sets = (HELD_OUT, TEST)
+    splits = (HELD_OUT, TEST)
     notes = (
         "taught: by the teacher's probabilities alone, not by labels; all arms have the same number of steps",
         "as many samples, untrained samples and other real images as of the smaller part of each class",
@@ -56,44 +58,36 @@ class Distil(Subject):
         student, count = config.student, config.per_class
         teacher = self.training(Job(TEACHER, "training the teacher"), config.classifier, fixed=1000)
         generator, untrained = self.generators()
-        sources = {SAMPLES: generator, NOISE: untrained, OTHERS: self.part(HELD_BACK)}
+        sources = {SAMPLES: generator, NOISE: untrained, UNSEEN: self.part(HELD_BACK)}
         files = {}
         for name, source in sources.items():
-            drawing = None if name == OTHERS else Drawing()
-            files[name] = (
-                self.add(Job(name, name), self._draw, source=source, drawing=drawing)
-                / "images.lmdb"
-            )
+            drawing = None if name == UNSEEN else Drawing()
+            place = self.add(Job(name, name), self._draw, source=source, drawing=drawing)
+            files[name] = place / "images.lmdb"
             self.captions[name] = f"{name}, a row for each class"
         job = Job(FEW, f"{count} of each class, with labels", "without")
-        few = (
-            self.add(job, self._few, count=count, recipe=student, images=self.part(TRAIN))
-            / "few.lmdb"
-        )
+        place = self.add(job, self._few, count=count, recipe=student, images=self.part(TRAIN))
+        few = place / "few.lmdb"
         self.bases(Job("", family="without"), few, partial(few_labels, per_class=count))
         self.best(BASE, "without")
 
-        taught: dict[str, Any] = {"loss.teacher": teacher, **config.taught}
-        help_must = Comparison(
+        taught = {"loss.teacher": teacher, **config.taught}
+        must_help = Comparison(
             FEW, expected="helps", why="real images must help, or the study could not see any help"
         )
-        gap = Comparison(f"{OTHERS}, taught", family="gap to real images")
+        gap = Comparison(f"{UNSEEN}, taught", family="gap to real images")
 
-        def asked(*controls: str) -> list[Comparison]:
+        def against(*controls: str) -> list[Comparison]:
             return [Comparison(BASE, controls=controls, asked=True), gap]
 
-        def arm(job: Job, own: Settings, more: str = "", *, alone: bool = False) -> None:
-            mixed = (
-                {"data.synthetic.path": files[more], "data.synthetic.share": config.share}
-                if more
-                else {}
-            )
-            self.training(
-                job,
-                student,
-                own if alone else {**own, **mixed},
-                images=files[more] if alone else few,
-            )
+        def arm(job: Job, overrides: Settings, source: str = "", *, alone: bool = False) -> None:
+            if source and not alone:
+                mixing = {
+                    "data.synthetic.path": files[source],
+                    "data.synthetic.share": config.share,
+                }
+                overrides = {**overrides, **mixing}
+            self.training(job, student, overrides, images=files[source] if alone else few)
 
         nothing, nothing_alone = f"{NOISE}, taught", f"{NOISE} alone, taught"
         arm(Job(f"{FEW}, taught", "by the teacher", "without"), taught)
@@ -102,13 +96,13 @@ class Distil(Subject):
             taught | {"augment.mixup": 1.0},
         )
         arm(
-            Job(SAMPLES, "and samples with the labels asked for", "samples", asked(nothing)),
+            Job(SAMPLES, "and samples with the labels asked for", "samples", against(nothing)),
             {},
             SAMPLES,
         )
-        arm(Job(f"{SAMPLES}, taught", "and samples", "samples", asked(nothing)), taught, SAMPLES)
+        arm(Job(f"{SAMPLES}, taught", "and samples", "samples", against(nothing)), taught, SAMPLES)
         job = Job(
-            f"{SAMPLES} alone, taught", "samples, no real image", "samples", asked(nothing_alone)
+            f"{SAMPLES} alone, taught", "samples, no real image", "samples", against(nothing_alone)
         )
         arm(job, taught, SAMPLES, alone=True)
         content = Comparison(
@@ -127,16 +121,14 @@ class Distil(Subject):
             alone=True,
         )
         arm(
-            Job(f"{OTHERS}, taught", "and others without labels", "control", [help_must]),
+            Job(f"{UNSEEN}, taught", "and others without labels", "control", [must_help]),
             taught,
-            OTHERS,
+            UNSEEN,
         )
 
     # --- what jobs and arms do
 
-    def _draw(
-        self, place: Path, seed: int, source: Path, drawing: Drawing | None
-    ) -> dict[str, Any]:
+    def _draw(self, place: Path, seed: int, source: Path, drawing: Drawing | None) -> Settings:
         counts = np.minimum(self.counts(TRAIN), self.counts(HELD_BACK)).tolist()
         self.draw({place / "images.lmdb": counts}, source, drawing, seed, None)
         self.show(place.name, place / "images.lmdb")
@@ -144,9 +136,11 @@ class Distil(Subject):
 
     def _few(self, place: Path, seed: int, count: int, recipe: Recipe, images: Path) -> Result:
         """Draw the images of a seed, for the arms that follow, and train on them."""
-        with Dataset(images) as reader:
+        with Dataset(images) as dataset:
             write_subset(
-                reader, few_labels(reader.labels(), count, seed, reader.classes), place / "few.lmdb"
+                dataset,
+                few_labels(dataset.labels(), count, seed, dataset.classes),
+                place / "few.lmdb",
             )
         self.train(place / "run", recipe, {"data.path": place / "few.lmdb"}, seed)
         return self.judge(place / "run")

@@ -1,10 +1,11 @@
-"""The settings that every study has: a recipe configs/study_*.yaml sets only what differs from the
-defaults here. And a study's images: training, held-out and held-back ones of one file, drawn by a
-seed, and the test images.
+"""The config that all studies have, and the division of a study's images.
+
+A recipe configs/study_*.yaml sets only what differs from the defaults here. A seed divides the
+images of one file into training, held-out and held-back images; the test images are another file.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +18,11 @@ from duetgan.data.packing.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import open_source
 from duetgan.inference.dataset import write_labelled
+from duetgan.metrics.protocol import Document
 from duetgan.training.base.config import RunConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.build import with_value
-from duetgan.utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
+from duetgan.utils.config.model import Config, InnerFraction, NonNegativeInt, PositiveInt
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError, refuse, require_same_classes
@@ -31,21 +33,24 @@ Tail = Annotated[float, Interval(ge=1, le=1e6)]
 
 
 class StudyData(Config):
-    """The images. The study divides those of `path` into training, held-out and held-back ones and
-    leaves out the rest; the test images stay as they are.
+    """The images of a study.
+
+    The images of `path` are divided into training, held-out and held-back images; some may stay
+    unused. The test images are not divided.
     """
 
     path: str | None = None  # packed training images
     test_path: str | None = None  # packed test images
-    # instead: a named set, which the study packs
+    # instead of the paths: a named dataset, which the study packs
     source: Literal["sample", "fashion-mnist", "cifar10"] | None = None
     root: str | None = None  # folder of its files
-    size: Annotated[int, Ge(4)] | None = None  # px to which a source is packed
-    held_out: InnerShare = 0.1  # of each class: choices are made on these, never on test images
-    held_back: InnerShare = 0.3  # of each class at least: only a control sees them
-    # training images of the largest class at most; null: all that are left
+    size: Annotated[int, Ge(4)] | None = None  # px at which a source is packed
+    held_out: InnerFraction = 0.1  # fraction of each class, for choices
+    held_back: InnerFraction = 0.3  # smallest fraction of each class, for controls alone
+    # limit of the training images of a class; null: no limit
     largest: PositiveInt | None = None
-    # largest class over rarest: classes fall off exponentially in their order; 1: as they are
+    # ratio of the largest to the rarest class; sizes fall exponentially in the order of the
+    # classes; 1: sizes as they are
     long_tail: Tail = 1.0
     seed: int = 0  # of the division
 
@@ -57,45 +62,45 @@ class StudyData(Config):
 
 
 class Recipe(Config):
-    """What is trained, and how it differs from a recipe of configs/."""
+    """A training: a recipe of configs/ with overrides, or an existing run."""
 
     config: str = ""  # a recipe for train.py
-    overrides: dict[str, Any] = {}  # its keys, dotted: optimizer.lr: 0.1
-    # a run that was trained on exactly this study's training images; nothing is trained then
+    overrides: dict[str, Any] = {}  # by dotted keys, such as optimizer.lr: 0.1
+    # a run to use instead of a training, trained on exactly this study's training images
     run: str | None = None
 
     @property
     def file(self) -> Path:
-        """The recipe's file; those of configs/ are found from any folder."""
+        """The recipe's file; recipes of configs/ are found from any folder."""
         return Path(recipe_file(self.config))
 
-    def key(self) -> dict[str, Any]:
-        """What defines a training: what the recipe says, not only its name. Raises UserError if it
-        cannot be read.
+    def key(self) -> Document:
+        """Return the settings that identify a training, with the recipe's content.
+
+        Raises UserError if the recipe cannot be read.
         """
-        return self.model_dump() | {
-            "recipe": json.dumps(read_yaml(self.file), sort_keys=True) if self.config else ""
-        }
+        recipe = json.dumps(read_yaml(self.file), sort_keys=True) if self.config else ""
+        return self.model_dump() | {"recipe": recipe}
 
     def settings(self) -> RunConfig:
-        """Those of its run. Raises UserError for what is wrong in them."""
+        """Build the config of the run; raise UserError if it is invalid."""
         return build_run_config(read_yaml(self.file), tokens(self.overrides), str(self.file))
 
 
 class StudyConfig(Config):
-    """The keys every study has."""
+    """Keys of all studies."""
 
     seeds: PositiveInt = 5  # trainings of each arm
     first_seed: NonNegativeInt = 0
-    # arms to try, by patterns of their names: "*readout of D"; what they are compared with comes
-    # along; none: all
+    # patterns of names of arms to try, such as "*readout of D", with the arms that they are
+    # compared with; empty: all arms
     only: list[str] = []
-    # the checkpoints of arms that are done; without them a run takes kilobytes
+    # true: keep the checkpoints of finished arms; a run without checkpoints takes kilobytes
     keep_runs: bool = False
     data: StudyData = StudyData()
     classifier: Recipe = Recipe()
     gan: Recipe = Recipe()
-    # keys that --quick sets, dotted; a mapping is merged into what is there
+    # values that --quick sets, by dotted keys; a mapping is merged into an existing one
     quick: dict[str, Any] = {}
 
     def check(self) -> None:
@@ -120,8 +125,8 @@ class StudyConfig(Config):
                 )
 
 
-def quickened(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree of a recipe with what its `quick` sets. Raises UserError where it sets nothing."""
+def quickened(tree: Document) -> Document:
+    """Apply the section `quick` to the tree of a recipe; raise UserError if it is empty."""
     quick = tree.get("quick")
     if not isinstance(quick, dict) or not quick:
         raise UserError(
@@ -132,72 +137,75 @@ def quickened(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def tokens(overrides: dict[str, Any]) -> list[str]:
-    """Dotted keys as train.py's command line takes them."""
+def tokens(overrides: Mapping[str, object]) -> list[str]:
+    """Return overrides, by dotted keys, as options of train.py."""
     return [f"--{key}={_text(value)}" for key, value in overrides.items()]
 
 
-def _text(value: Any) -> str:
-    """A value as YAML on one line. What YAML reads as a boolean is the word again, which fits
-    `mode: off` as well.
-    """
-    if isinstance(value, str):  # a key of text takes it as it is
+def _text(value: object) -> str:
+    """Return a value as YAML on one line; a bool becomes on or off, which suits `mode: off`, too."""
+    if isinstance(value, str):  # config keys of type str take the text unquoted
         return value
     if isinstance(value, bool):
         return "on" if value else "off"
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n...\n").strip()
 
 
-PARTS = "parts"  # the job
-TRAIN, HELD_OUT, HELD_BACK, TEST = "train", "held_out", "held_back", "test"
-ROUNDING = 1e-6  # a power that is a whole number may come out a little below it
-EVEN_SOURCE = 10**6  # images of each class: those of a named source are even
-EVEN = 1.5  # largest class over rarest, up to which classes count as equally large
+PARTS = "parts"  # name of the job that divides the images
+TRAIN, TEST = "train", "test"
+HELD_OUT, HELD_BACK = "held_out", "held_back"
+ROUNDING = 1e-6  # an integral power may be computed slightly too small
+EVEN_SOURCE = 10**6  # assumed size of each class of a named source, whose classes are even
+EVEN = 1.5  # largest ratio of class sizes that counts as even
 
 
-def make_parts(data: StudyData, place: Path) -> dict[str, Any]:
-    """Make all four files; returns `classes` and each part's `counts` by class. Raises UserError
-    for images without classes, of other ones, or of sizes of their own.
+def make_parts(data: StudyData, place: Path) -> Document:
+    """Write the files of all four parts; return `classes`, and the `counts` by class of each part.
+
+    Raises UserError if the images have no classes, or training and test images have different
+    classes, or images do not have one size.
     """
     train, test = _sources(data, place)
-    with Dataset(train) as reader, Dataset(test) as tested:
-        if len(reader.classes) < 2:
+    with Dataset(train) as dataset, Dataset(test) as test_dataset:
+        if len(dataset.classes) < 2:
             raise UserError(
                 f"{train}: a study needs images of two classes or more; pack class folders"
             )
         require_same_classes(
-            str(test), tested.classes, str(train), reader.classes, "pack both from the same folders"
+            str(test),
+            test_dataset.classes,
+            str(train),
+            dataset.classes,
+            "pack both from the same folders",
         )
-        for each in (reader, tested):
-            each.spec.need_plain("a study")
-            if not each.resolution:
+        for part in (dataset, test_dataset):
+            part.spec.need_plain("a study")
+            if not part.resolution:
                 raise UserError(
-                    f"{each.path}: its images have sizes of their own; pack with --size N"
+                    f"{part.path}: its images have sizes of their own; pack with --size N"
                 )
-        if untested := [
-            name
-            for name, count in zip(tested.classes, tested.meta.histogram, strict=True)
-            if not count
-        ]:
+        counts = zip(test_dataset.classes, test_dataset.meta.histogram, strict=True)
+        if missing := [name for name, count in counts if not count]:
             raise UserError(
-                f"{test}: has no image of {listed(untested)}; add some, or leave the class out of both files"
+                f"{test}: has no image of {listed(missing)}; add some, or leave the class out of both files"
             )
-        chosen = divide(usable(reader, tested), reader.labels(), len(reader.classes), data)
+        records = usable(dataset, test_dataset)
+        chosen = divide(records, dataset.labels(), len(dataset.classes), data)
         metas = {
-            name: write_subset(reader, rows, place / f"{name}.lmdb")
+            name: write_subset(dataset, rows, place / f"{name}.lmdb")
             for name, rows in chosen.items()
         }
-        metas[TEST] = write_subset(tested, np.arange(len(tested)), place / f"{TEST}.lmdb")
+        all_records = np.arange(len(test_dataset))
+        metas[TEST] = write_subset(test_dataset, all_records, place / f"{TEST}.lmdb")
     return {
-        "classes": reader.classes,
+        "classes": dataset.classes,
         "counts": {name: list(meta.histogram) for name, meta in metas.items()},
     }
 
 
 def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
-    """The packed training and test images; a source is packed first."""
+    """Return the files of training and test images, after packing a named source."""
     if data.path is not None and data.test_path is not None:
         return Path(data.path), Path(data.test_path)
     files = place / "whole-train.lmdb", place / "whole-test.lmdb"
@@ -207,65 +215,68 @@ def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
     return files
 
 
-def usable(reader: Dataset, tested: Dataset) -> np.ndarray:
-    """Records of the training file that are no test image's twin, pixel for pixel, and no earlier
-    record's.
+def usable(dataset: Dataset, test_dataset: Dataset) -> np.ndarray:
+    """Return the records of a dataset without duplicates, and without those in the test dataset.
+
+    Duplicates are equal pixel for pixel; the first one stays.
     """
-    digests = reader.signatures()["digest"]
+    digests = dataset.signatures()["digest"]
     first = np.zeros(len(digests), bool)
     first[np.unique(digests, return_index=True)[1]] = True
-    return np.flatnonzero(first & ~np.isin(digests, tested.signatures()["digest"]))
+    return np.flatnonzero(first & ~np.isin(digests, test_dataset.signatures()["digest"]))
 
 
 def divide(
     records: np.ndarray, labels: np.ndarray, classes: int, data: StudyData
 ) -> dict[str, np.ndarray]:
-    """Which of these records are in which part, ascending: of each class, in the order of the key
-    (seed, "study", class), first the held-out ones, then as many training ones as `training_counts`
-    says; all others are held back.
-    Raises UserError for a class that is too small.
+    """Divide records into held-out, training and held-back ones, each ascending.
+
+    The images of a class are in the order of the key (seed, "study", class). The first ones are
+    held out, then follow as many for training as `training_counts` says. All others are held back.
+
+    Raises UserError if a class is too small.
     """
-    by_class = [records[labels[records] == label] for label in range(classes)]
-    order = [
-        numpy_generator(data.seed, "study", label).permutation(rows)
-        for label, rows in enumerate(by_class)
-    ]
-    held, left = _shares([len(rows) for rows in order], data)
-    wanted = training_counts(left, data)
-    if min(wanted) < 1 or any(have < want for have, want in zip(left, wanted, strict=True)):
-        small = int(np.argmin(left))
+    order = []
+    for label in range(classes):
+        rows = records[labels[records] == label]
+        order.append(numpy_generator(data.seed, "study", label).permutation(rows))
+    held_out, available = _limits([len(rows) for rows in order], data)
+    counts = training_counts(available, data)
+    if min(counts) < 1 or any(np.less(available, counts)):
+        smallest = int(np.argmin(available))
         raise UserError(
-            f"class {small} has {len(order[small])} images that are not among the test images, too few to divide; add "
-            "some, or lower data.held_out and data.held_back"
+            f"class {smallest} has {len(order[smallest])} images that are not among the test images, too few to "
+            "divide; add some, or lower data.held_out and data.held_back"
         )
-    drawn = [
+    divided = [
         np.split(rows, [first, first + count])
-        for rows, first, count in zip(order, held, wanted, strict=True)
+        for rows, first, count in zip(order, held_out, counts, strict=True)
     ]
-    parts = [np.sort(np.concatenate(rows)) for rows in zip(*drawn, strict=True)]
+    parts = [np.sort(np.concatenate(rows)) for rows in zip(*divided, strict=True)]
     return dict(zip((HELD_OUT, TRAIN, HELD_BACK), parts, strict=True))
 
 
-def _shares(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:
-    """Of each class how many images are held out, and how many are left for training at most."""
-    held = [max(1, round(data.held_out * count)) for count in counts]
-    return held, [
-        int((1 - data.held_back) * count) - kept for count, kept in zip(counts, held, strict=True)
-    ]
+def _limits(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:
+    """Return the number of held-out images of each class, and the limit of its training images."""
+    held_out = [max(1, round(data.held_out * count)) for count in counts]
+    not_held_back = [int((1 - data.held_back) * count) for count in counts]
+    return held_out, np.subtract(not_held_back, held_out).tolist()
 
 
 def expected_counts(data: StudyData) -> list[int]:
-    """Training images of each class, before anything is packed; but for twins that are left out."""
+    """Return the training images of each class as if there were no duplicates, before packing."""
     if data.path is None:
         return training_counts([EVEN_SOURCE] * 10, data.changed(largest=None))
-    with Dataset(data.path) as reader:
-        return training_counts(_shares(reader.meta.histogram, data)[1], data)
+    with Dataset(data.path) as dataset:
+        return training_counts(_limits(dataset.meta.histogram, data)[1], data)
 
 
 def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
-    """Training images of each class: all, or `largest` at most. With a long tail of K classes, at
-    least one: of class k largest * ratio ** (-k / (K - 1)), rounded down (Cui et al. 2019,
-    "Class-Balanced Loss Based on Effective Number of Samples", section 5.1).
+    """Return the number of training images of each class, at most `largest`.
+
+    With a long tail, class k of K has largest * ratio ** (-k / (K - 1)) images, rounded down, at
+    least one (Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples", section
+    5.1).
     """
     largest = min(max(available), data.largest or max(available))
     if data.long_tail == 1:
@@ -273,36 +284,39 @@ def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
     largest = min(largest, *available[:1])
     steps = np.arange(len(available)) / max(1, len(available) - 1)
     tail = np.floor(largest * data.long_tail**-steps + ROUNDING).astype(int).tolist()
-    return [min(count, max(1, wanted)) for count, wanted in zip(available, tail, strict=True)]
+    return [min(count, max(1, size)) for count, size in zip(available, tail, strict=True)]
 
 
-def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
-    """Copy records, as they are read, into a file of raw images; one that is there is replaced."""
-    source = f"{len(records)} images of {reader.meta.source}"
-    images = (reader, records, reader.labels()[records])
+def write_subset(dataset: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
+    """Write records into a file of raw images, which replaces an existing one."""
+    source = f"{len(records)} images of {dataset.meta.source}"
+    images = (dataset, records, dataset.labels()[records])
     return write_labelled(
-        out, [images], reader.classes, source=source, encoding="raw", overwrite=True
+        out, [images], dataset.classes, source=source, encoding="raw", overwrite=True
     )
 
 
 def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> None:
-    """Write so many images of each class of a file: the first of a permutation, key (seed, "study",
-    "real", class).
-    """
-    with Dataset(source) as reader:
-        rows = [np.flatnonzero(reader.labels() == label) for label in range(len(counts))]
-        order = [
-            numpy_generator(seed, "study", "real", label).permutation(of)
-            for label, of in enumerate(rows)
-        ]
-        chosen = [of[:count] for of, count in zip(order, counts, strict=True)]
-        write_subset(reader, np.sort(np.concatenate(chosen)), out)
+    """Write `counts` images of each class of a file, drawn by (seed, "study", "real", class)."""
+    with Dataset(source) as dataset:
+        chosen = []
+        for label, count in enumerate(counts):
+            rows = np.flatnonzero(dataset.labels() == label)
+            order = numpy_generator(seed, "study", "real", label).permutation(rows)
+            chosen.append(order[:count])
+        write_subset(dataset, np.sort(np.concatenate(chosen)), out)
 
 
 def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[int]]:
-    """Sets of labels by name: `all`; for classes of unequal size `many`, `medium` and `few`, a
-    third of the classes each by the number of training images (`medium` takes what does not
-    divide); then every class by its name, "class NAME" where a group has it.
+    """Return the labels of each group of classes, then of each class, by name.
+
+    The groups are `all` and, if the classes are not even, `many`, `medium` and `few`: a third of
+    the classes each, by the number of training images (`medium` has the remainder). A class whose
+    name is that of a group is called "class NAME".
+
+    Args:
+        counts: Number of training images of each class.
+        classes: Class names.
     """
     groups = {"all": list(range(len(counts)))}
     order = sorted(groups["all"], key=lambda label: (-counts[label], label))
@@ -319,5 +333,5 @@ def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[i
 
 
 def even(counts: Sequence[int]) -> bool:
-    """Whether classes count as equally large."""
+    """Return True if the sizes of classes count as even."""
     return max(counts) <= EVEN * min(counts)

@@ -1,8 +1,5 @@
-"""Study `labels`: with few labels, what do pseudo-labels, a generator's samples and a
-discriminator's features add?
-"""
+"""Study `labels`: with few labels, what do pseudo-labels and a discriminator's features add?"""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +8,12 @@ import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
-from duetgan.inference.dataset import guesses, write_labelled
+from duetgan.inference.dataset import predicted_labels, write_labelled
 from duetgan.models.restore import classifier_from
 from duetgan.studies.baselines import before_training, readout, spread
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.studies.results import Comparison, Result
-from duetgan.studies.subject import Job, Subject
+from duetgan.studies.subject import Job, Settings, Subject
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import PositiveInt, Probability
 from duetgan.utils.distributed.collectives import choose_device
@@ -25,24 +22,25 @@ from duetgan.utils.seeding import numpy_generator
 
 UNLABELLED = "images without labels"
 ALL = "all labels"
-GUESSED, WRONG = "pseudo-labels", "labels by chance"
-READ, SPREAD, TUNED, CONSISTENT = "readout of D", "spread by D", "from D on", "consistency from D"
-OF_UNTRAINED = "untrained"  # D, in the controls of these
-BASE = "best without"  # of the arms without another model
+PSEUDO, RANDOM = "pseudo-labels", "labels by chance"
+READOUT, SPREAD = "readout of D", "spread by D"
+FINETUNED, CONSISTENT = "from D on", "consistency from D"
+OF_UNTRAINED = "untrained"  # suffix of controls with an untrained D
+BASE = "best without"  # the best of the arms without another model
 BATCH = 250  # images that are labelled at a time
 
 
 class LabelsConfig(StudyConfig):
-    per_class: list[PositiveInt] = [10, 50]  # labels of each class
-    threshold: Probability = 0.95  # least probability of a pseudo-label
-    # of the arms that start from the discriminator: keys of the classifier's recipe
+    per_class: list[PositiveInt] = [10, 50]  # numbers of labels of each class
+    threshold: Probability = 0.95  # smallest probability of a pseudo-label
+    # overrides of the classifier's recipe for the arms that start from the discriminator
     discriminator: dict[str, Any] = {
         "model.stem": "imagenet",
         "optimizer.name": "adam",
         "optimizer.lr": 0.002,
         "optimizer.weight_decay": 0.0,
     }
-    # of those that learn from all images besides
+    # recipe of the arms that also learn from unlabelled images
     few: Recipe = Recipe(config="configs/few_labels.yaml")
 
     def check(self) -> None:
@@ -51,17 +49,19 @@ class LabelsConfig(StudyConfig):
             raise UserError("per_class: give numbers of labels, the smallest first, each once")
 
 
-def arm_name(per_class: int, way: str = "") -> str:
-    return f"{per_class} labels" + (f", {way}" if way else "")
+def arm_name(per_class: int, method: str = "") -> str:
+    return f"{per_class} labels" + (f", {method}" if method else "")
 
 
 class Labels(Subject):
-    """Every seed draws its own labelled images. The generator has seen no label at all, so one
+    """Compares methods of learning from a few labelled and many unlabelled images.
+
+    Each seed draws its own labelled images. The generator uses no labels, so that one generator
     serves all arms.
     """
 
     title = "What do images without labels add?"
-    sets = (HELD_OUT, TEST)
+    splits = (HELD_OUT, TEST)
 
     notes = (
         "every seed draws its own labelled images, the same for all arms; the generator has seen no label",
@@ -69,82 +69,107 @@ class Labels(Subject):
     )
 
     def declare(self) -> None:
-        config, recipe, train = self.config, self.config.classifier, self.part(TRAIN)
-        images = (
-            self.add(Job(UNLABELLED, UNLABELLED), self._unlabelled, images=train) / "images.lmdb"
-        )
+        config, recipe = self.config, self.config.classifier
+        train = self.part(TRAIN)
+        place = self.add(Job(UNLABELLED, UNLABELLED), self._unlabelled, images=train)
+        images = place / "images.lmdb"
         generator, untrained = self.generators(images)
-        settings = {"recipe": recipe, "threshold": config.threshold, "images": train}
-        least, why = (
-            arm_name(config.per_class[0]),
-            "more labels must help, or the study could not see any help",
-        )
-        chance = Comparison(least, expected="not helps", why="labels by chance must not help")
+        fewest = arm_name(config.per_class[0])
         for count in config.per_class:
-            named, known = partial(arm_name, count), partial(few_labels, per_class=count)
-
-            def asked(*controls: str, named: Callable[[str], str] = named) -> list[Comparison]:
-                return [Comparison(named(BASE), controls=tuple(map(named, controls)), asked=True)]
-
-            arm = Job(named(), f"supervised: {count} labelled images of each class alone", named())
-            first = self.add(arm, self._first, count=count, **settings)
-            self.bases(Job(named(), family=named()), first / "few.lmdb", known)
-            self.best(named(BASE), named())
-            for way, what, kind, family, against in (
-                (GUESSED, "and all others that it is sure of", "guessed", "more", asked(WRONG)),
-                (
-                    WRONG,
-                    "labels drawn by chance",
-                    "wrong",
-                    "control",
-                    [chance] * (named() == least),
-                ),
-            ):
-                used = first, "pseudo_labels"
-                self.training(
-                    Job(named(way), what, family, against),
-                    recipe,
-                    images=first / f"{kind}.lmdb",
-                    used=used,
-                )
-            for run, suffix, family in (
-                (generator, "", "more"),
-                (untrained, f", {OF_UNTRAINED}", "control"),
-            ):
-                start = {"model.name": "discriminator", "model.weights": run}
-                maps = partial(before_training, name="discriminator", weights=run, head="readout")
-                for way, what, how, more in (
-                    (TUNED, "a network that starts as D", recipe, config.discriminator | start),
-                    (
-                        CONSISTENT,
-                        "one that learns from all images",
-                        config.few,
-                        start | {"unlabelled.path": images},
-                    ),
-                    (READ, "a logistic regression on D's maps", readout, None),
-                    (SPREAD, "labels spread over neighbours, by D's maps", spread, None),
-                ):
-                    against = [] if suffix else asked(f"{way}, {OF_UNTRAINED}")
-                    arm = Job(named(way + suffix), what + suffix, family, against)
-                    if isinstance(how, Recipe):
-                        self.training(arm, how, more or {}, images=first / "few.lmdb")
-                    else:
-                        self.learning(arm, maps, how, known)
-        known_to_help = Comparison(least, expected="helps", why=why)
+            supervised = arm_name(count)
+            description = f"supervised: {count} labelled images of each class alone"
+            first = self.add(
+                Job(supervised, description, supervised),
+                self._first,
+                count=count,
+                recipe=recipe,
+                threshold=config.threshold,
+                images=train,
+            )
+            labelled = partial(few_labels, per_class=count)
+            self.bases(Job(supervised, family=supervised), first / "few.lmdb", labelled)
+            self.best(arm_name(count, BASE), supervised)
+            self._pseudo_labels(count, first, is_control=supervised == fewest)
+            self._from_discriminator(count, first, generator, images)
+            self._from_discriminator(count, first, untrained, images, f", {OF_UNTRAINED}")
+        must_help = Comparison(
+            fewest,
+            expected="helps",
+            why="more labels must help, or the study could not see any help",
+        )
         self.training(
-            Job(ALL, "every training image with its label", "control", [known_to_help]), recipe
+            Job(ALL, "every training image with its label", "control", [must_help]), recipe
+        )
+
+    def _against_base(self, count: int, control: str) -> Comparison:
+        controls = (arm_name(count, control),)
+        return Comparison(arm_name(count, BASE), controls=controls, asked=True)
+
+    def _pseudo_labels(self, count: int, first: Path, *, is_control: bool) -> None:
+        """Declare the arm with pseudo-labels of the supervised arm `first`, and with random ones."""
+        pseudo = Job(
+            arm_name(count, PSEUDO),
+            "and all others that it is sure of",
+            "more",
+            [self._against_base(count, RANDOM)],
+        )
+        by_chance = Comparison(
+            arm_name(count), expected="not helps", why="labels by chance must not help"
+        )
+        random = Job(
+            arm_name(count, RANDOM),
+            "labels drawn by chance",
+            "control",
+            [by_chance] if is_control else [],
+        )
+        for arm, file in ((pseudo, "guessed.lmdb"), (random, "wrong.lmdb")):
+            self.training(
+                arm, self.config.classifier, images=first / file, used=(first, "pseudo_labels")
+            )
+
+    def _from_discriminator(
+        self, count: int, first: Path, run: Path, images: Path, suffix: str = ""
+    ) -> None:
+        """Declare the arms that use the discriminator of a run; with a suffix they are controls."""
+
+        def arm(method: str, description: str) -> Job:
+            if suffix:
+                return Job(arm_name(count, method + suffix), description + suffix, "control")
+            against = [self._against_base(count, f"{method}, {OF_UNTRAINED}")]
+            return Job(arm_name(count, method), description, "more", against)
+
+        config = self.config
+        few = first / "few.lmdb"
+        start = {"model.name": "discriminator", "model.weights": run}
+        self.training(
+            arm(FINETUNED, "a network that starts as D"),
+            config.classifier,
+            config.discriminator | start,
+            images=few,
+        )
+        self.training(
+            arm(CONSISTENT, "one that learns from all images"),
+            config.few,
+            start | {"unlabelled.path": images},
+            images=few,
+        )
+        maps = partial(before_training, name="discriminator", weights=run, head="readout")
+        labelled = partial(few_labels, per_class=count)
+        self.learning(arm(READOUT, "a logistic regression on D's maps"), maps, readout, labelled)
+        self.learning(
+            arm(SPREAD, "labels spread over neighbours, by D's maps"), maps, spread, labelled
         )
 
     # --- what jobs and arms do
 
-    def _unlabelled(self, place: Path, _seed: int, images: Path) -> dict[str, Any]:
-        with Dataset(images) as reader:
-            every = (reader, range(len(reader)), np.zeros(len(reader), np.int64))
+    def _unlabelled(self, place: Path, _seed: int, images: Path) -> Settings:
+        with Dataset(images) as dataset:
+            unlabelled = (dataset, range(len(dataset)), np.zeros(len(dataset), np.int64))
             meta = write_labelled(
                 place / "images.lmdb",
-                [every],
+                [unlabelled],
                 (),
-                source=f"{reader.meta.source}, labels left out",
+                source=f"{dataset.meta.source}, labels left out",
                 overwrite=True,
             )
         return {"images": meta.count}
@@ -152,26 +177,28 @@ class Labels(Subject):
     def _first(
         self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path
     ) -> Result:
-        """Draw the labelled images (`few.lmdb`), train on them, and label the others, for the arms
-        that follow: `guessed.lmdb`, and `wrong.lmdb` by chance.
+        """Train on few labelled images, and write the files for the arms that follow.
+
+        `few.lmdb` has the labelled images. `guessed.lmdb` also has images with pseudo-labels,
+        `wrong.lmdb` the same images with random labels.
         """
-        with Dataset(images) as reader:
-            labels, classes = reader.labels(), reader.classes
+        with Dataset(images) as dataset:
+            labels, classes = dataset.labels(), dataset.classes
             chosen = few_labels(labels, count, seed, classes)
-            write_subset(reader, chosen, place / "few.lmdb")
+            write_subset(dataset, chosen, place / "few.lmdb")
             self.train(place / "run", recipe, {"data.path": place / "few.lmdb"}, seed)
             result = self.judge(place / "run")
             classifier = classifier_from(
                 load(resolve(str(place / "run"))), choose_device(self.device)
             )
-            guessed, chances = guesses(classifier, reader, batch_size=BATCH)
-            rest = np.setdiff1d(np.arange(len(reader)), chosen)
-            kept = rest[chances[rest] >= threshold]
-            by_chance = numpy_generator(seed, "study", "wrong labels").integers(
-                len(classes), size=len(kept)
+            predicted, confidence = predicted_labels(classifier, dataset, batch_size=BATCH)
+            unlabelled = np.setdiff1d(np.arange(len(dataset)), chosen)
+            confident = unlabelled[confidence[unlabelled] >= threshold]
+            random_labels = numpy_generator(seed, "study", "wrong labels").integers(
+                len(classes), size=len(confident)
             )
-            for kind, named in (("guessed", guessed[kept]), ("wrong", by_chance)):
-                parts = [(reader, chosen, labels[chosen]), (reader, kept, named)]
+            for kind, new_labels in (("guessed", predicted[confident]), ("wrong", random_labels)):
+                parts = [(dataset, chosen, labels[chosen]), (dataset, confident, new_labels)]
                 write_labelled(
                     place / f"{kind}.lmdb",
                     parts,
@@ -179,10 +206,12 @@ class Labels(Subject):
                     source=f"{count} labels a class and pseudo-labels",
                     overwrite=True,
                 )
-            result.figures["pseudo_labels"] = len(kept) / len(rest) if len(rest) else None
-            result.figures["pseudo_right"] = (
-                float((guessed == labels)[kept].mean()) if len(kept) else None
-            )
+            result.figures["pseudo_labels"] = None
+            if len(unlabelled):
+                result.figures["pseudo_labels"] = len(confident) / len(unlabelled)
+            result.figures["pseudo_right"] = None
+            if len(confident):
+                result.figures["pseudo_right"] = float((predicted == labels)[confident].mean())
         return result
 
 

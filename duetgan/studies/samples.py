@@ -1,5 +1,6 @@
-"""Files of samples for training, as they are drawn or selected by a classifier (as in GaFi, Lampis
-et al. 2023, 2305.10118).
+"""Files of samples for training, all or selected by a classifier (as in GaFi, Lampis et al. 2023).
+
+The paper is 2305.10118.
 """
 
 import itertools
@@ -7,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +27,16 @@ from duetgan.utils.config.model import Config
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar
 
-BLOCK = 64  # samples a pass, always the same ones together: rounding depends on a batch's size
-LEAST_KEPT = 0.02  # of the samples drawn, that a rule must keep
+BLOCK = 64  # samples of a batch; fixed, because rounding depends on the batch
+MIN_ACCEPTED = 0.02  # fraction of the samples that a rule must accept
 Band = tuple[float, float]
 
 
 class Drawing(Config):
-    """Which samples are kept; the defaults: all."""
+    """Selection of samples; by default all are taken."""
 
-    recognised: bool = False  # those that the selector names as asked
-    confidence: Band | None = None  # those to whose class it gives a probability between these
+    recognised: bool = False  # only those that the selector predicts as requested
+    confidence: Band | None = None  # only those whose class has a probability in this range
 
     def check(self) -> None:
         if self.confidence is not None and not 0 <= self.confidence[0] < self.confidence[1] <= 1:
@@ -49,134 +49,145 @@ class Drawing(Config):
         return self.recognised or self.confidence is not None
 
     def __str__(self) -> str:
-        """In words, for the table and for the samples' provenance; "as drawn" where all are kept."""
+        """Return the text for the table and the samples' provenance; "as drawn" for all samples."""
         parts = ["recognised as asked"] if self.recognised else []
         if self.confidence is not None:
             parts.append(f"confidence {self.confidence[0]:g} to {self.confidence[1]:g}")
         return ", ".join(parts) or "as drawn"
 
     def alone(self) -> dict[str, "Drawing"]:
-        """Each of the ingredients that are set, alone."""
-        return {
-            name: Drawing(**{name: value})
-            for name, value in self.model_dump(exclude_defaults=True).items()
-        }
+        """Return a drawing with each of the criteria alone, by the criterion's name."""
+        criteria = self.model_dump(exclude_defaults=True)
+        return {name: Drawing(**{name: value}) for name, value in criteria.items()}
 
-    def keeps(self, classifier: Classifier, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
-        """The rule of a classifier's answers."""
+    def accepts(self, classifier: Classifier, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
+        """Return which images are accepted, bool [n], and their probabilities of the label, [n]."""
         probabilities = logits_of(classifier, images).double().softmax(1)
-        (low, high), sure = self.confidence or (0.0, 1.0), probabilities[:, label]
-        kept = (sure >= low) & (sure <= high)
-        return (kept & (probabilities.argmax(1) == label) if self.recognised else kept), sure
+        low, high = self.confidence or (0.0, 1.0)
+        confidence = probabilities[:, label]
+        accepted = (confidence >= low) & (confidence <= high)
+        if self.recognised:
+            accepted &= probabilities.argmax(1) == label
+        return accepted, confidence
 
 
 def draw_samples(
-    files: Mapping[Path, Sequence[int]],  # to write, each with its samples of each class
-    run: Path,  # a generator's
-    classes: Sequence[str],  # of the study's images
+    files: Mapping[Path, Sequence[int]],  # file -> number of samples of each class
+    run: Path,  # of a generator
+    classes: Sequence[str],  # class names of the study's images
     *,
     seed: int,
     drawing: Drawing,
-    # (images, label=) -> which are kept, how well each fits
+    # (images, label=) -> accepted bool [n], score of each [n]
     rule: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    # samples drawn for each that is wanted, at most; None: as many as it takes
+    # largest number of candidates for each requested sample; None: no limit
     pool: int | None = None,
-    # of the draws' keys; None: samples are those of generate.py
+    # prefix of the draws' keys; None: the samples of generate.py
     stream: tuple[str, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[float | None]:
-    """Write packed files of samples, class by class, a smaller one the beginning of a larger one;
-    one that is there is replaced. Returns the share of the drawn samples of each class that was
-    kept.
+    """Write packed files of samples; return the fraction of accepted candidates of each class.
 
-    With a pool that has too few, a class gets fewer, but one at least, the best. Raises UserError
-    for an unconditional generator, other classes, and, without a pool, a rule that keeps less than
-    `LEAST_KEPT`.
+    The samples of a class in a smaller file are the first ones of a larger file. Existing files are
+    replaced. If the pool has too few accepted candidates, a class gets fewer samples, but at least
+    the one with the best score.
+
+    Raises:
+        UserError: If the generator is unconditional or has other classes, or a rule without a pool
+            accepts less than `MIN_ACCEPTED`.
     """
     content = load(resolve(str(run)))
     generator = generator_from(content, device)
     if not generator.classes:
         raise UserError(f"{run}: is a generator without classes; a study needs labelled samples")
     require_same_classes("the generator", content["classes"], "the study's images", classes)
-    about = (
-        str(drawing) + (f"; the first of {pool} drawn for each" if pool else "")
-        if drawing.selects
-        else None
-    )
-    how: dict[str, Any] = {
-        "passport": provenance_of(generator, content, seed=seed, selection=about),
-        "resize_filter": (content.get("data") or {}).get("resize_filter", "none"),
-    }
-    layout = Layout.of(generator.spec)
-    how |= {"classes": classes, "source": "samples for a study", "overwrite": True}
-    most = np.max(list(files.values()), axis=0).tolist()
-    shares: list[float | None] = []
+    selection = None
+    if drawing.selects:
+        selection = f"{drawing}; the first of {pool} drawn for each" if pool else str(drawing)
+    passport = provenance_of(generator, content, seed=seed, selection=selection)
+    resize_filter = (content.get("data") or {}).get("resize_filter", "none")
+    totals = np.max(list(files.values()), axis=0).tolist()
+    fractions: list[float | None] = []
     with (
         ExitStack() as stack,
-        Bar(total=sum(most), desc="samples", unit="image") as bar,
+        Bar(total=sum(totals), desc="samples", unit="image") as bar,
         full_float32(device),
     ):
-        writers = {
-            stack.enter_context(LMDBWriter(file, layout, **how)): counts
-            for file, counts in files.items()
-        }
-        for label, wanted in enumerate(most):
-            blocks = _of_class(generator, label, seed, stream)
-            keep = rule and partial(rule, label=label)
-            for number, image in enumerate(
-                _kept(blocks, classes[label], wanted, keep, pool, shares)
-            ):
+        writers = {}
+        for file, counts in files.items():
+            writer = LMDBWriter(
+                file,
+                Layout.of(generator.spec),
+                passport=passport,
+                resize_filter=resize_filter,
+                classes=classes,
+                source="samples for a study",
+                overwrite=True,
+            )
+            writers[stack.enter_context(writer)] = counts
+        for label, total in enumerate(totals):
+            blocks = _class_samples(generator, label, seed, stream)
+            class_rule = rule and partial(rule, label=label)
+            samples = _accepted(blocks, classes[label], total, class_rule, pool, fractions)
+            for number, image in enumerate(samples):
+                pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
                 for writer, counts in writers.items():
                     if number < counts[label]:
-                        add_image(
-                            writer, np.ascontiguousarray(image.permute(1, 2, 0).numpy()), label
-                        )
+                        add_image(writer, pixels, label)
                 bar.update()
         for writer in writers:
             writer.finish()
-    return shares
+    return fractions
 
 
-def _kept(
+def _accepted(
     blocks: Iterator[Tensor],
     name: str,
-    wanted: int,
-    rule: Any,
+    total: int,
+    rule: Callable[[Tensor], tuple[Tensor, Tensor]] | None,
     pool: int | None,
-    shares: list[float | None],
+    fractions: list[float | None],
 ) -> Iterator[Tensor]:
-    """So many samples of those that the rule keeps; appends the share that it kept."""
-    drawn = taken = 0
-    best = -1.0, torch.empty(0)
-    while wanted > taken and drawn != (pool or -1) * wanted:
+    """Yield `total` samples that the rule accepts, then append the accepted fraction."""
+    drawn = accepted = 0
+    best_score = -1.0
+    best = torch.empty(0)
+    while accepted < total and drawn != (pool or -1) * total:
         images = next(blocks)
-        images = images[: pool * wanted - drawn] if pool else images
+        if pool:
+            images = images[: pool * total - drawn]
         drawn += len(images)
         if rule is not None:
-            kept, fits = rule(images)
-            best = max(
-                best, (float(fits.max()), images[int(fits.argmax())]), key=lambda pair: pair[0]
-            )
-            images = images[kept]
-        yield from images[: wanted - taken]
-        taken += len(images)
-        if not pool and taken < min(wanted, LEAST_KEPT * drawn - BLOCK):
+            mask, scores = rule(images)
+            if float(scores.max()) > best_score:
+                best_score = float(scores.max())
+                best = images[int(scores.argmax())]
+            images = images[mask]
+        yield from images[: total - accepted]
+        accepted += len(images)
+        if not pool and accepted < min(total, MIN_ACCEPTED * drawn - BLOCK):
             raise UserError(
-                f"the selection keeps {taken} of {drawn:,} samples of class {name}; ask for less, or train the "
-                "generator longer"
+                f"the selection accepts {accepted} of {drawn:,} samples of class {name}; ask for less, or train "
+                "the generator longer"
             )
-    if wanted and not taken:
-        yield best[1]
-    shares.append(taken / drawn if drawn else None)
+    if total and not accepted:
+        yield best
+    fractions.append(accepted / drawn if drawn else None)
 
 
-def _of_class(
+def _class_samples(
     generator: ImageGenerator, label: int, seed: int, stream: tuple[str, ...] | None
 ) -> Iterator[Tensor]:
-    """Samples of a class without end, uint8 [BLOCK, C, H, W]."""
-    how: dict[str, Any] = {"labels": torch.full((BLOCK,), label), "seed": seed}
-    first, step = label, generator.classes
-    if stream is not None:
-        first, step, how["stream"] = 0, 1, (*stream, label)
-    for start in itertools.count(first, BLOCK * step):
-        yield generate(generator, indices=range(start, start + BLOCK * step, step), **how)
+    """Yield an endless sequence of samples of a class, uint8 [BLOCK, C, H, W]."""
+    labels = torch.full((BLOCK,), label)
+    if stream is None:
+        step = generator.classes
+        for start in itertools.count(label, BLOCK * step):
+            indices = range(start, start + BLOCK * step, step)
+            yield generate(generator, labels=labels, indices=indices, seed=seed)
+    else:
+        for start in itertools.count(0, BLOCK):
+            indices = range(start, start + BLOCK)
+            yield generate(
+                generator, labels=labels, indices=indices, seed=seed, stream=(*stream, label)
+            )

@@ -1,5 +1,7 @@
-"""What a study is made of: jobs and arms, each declared once with what it is compared with; and
-what all subjects share: a folder with the images, trainings, and how classifiers are judged.
+"""Parts of a study: jobs, arms and the base class of subjects.
+
+A subject declares its jobs and arms, with the comparisons of each arm. The base class has what all
+subjects need: the folder with the images, trainings, and the evaluation of classifiers.
 """
 
 import fnmatch
@@ -10,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +22,9 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.inspect import save_grid
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.evaluate_classifier import answers_of, classify
+from duetgan.metrics.protocol import Document
 from duetgan.models.restore import classifier_from
-from duetgan.studies.baselines import hits_of, ways
+from duetgan.studies.baselines import Features, Labelled, Learner, baselines, hits_of
 from duetgan.studies.images import (
     HELD_OUT,
     PARTS,
@@ -41,173 +43,178 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import Config
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
-from duetgan.utils.runlog.run_folder import ended
+from duetgan.utils.runlog.run_folder import is_finished
 
-GENERATOR, UNTRAINED, SELECTOR = "generator", "untrained generator", "selector"  # jobs
-SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
-SEED = 0  # of what is made once
-OF_SEED = "-s{seed}"  # ends the name of an arm's folder, and stands for every seed in settings
+GENERATOR, UNTRAINED = "generator", "untrained generator"  # jobs
+SELECTOR = "selector"
+SELECTOR_SEED = 1000  # above the seeds of the arms, so that no arm is trained as the selector is
+SEED = 0  # of jobs that are made once
+OF_SEED = "-s{seed}"  # suffix of an arm's folder, where `{seed}` stands for any seed in settings
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
-# by name; paths inside the study's folder, sections of its config and functions too
+# values may be paths inside the study's folder, sections of its config, and functions
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something that is made once: image files, a generator, a file of samples. One of a family is
-    an arm, a row of the table: it is made for every seed, and what it comes to is a Result.
+    """A job that is made once, such as image files, a generator or a file of samples, or an arm.
+
+    A job with a family is an arm, a row of the table. It is made for each seed, and its outcome is
+    a Result. `Subject.add` sets `make` and the fields that follow it.
     """
 
     name: str
-    what: str = ""  # a line for people
+    description: str = ""  # a line for the report
     family: str = ""
-    against: Sequence[Comparison] = ()  # what an arm is compared with
-    # (folder, which may hold what an interrupted start left; seed) -> outcome; this and what
-    # follows: of `Subject.add`
-    make: Callable[[Path, int], Any] = field(repr=False, default=print)
-    key: str = ""  # what defines it, beside the jobs that it needs
-    needs: Sequence[Path] = ()  # places of jobs that come before it
+    against: Sequence[Comparison] = ()  # the comparisons of an arm
+    # (folder, which may have files of an interrupted start; seed) -> outcome
+    make: Callable[[Path, int], object] = field(repr=False, default=print)
+    key: str = ""  # JSON of the settings that define it
+    needs: Sequence[Path] = ()  # places of the jobs that must be made first
     place: Path = Path()  # its folder; an arm's ends in OF_SEED
 
 
 class Subject(ABC):
-    """A question, declared for a configuration and a folder."""
+    """The subject of a study: its jobs and arms for a config and a folder."""
 
     title: str
-    sets: tuple[str, ...] = (TEST,)  # of images that classifiers are judged on
-    notes: Sequence[str] = ()  # on how it was made, for people
-    left_out: Sequence[str] = ()  # arms that were not asked for
+    splits: tuple[str, ...] = (TEST,)  # images on which classifiers are evaluated
+    notes: Sequence[str] = ()  # on the method, for the report
+    left_out: Sequence[str] = ()  # names of arms that `only` excludes
 
     def __init__(self, config: Any, folder: Path, device: str | None = None) -> None:
-        self.config, self.folder, self.device = config, folder, device
+        self.config = config
+        self.folder = folder
+        self.device = device
         self.jobs: dict[Path, Job] = {}  # by their places
         self.comparisons: list[Comparison] = []
-        # arms that are at each seed the best of a family, on held-out images: which
+        # name of an arm -> family, of which it is the best arm at each seed, on held-out images
         self.choices: dict[str, str] = {}
-        self.captions: dict[str, str] = {}  # of the pictures, by name
+        self.captions: dict[str, str] = {}  # name of a picture -> caption
         self.add(
             Job(PARTS, "the images: training, held-out, held-back and test ones"),
             lambda place, _, data: make_parts(data, place),
             data=config.data,
         )
         self.declare()
-        tried = self._tried()
-        self.left_out = [arm.name for arm in self.arms if arm.name not in tried]
-        self.comparisons = [row for row in self.comparisons if row.second in tried]
-        self.choices = {name: family for name, family in self.choices.items() if name in tried}
+        included = self._included()
+        self.left_out = [arm.name for arm in self.arms if arm.name not in included]
+        self.comparisons = [row for row in self.comparisons if row.second in included]
+        self.choices = {name: family for name, family in self.choices.items() if name in included}
 
     @abstractmethod
     def declare(self) -> None:
-        """Add the jobs, which are made where an arm needs them, and the arms; the same whatever is
-        done already.
+        """Declare all jobs and arms, whether they are made already or not.
+
+        A job is made when an arm needs it.
         """
 
     @property
     def arms(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.family and job.name not in self.left_out]
 
-    def _tried(self) -> set[str]:
-        """What `only` asks for and the controls that must come out, with all that these are
-        compared with: of a base that is the best of a family, the family. Raises UserError for a
-        pattern of no arm's name.
+    def _included(self) -> set[str]:
+        """Return the names of the arms to try.
+
+        These are the arms that match `only`, controls that must come out, and all arms that these
+        are compared with. If such an arm is the best of a family, it is the whole family.
+
+        Raises UserError for a pattern that matches no arm.
         """
-        arms, answered = [arm.name for arm in self.arms], {row.second for row in self.comparisons}
-        found = {pattern: fnmatch.filter(arms, pattern) for pattern in self.config.only or ["*"]}
-        for pattern in [pattern for pattern, of in found.items() if not of]:
-            raise UserError(f"only: no arm is called {pattern!r}; there are: {'; '.join(arms)}")
-        asked = {*chain(*found.values())}
-        more = [
-            *asked,
-            *(row.second for row in self.comparisons if row.expected in ("helps", "same")),
-        ]
-        more += [
-            name
-            for name in self.choices.keys() & answered
-            if asked & {*self.of_family(self.choices[name])}
-        ]
-        tried: set[str] = set()
-        while more:
-            tried.add(name := more.pop())
-            needs = {
-                other
-                for row in self.comparisons
-                if row.second == name
-                for other in (row.first, *row.controls)
-            }
-            if name in self.choices.keys() - answered:
-                needs |= {*self.of_family(self.choices[name])}
-            more += needs - tried
-        return tried
+        arms = [arm.name for arm in self.arms]
+        requested = set()
+        for pattern in self.config.only or ["*"]:
+            if not (names := fnmatch.filter(arms, pattern)):
+                raise UserError(f"only: no arm is called {pattern!r}; there are: {'; '.join(arms)}")
+            requested.update(names)
+        compared = {row.second for row in self.comparisons}
+        controls = [row.second for row in self.comparisons if row.expected in ("helps", "same")]
+        queue = [*requested, *controls]
+        for name in self.choices.keys() & compared:
+            if requested & set(self.of_family(self.choices[name])):
+                queue.append(name)
+        included: set[str] = set()
+        while queue:
+            included.add(name := queue.pop())
+            needed: set[str] = set()
+            for row in self.comparisons:
+                if row.second == name:
+                    needed.update((row.first, *row.controls))
+            if name in self.choices and name not in compared:
+                needed.update(self.of_family(self.choices[name]))
+            queue += needed - included
+        return included
 
     def of_family(self, family: str) -> list[str]:
+        """Return the names of a family's arms."""
         return [arm.name for arm in self.arms if arm.family == family]
 
     def compared(self, results: Results) -> list[Comparison]:
-        """The comparisons, one for each group or class that is meant."""
-        of = self.class_groups(results)
-        groups = {GROUPS: of, CLASSES: tuple(results.groups)[len(of) :]}
-        return [
-            replace(row, group=of)
-            for row in self.comparisons
-            for of in groups.get(row.group, (row.group,))
-        ]
+        """Return the comparisons, with one for each group in place of GROUPS and of CLASSES."""
+        class_groups = self.class_groups(results)
+        groups = {GROUPS: class_groups, CLASSES: tuple(results.groups)[len(class_groups) :]}
+        comparisons = []
+        for row in self.comparisons:
+            names = groups.get(row.group, (row.group,))
+            comparisons += [replace(row, group=name) for name in names]
+        return comparisons
 
     def labels(self) -> dict[str, np.ndarray]:
-        """Of each set of images whose hits the arms return, int64 [n]; asked for once there are
-        results.
-        """
+        """Return the labels of each split, int64 [n]; the images must be divided already."""
         labels = {}
-        for name in self.sets:
-            with Dataset(self.part(name)) as reader:
-                labels[name] = reader.labels().copy()
+        for name in self.splits:
+            with Dataset(self.part(name)) as dataset:
+                labels[name] = dataset.labels().copy()
         return labels
 
     def groups(self) -> dict[str, list[int]]:
-        """Sets of labels by name, see `groups_of`; asked for once there are results."""
+        """Return groups of classes by name, see `groups_of`; the images must be divided already."""
         return groups_of(self.counts(TRAIN), self.classes())
 
     def class_groups(self, results: Results) -> tuple[str, ...]:
-        """The names of the groups that are no single class."""
+        """Return the names of the groups that are not single classes."""
         return tuple(results.groups)[: len(results.groups) - len(self.classes())]
 
     # --- places and outcomes
 
     def place(self, job: str) -> Path:
-        """The folder of a job that is made once."""
+        """Return the folder of a job that is made once."""
         return self.folder / "jobs" / slug(job)
 
     def part(self, name: str) -> Path:
-        """The packed file of a part of the images."""
+        """Return the packed file of a part of the images."""
         return self.place(PARTS) / f"{name}.lmdb"
 
     def picture(self, name: str) -> Path:
-        """The file of a picture; the page shows those that are there."""
+        """Return the file of a picture, which the report shows if it exists."""
         return self.folder / "pictures" / f"{slug(name)}.png"
 
-    def outcome(self, place: Path) -> dict[str, Any]:
-        """What a job came to; empty where it is not done."""
+    def outcome(self, place: Path) -> Document:
+        """Return the outcome of a job; empty if it is not done."""
         file = record(place)
-        outcome: dict[str, Any] = json.loads(file.read_text())["told"] if file.is_file() else {}
+        outcome: Document = json.loads(file.read_text())["told"] if file.is_file() else {}
         return outcome
 
     def classes(self) -> list[str]:
-        """Of the images; once they are divided."""
+        """Return the class names; the images must be divided already."""
         return list(self.outcome(self.place(PARTS))["classes"])
 
     def counts(self, part: str) -> list[int]:
-        """Images of each class in a part; once they are divided."""
+        """Return the number of images of each class in a part of the divided images."""
         return list(self.outcome(self.place(PARTS))["counts"][part])
 
     # --- what is declared
 
-    def add(self, job: Job, make: Callable[..., Any], **settings: Any) -> Path:
-        """Declare a job or an arm; returns its place. It is made by `make(place, seed,
-        **settings)`. These settings define it, and of a path in them the job comes first.
+    def add(self, job: Job, make: Callable[..., object], **settings: object) -> Path:
+        """Declare a job or an arm, which `make(place, seed, **settings)` makes; return its place.
+
+        The settings identify it: an outcome of other settings is refused. If they have a path in
+        the study's folder, its job is made first.
         """
         needs: dict[Path, None] = {}
 
-        def said(value: Any) -> Any:
+        def serialized(value: Any) -> object:
             if isinstance(value, Path):
                 inside = value.relative_to(self.folder)
                 needs[self.folder.joinpath(*inside.parts[:2])] = None
@@ -216,108 +223,117 @@ class Subject(ABC):
                 return getattr(value, "key", value.model_dump)()
             return [value.func, value.keywords] if isinstance(value, partial) else value.__name__
 
-        key = json.dumps({"name": job.name, **settings}, default=said, sort_keys=True)
-        place = (
-            self.folder / "runs" / (slug(job.name) + OF_SEED)
-            if job.family
-            else self.place(job.name)
-        )
+        key = json.dumps({"name": job.name, **settings}, default=serialized, sort_keys=True)
+        place = self.place(job.name)
+        if job.family:
+            place = self.folder / "runs" / (slug(job.name) + OF_SEED)
         self.jobs[place] = replace(
             job, make=partial(make, **settings), key=key, needs=tuple(needs), place=place
         )
-        self.comparisons += [replace(each, second=job.name) for each in job.against]
+        self.comparisons += [replace(row, second=job.name) for row in job.against]
         return place
 
     def best(self, name: str, family: str, against: Sequence[Comparison] = ()) -> None:
         """Declare an arm that is at each seed the best of a family on held-out images."""
         self.choices[name] = family
-        self.comparisons += [replace(each, second=name) for each in against]
+        self.comparisons += [replace(row, second=name) for row in against]
 
     def training(
         self,
         job: Job,
         recipe: Recipe,
-        own: Settings = MappingProxyType({}),  # dotted keys of the recipe
+        overrides: Settings = MappingProxyType({}),  # dotted keys of the recipe
         *,
         images: Path | None = None,  # None: the training images
-        fixed: int = SEED,  # seed of what is no arm
+        fixed: int = SEED,  # seed of a job that is no arm
         steps: int | None = None,  # None: the recipe's
-        # an arm or job, by its place, and its figure of how much this could use
+        # place of an arm or job, and the name of its metric that is this arm's metric `used`
         used: tuple[Path, str] | None = None,
-        **key: Any,  # what else defines it
+        **settings: object,  # further settings that identify it
     ) -> Path:
-        """Declare what trains a run, or takes the one that `gan.run` names; returns the folder of
-        the run.
-        """
-        own = {"data.path": images or self.part(TRAIN), **own}
+        """Declare a training, or the use of the run that `gan.run` names; return the run folder."""
+        overrides = {"data.path": images or self.part(TRAIN), **overrides}
 
-        def make(place: Path, seed: int, **_key: Any) -> Any:
+        def make(place: Path, seed: int, **_settings: object) -> Result | Document:
             run = place / "run"
             if recipe is not self.config.gan or recipe.run is None or steps is not None:
-                self.train(run, recipe, own, seed if job.family else fixed, steps)
+                self.train(run, recipe, overrides, seed if job.family else fixed, steps)
             elif not run.is_symlink():
-                require_trained_on(recipe.run, own["data.path"])
+                require_trained_on(recipe.run, overrides["data.path"])
                 run.symlink_to(Path(recipe.run).resolve())
-            result: Any = self.judge(run) if job.family else {}
+            if not job.family:
+                return {}
+            result = self.judge(run)
             if used:
                 result.figures["used"] = self.outcome(of_seed(used[0], seed))["figures"][used[1]]
             return result
 
-        return self.add(job, make, recipe=recipe, own=own, fixed=fixed, steps=steps, **key) / "run"
+        place = self.add(
+            job, make, recipe=recipe, own=overrides, fixed=fixed, steps=steps, **settings
+        )
+        return place / "run"
 
     def generators(self, images: Path | None = None) -> tuple[Path, Path]:
-        """The generator of the training images, or of others, and one as it is before its first
-        step: their runs.
+        """Declare a generator and an untrained one; return their run folders.
+
+        The generator is trained on the training images by default.
         """
-        gan, own = self.config.gan, {} if images else {"data.val_path": self.part(HELD_OUT)}
-        still = {f"{network}_optimizer.lr": STILL for network in ("generator", "discriminator")}
-        trained = Job(GENERATOR, f"training the generator: {gan.config or gan.run}")
-        first = self.training(trained, gan, own, images=images)
-        return first, self.training(
-            Job(UNTRAINED, UNTRAINED), gan, own | still, images=images, steps=1
+        gan = self.config.gan
+        overrides = {} if images else {"data.val_path": self.part(HELD_OUT)}
+        job = Job(GENERATOR, f"training the generator: {gan.config or gan.run}")
+        trained = self.training(job, gan, overrides, images=images)
+        still = {"generator_optimizer.lr": STILL, "discriminator_optimizer.lr": STILL}
+        untrained = self.training(
+            Job(UNTRAINED, UNTRAINED), gan, overrides | still, images=images, steps=1
         )
+        return trained, untrained
 
     def bases(
-        self, like: Job, images: Path | None = None, known: Callable[..., np.ndarray] | None = None
+        self, template: Job, images: Path | None = None, labelled: Labelled | None = None
     ) -> None:
-        """Declare arms of what is cheap without the other model, the way after the name of `like`.
-        `known`: (labels, seed=) -> the training images whose labels are known, which `images`
-        holds; None: all.
+        """Declare the baselines without the other model: cheap learners, and from scratch.
+
+        Args:
+            template: A job whose name, family and comparisons the arms take; the name of the
+                baseline is appended.
+            images: File of the labelled training images; None: all training images.
+            labelled: Function of (labels, seed=) that returns the labelled ones among the training
+                images, those in `images`; None: all.
         """
         recipe = self.config.classifier
         model = recipe.settings().model
-        for way, (what, features, learn) in ways(model.changed(weights=None)).items():
-            self.learning(
-                replace(like, name=f"{like.name}, {way}".lstrip(", "), what=what),
-                features,
-                learn,
-                known,
-            )
+        for name, (description, features, learner) in baselines(
+            model.changed(weights=None)
+        ).items():
+            full_name = f"{template.name}, {name}".lstrip(", ")
+            arm = replace(template, name=full_name, description=description)
+            self.learning(arm, features, learner, labelled)
         if model.weights is not None:
-            arm = replace(
-                like,
-                name=f"{like.name}, from scratch".lstrip(", "),
-                what="the recipe without its weights",
-            )
+            full_name = f"{template.name}, from scratch".lstrip(", ")
+            arm = replace(template, name=full_name, description="the recipe without its weights")
             self.training(arm, recipe, {"model.weights": None}, images=images)
 
-    def learning(self, arm: Job, features: Any, learn: Any, known: Any) -> None:
-        """Declare an arm that learns from features of what is not trained for it, see `hits_of`;
-        `known`: as above.
+    def learning(
+        self, arm: Job, features: Features, learner: Learner, labelled: Labelled | None
+    ) -> None:
+        """Declare an arm that learns from features of an untrained or fixed network, see `hits_of`.
+
+        `labelled` is as for `bases`.
         """
 
-        def make(_: Path, seed: int, images: Path, **how: Any) -> Result:
-            asked = {part: self.part(part) for part in self.sets}
-            return scored(
-                hits_of(images, asked, **how | {"known": known and partial(known, seed=seed)})
-            )
+        def make(_: Path, seed: int, images: Path, **_settings: object) -> Result:
+            files = {name: self.part(name) for name in self.splits}
+            of_this_seed = partial(labelled, seed=seed) if labelled else None
+            return scored(hits_of(images, files, features, learner, of_this_seed))
 
-        self.add(arm, make, images=self.part(TRAIN), features=features, learn=learn, known=known)
+        self.add(
+            arm, make, images=self.part(TRAIN), features=features, learn=learner, known=labelled
+        )
 
-    def selector(self, recipe: Recipe, own: Settings) -> Path:
-        """The classifier of the training images by which samples are selected: its run."""
+    def selector(self, recipe: Recipe, overrides: Settings) -> Path:
+        """Declare the classifier that selects samples; return its run folder."""
         job = Job(SELECTOR, "training the classifier that selects samples")
-        return self.training(job, recipe, own, fixed=SELECTOR_SEED)
+        return self.training(job, recipe, overrides, fixed=SELECTOR_SEED)
 
     # --- what jobs and arms do
 
@@ -328,10 +344,17 @@ class Subject(ABC):
         drawing: Drawing | None,
         seed: int,
         selector: Path | None,
-        **how: Any,
+        **options: Any,  # of `draw_samples`
     ) -> list[float | None]:
-        """Files of samples of a generator's run, selected by a classifier's, see `draw_samples`;
-        without a drawing, files of images of a packed one.
+        """Write files of a generator's samples, see `draw_samples`.
+
+        Args:
+            files: File -> number of samples of each class.
+            generator: Run of the generator; without `drawing`, a packed file, whose images are
+                written instead.
+            drawing: The selection.
+            seed: Seed of the samples.
+            selector: Run of the classifier that selects samples.
         """
         if drawing is None:
             for file, counts in files.items():
@@ -340,13 +363,13 @@ class Subject(ABC):
         device = choose_device(self.device)
         if selector is not None:
             classifier = classifier_from(load(resolve(str(selector))), device)
-            how["rule"] = partial(drawing.keeps, classifier)
+            options["rule"] = partial(drawing.accepts, classifier)
         return draw_samples(
-            files, generator, self.classes(), seed=seed, drawing=drawing, device=device, **how
+            files, generator, self.classes(), seed=seed, drawing=drawing, device=device, **options
         )
 
     def show(self, name: str, file: Path) -> None:
-        """A picture of a packed file, a row for each class; drawn once."""
+        """Save a picture of a packed file, with a row for each class, unless it exists."""
         if not self.picture(name).is_file():
             with LMDBReader(file) as reader:
                 save_grid(reader, self.picture(name))
@@ -359,20 +382,18 @@ class Subject(ABC):
         seed: int,
         max_steps: int | None = None,
     ) -> None:
-        """Train a run of a recipe to its end, or resume it; what it prints goes into FOLDER.log.
-        Nothing where it has ended. Raises StoppedBySignal once it has saved, and what training
-        raises.
+        """Train or resume a run of a recipe, unless it has ended; its output goes to FOLDER.log.
+
+        Raises StoppedBySignal after saving, and the exceptions of training.
         """
-        if ended(folder, max_steps):
+        if is_finished(folder, max_steps):
             return
         grids = 10**9 if recipe is self.config.gan else 0  # at the end alone, or none
         quiet = {"log.tensorboard": False, "log.samples_every": grids, "data.val_path": None}
-        paths = {
-            key: str(of_seed(value, seed))
-            for key, value in overrides.items()
-            if isinstance(value, Path)
-        }
-        given = tokens({**quiet, **recipe.overrides, **overrides, **paths, "seed": seed})
+        settings = {**quiet, **recipe.overrides, **overrides, "seed": seed}
+        for key, value in overrides.items():
+            if isinstance(value, Path):
+                settings[key] = str(of_seed(value, seed))
         folder.mkdir(parents=True, exist_ok=True)
         with (
             folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
@@ -381,50 +402,53 @@ class Subject(ABC):
         ):
             train(
                 str(recipe.file),
-                given,
+                tokens(settings),
                 run_dir=str(folder),
                 device=self.device,
                 max_steps=max_steps,
             )
 
     def judge(self, run: Path) -> Result:
-        """The answers of a run's average classifier to every image of the sets, and accuracies."""
-        checkpoint, hits = load(resolve(str(run))), {}
+        """Return the hits and accuracies of a run's averaged classifier on all splits."""
+        checkpoint = load(resolve(str(run)))
         classifier = classifier_from(checkpoint, choose_device(self.device))
-        for name in self.sets:
-            with dataset_for_model(self.part(name), checkpoint) as reader:
-                hits[name] = answers_of(
-                    classifier, reader, classify(classifier, reader, batch_size=250)
-                ).hits.numpy()
+        hits = {}
+        for name in self.splits:
+            with dataset_for_model(self.part(name), checkpoint) as dataset:
+                logits = classify(classifier, dataset, batch_size=250)
+                hits[name] = answers_of(classifier, dataset, logits).hits.numpy()
         return scored(hits)
 
 
 def scored(hits: dict[str, np.ndarray]) -> Result:
+    """Return a result with hits and the accuracy of each split."""
     return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
 
 
 def of_seed(path: Path, seed: int) -> Path:
-    """A path in settings as it is for a seed."""
+    """Return a path of the settings for a seed."""
     return Path(str(path).replace(OF_SEED, OF_SEED.format(seed=seed)))
 
 
 def record(place: Path) -> Path:
-    """The file of what the job of a place came to, which is there once it is done."""
+    """Return the file of a job's outcome, which exists once the job is done."""
     return place.with_name(f"{place.name}.json")
 
 
 def slug(name: str) -> str:
+    """Return a name as part of a file name."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def require_trained_on(run: str, images: Path) -> None:
-    """Raise UserError unless a run was trained on exactly these images: another may have seen those
-    that judge.
+    """Raise UserError unless a run was trained on exactly these images.
+
+    Another run may have been trained on the images for evaluation.
     """
     checkpoint = load(resolve(run))
-    with Dataset(images) as reader:
-        wanted = reader.meta.content_hash
-    if (checkpoint.get("data") or {}).get("content_hash") != wanted:
+    with Dataset(images) as dataset:
+        content_hash = dataset.meta.content_hash
+    if (checkpoint.get("data") or {}).get("content_hash") != content_hash:
         raise UserError(
             f"{run}: was not trained on this study's training images; train it with --data.path {images}, or leave "
             "gan.run out"

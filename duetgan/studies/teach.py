@@ -1,9 +1,8 @@
-"""Study `teach`: what does a classifier's loss do to a generator, from outside or as a head on the
-discriminator?
+"""Study `teach`: what does a classifier's loss do to a generator?
+
+The classifier is a teacher, or a head on the discriminator.
 """
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +22,33 @@ from duetgan.studies.images import HELD_BACK, TEST, TRAIN, StudyConfig
 from duetgan.studies.results import Comparison, Result
 from duetgan.studies.subject import SEED, Job, Settings, Subject, of_seed
 from duetgan.utils.checkpoint import Checkpoint, load, resolve
-from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
+from duetgan.utils.config.model import InnerFraction, PositiveFloat, PositiveInt
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_rows
 from duetgan.utils.seeding import numpy_generator
 
-JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = (
-    "judge",
-    "teacher",
-    "teacher by chance",
-    "labels by chance",
-)
+JUDGE, TEACHER = "judge", "teacher"
+WRONG_TEACHER, WRONG_LABELS = "teacher by chance", "labels by chance"
 CHOSEN, CHEAP = "chosen by the teacher", ("chosen by chance", "truncated by class")
 CAPTION = "{}: the first seed's samples, a row for each class"
 PLAIN, SHORT = "no classifier", "no classifier, stopped early"
-FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # whether larger is better
-SHOWN, COLUMNS = 10, 12  # classes in the pictures, and samples of each
+FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # True: larger is better
+MAX_CLASSES, COLUMNS = 10, 12  # classes in the pictures, and samples of each
 
 
 class TeachConfig(StudyConfig):
     teacher: list[PositiveFloat] = [1.0]  # loss.classifier_weight, an arm each
     head: list[PositiveFloat] = [1.0]  # loss.auxiliary_weight, an arm each
-    # whether each head has a second arm, with loss.auxiliary_fakes
+    # true: each head has a second arm, with loss.auxiliary_fakes
     head_learns_samples: bool = True
     n: PositiveInt = 2000  # samples and test images of a distance
-    extractor: str = JUDGE  # whose features it is taken in: judge (its own), resnet50 or inception
+    extractor: str = JUDGE  # of the distance: judge, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
-    short: InnerShare = 0.1  # share of the steps after which the control stops
-    pool: PositiveInt = 4  # samples drawn for each that a classifier chooses
-    # truncation towards a class's mean, of what is cheap without a classifier
-    psi: InnerShare = 0.7
+    short: InnerFraction = 0.1  # share of the steps after which the control stops
+    pool: PositiveInt = 4  # candidates for each sample that a classifier chooses
+    # truncation towards a class's mean, in the control without a classifier
+    psi: InnerFraction = 0.7
 
     def check(self) -> None:
         super().check()
@@ -64,7 +59,7 @@ class TeachConfig(StudyConfig):
 
 
 def answers(*controls: str) -> list[Comparison]:
-    """What is asked of an arm."""
+    """Return the comparisons of an arm with the plain recipe, one for each metric."""
     return [
         Comparison(PLAIN, controls=controls, figure=figure, larger_is_better=larger, asked=True)
         for figure, larger in FIGURES.items()
@@ -72,21 +67,24 @@ def answers(*controls: str) -> list[Comparison]:
 
 
 class Chosen(ImageGenerator):
-    """Of `pool` samples the first that a classifier names as asked, else the last; each is
-    truncated to `psi`.
+    """A generator that returns the first of `pool` samples that a classifier predicts as requested.
+
+    If there is none, it returns the last one. Samples are truncated to `psi`.
     """
 
     def __init__(
-        self, generator: Any, classifier: Classifier | None, pool: int, psi: float
+        self, generator: ImageGenerator, classifier: Classifier | None, pool: int, psi: float
     ) -> None:
         super().__init__()
-        self.generator, self.classifier, self.pool, self.psi = generator, classifier, pool, psi
-        self.z_dim, self.classes, self.channels = (
-            pool * generator.z_dim,
-            generator.classes,
-            generator.channels,
-        )
-        self.resolution, self.pixel_format = generator.resolution, generator.pixel_format
+        self.generator = generator
+        self.classifier = classifier
+        self.pool = pool
+        self.psi = psi
+        self.z_dim = pool * generator.z_dim
+        self.classes = generator.classes
+        self.channels = generator.channels
+        self.resolution = generator.resolution
+        self.pixel_format = generator.pixel_format
         if psi < 1 and not generator.has_styles:
             raise UserError(
                 f"psi {psi}: this generator has no w to truncate; name other arms with only"
@@ -96,28 +94,25 @@ class Chosen(ImageGenerator):
         return self.pool * self.generator.noise_shapes(resolution)
 
     def forward(self, z: Tensor, labels: Tensor, noise: Any, **options: Any) -> Tensor:
-        size, chosen, done = (
-            len(noise) // self.pool,
-            z,
-            torch.zeros(len(z), dtype=torch.bool, device=z.device),
-        )
-        for number, own in enumerate(z.chunk(self.pool, 1)):
+        size = len(noise) // self.pool
+        chosen = z
+        done = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        options["truncation_psi"] = self.psi
+        for number, latents in enumerate(z.chunk(self.pool, 1)):
             maps = noise[number * size : (number + 1) * size]
-            images = self.generator(
-                own, labels, noise=maps, **options | {"truncation_psi": self.psi}
-            )
+            images = self.generator(latents, labels, noise=maps, **options)
             chosen = torch.where(done.view(-1, 1, 1, 1), chosen, images) if number else images
             if self.classifier is not None:
-                done |= (
-                    logits_of(self.classifier, self.spec.from_float(images)).argmax(1).to(z.device)
-                    == labels
-                )
+                logits = logits_of(self.classifier, self.spec.from_float(images))
+                done |= logits.argmax(1).to(z.device) == labels
         return chosen
 
 
 class Teach(Subject):
-    """Generators of one recipe, each judged by a classifier of images that neither they nor their
-    teachers saw.
+    """Compares generators of one recipe with and without a classifier's loss.
+
+    The judge is a classifier of images on which neither the generators nor their teachers were
+    trained.
     """
 
     title = "What does a classifier's loss do to a generator?"
@@ -127,80 +122,69 @@ class Teach(Subject):
         judge = Job(JUDGE, "training the judge, of images held back")
         self.run = self.training(judge, recipe, images=self.part(HELD_BACK), fixed=2000)
         teacher = self.training(Job(TEACHER, "training the teacher"), recipe, fixed=1000)
-        wrong = (
-            self.add(Job(WRONG_LABELS, WRONG_LABELS), self._wrong_labels, images=self.part(TRAIN))
-            / "images.lmdb"
+        place = self.add(
+            Job(WRONG_LABELS, WRONG_LABELS), self._wrong_labels, images=self.part(TRAIN)
         )
-        by_chance = self.training(
-            Job(WRONG_TEACHER, "training a teacher by chance"), recipe, images=wrong, fixed=1000
+        wrong_teacher = self.training(
+            Job(WRONG_TEACHER, "training a teacher by chance"),
+            recipe,
+            images=place / "images.lmdb",
+            fixed=1000,
         )
 
-        why = "training on must help, or the study could not see any help"
-        longer = Comparison(SHORT, figure="recognised", expected="helps", why=why)
-        why = "a teacher that knows nothing must not help"
-        nothing = Comparison(PLAIN, figure="recognised", expected="not helps", why=why)
+        longer = Comparison(
+            SHORT,
+            figure="recognised",
+            expected="helps",
+            why="training on must help, or the study could not see any help",
+        )
+        no_help = Comparison(
+            PLAIN,
+            figure="recognised",
+            expected="not helps",
+            why="a teacher that knows nothing must not help",
+        )
         plain = self._arm(Job(PLAIN, "the recipe alone", "plain", [longer]), {})
         for weight in config.teacher:
-            name, what = (
+            arm = Job(
                 f"teacher, weight {weight:g}",
                 "loss.classifier: a classifier of the same training images",
-            )
-            own = {"loss.classifier": teacher, "loss.classifier_weight": weight}
-            self._arm(Job(name, what, "taught", answers(WRONG_TEACHER)), own)
-        for weight in config.head:
-            name, own = f"head on D, weight {weight:g}", {"loss.auxiliary_weight": weight}
-            self._arm(Job(name, "a head on D, of real images", "taught", answers()), own)
-            if config.head_learns_samples:
-                both = own | {"loss.auxiliary_fakes": True}
-                self._arm(
-                    Job(f"{name}, learns samples", "of samples, too", "taught", answers()), both
-                )
-        drawn: dict[str, Any] = {
-            "generator": plain,
-            "pool": config.pool,
-            "n": config.n,
-            "extractor": config.extractor,
-        }
-        for name, what, family, classifier, psi, against in (
-            (
-                CHOSEN,
-                "its samples that the teacher names as asked",
                 "taught",
-                teacher,
-                1.0,
-                answers(*CHEAP),
-            ),
-            (
-                CHEAP[0],
-                "its samples that the teacher by chance names as asked",
-                "control",
-                by_chance,
-                1.0,
-                [],
-            ),
-            (
-                CHEAP[1],
-                f"its samples at psi {config.psi:g} of their class",
-                "control",
-                None,
-                config.psi,
-                [],
-            ),
-        ):
+                answers(WRONG_TEACHER),
+            )
+            self._arm(arm, {"loss.classifier": teacher, "loss.classifier_weight": weight})
+        for weight in config.head:
+            name, overrides = f"head on D, weight {weight:g}", {"loss.auxiliary_weight": weight}
+            self._arm(Job(name, "a head on D, of real images", "taught", answers()), overrides)
+            if config.head_learns_samples:
+                arm = Job(f"{name}, learns samples", "of samples, too", "taught", answers())
+                self._arm(arm, overrides | {"loss.auxiliary_fakes": True})
+
+        def choosing(arm: Job, classifier: Path | None, psi: float = 1.0) -> None:
             self.add(
-                Job(name, what, family, against),
+                arm,
                 self._chosen,
                 classifier=classifier,
                 psi=psi,
-                **drawn,
+                generator=plain,
+                pool=config.pool,
+                n=config.n,
+                extractor=config.extractor,
             )
-            self.captions[name] = CAPTION.format(name)
-        own = {
-            "loss.classifier": by_chance,
-            "loss.classifier_weight": max(config.teacher, default=1.0),
-        }
+            self.captions[arm.name] = CAPTION.format(arm.name)
+
+        description = "its samples that the teacher names as asked"
+        choosing(Job(CHOSEN, description, "taught", answers(*CHEAP)), teacher)
+        description = "its samples that the teacher by chance names as asked"
+        choosing(Job(CHEAP[0], description, "control"), wrong_teacher)
+        description = f"its samples at psi {config.psi:g} of their class"
+        choosing(Job(CHEAP[1], description, "control"), None, config.psi)
         self._arm(
-            Job(WRONG_TEACHER, "the teacher has learnt labels by chance", "control", [nothing]), own
+            Job(WRONG_TEACHER, "the teacher has learnt labels by chance", "control", [no_help]),
+            {
+                "loss.classifier": wrong_teacher,
+                "loss.classifier_weight": max(config.teacher, default=1.0),
+            },
         )
         steps = max(1, round(config.short * config.gan.settings().steps))
         self._arm(Job(SHORT, f"{config.short:g} of the steps", "control"), {}, steps)
@@ -211,13 +195,13 @@ class Teach(Subject):
             "intervals are over the training seeds; judge and teacher are one each",
         )
 
-    def _arm(self, arm: Job, own: Settings, steps: int | None = None) -> Path:
+    def _arm(self, arm: Job, overrides: Settings, steps: int | None = None) -> Path:
         config = self.config
         self.captions[arm.name] = CAPTION.format(arm.name)
         return self.training(
             arm,
             config.gan,
-            own,
+            overrides,
             steps=steps,
             n=config.n,
             extractor=config.extractor,
@@ -225,35 +209,40 @@ class Teach(Subject):
         )
 
     def _chosen(
-        self, place: Path, seed: int, generator: Path, classifier: Path | None, **how: Any
+        self,
+        place: Path,
+        seed: int,
+        generator: Path,
+        classifier: Path | None,
+        pool: int,
+        psi: float,
+        **_settings: object,
     ) -> Result:
-        """Samples of another arm's run."""
+        """Evaluate chosen samples of another arm's run."""
+        device = choose_device(self.device)
         checkpoint = load(resolve(str(of_seed(generator, seed))))
-        by = (
-            None
-            if classifier is None
-            else classifier_from(load(resolve(str(classifier))), choose_device(self.device))
-        )
-        return self.judged(
-            checkpoint, place, partial(Chosen, classifier=by, pool=how["pool"], psi=how["psi"])
-        )
+        network = None
+        if classifier is not None:
+            network = classifier_from(load(resolve(str(classifier))), device)
+        chosen = Chosen(generator_from(checkpoint, device), network, pool, psi)
+        return self.judged(checkpoint, place, chosen)
 
     def judge(self, run: Path) -> Result:
-        return self.judged(load(resolve(str(run))), run.parent)
+        checkpoint = load(resolve(str(run)))
+        generator = generator_from(checkpoint, choose_device(self.device))
+        return self.judged(checkpoint, run.parent, generator)
 
-    def judged(
-        self, checkpoint: Checkpoint, place: Path, chosen: Callable[..., Any] = lambda each: each
-    ) -> Result:
-        """What the judge says of a generator, or of what is chosen of its samples; and a picture of
-        samples at the same latents for every arm. Raises UserError where it taught this one.
+    def judged(self, checkpoint: Checkpoint, place: Path, generator: ImageGenerator) -> Result:
+        """Evaluate a generator by the judge, and save a picture of samples.
+
+        The latents of the picture are the same for all arms. Raises UserError if the judge is not
+        independent of the generator, which the checkpoint describes.
         """
-        config, device, run = self.config, choose_device(self.device), str(self.run)
-        generator, picture = (
-            chosen(generator_from(checkpoint, device)),
-            self.picture(place.name.rpartition("-s")[0]),
-        )
+        config, run = self.config, str(self.run)
+        device = choose_device(self.device)
+        picture = self.picture(place.name.rpartition("-s")[0])
         if not picture.is_file():
-            classes = checkpoint["classes"][:SHOWN]
+            classes = checkpoint["classes"][:MAX_CLASSES]
             labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
             images = generate(generator, labels=labels, indices=range(len(labels)), seed=SEED)
             save_rows(
@@ -263,17 +252,19 @@ class Teach(Subject):
                 captions=classes,
             )
 
-        with Dataset(self.part(TEST)) as reader:
-            classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, reader)
-            spec = f"classifier:{run}" if config.extractor == JUDGE else config.extractor
+        with Dataset(self.part(TEST)) as dataset:
+            classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, dataset)
+            extractor = f"classifier:{run}" if config.extractor == JUDGE else config.extractor
             figures = evaluate_generator(
                 generator,
-                reader,
+                dataset,
                 n=config.n,
                 seed=SEED,
-                extractors=build([spec], device=device, spec=reader.spec, weights=config.weights),
+                extractors=build(
+                    [extractor], device=device, spec=dataset.spec, weights=config.weights
+                ),
                 classifier=classifier,
-                per_class=max(2, config.n // len(reader.classes)),
+                per_class=max(2, config.n // len(dataset.classes)),
                 floor=False,
                 searched=0,
                 details=False,
@@ -288,16 +279,16 @@ class Teach(Subject):
         )
 
     def _wrong_labels(self, place: Path, _seed: int, images: Path) -> Settings:
-        with Dataset(images) as reader:
+        with Dataset(images) as dataset:
             order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(
-                len(reader)
+                len(dataset)
             )
-            every = (reader, range(len(reader)), reader.labels()[order])
+            relabelled = (dataset, range(len(dataset)), dataset.labels()[order])
             write_labelled(
                 place / "images.lmdb",
-                [every],
-                reader.classes,
-                source=f"{reader.meta.source}, labels by chance",
+                [relabelled],
+                dataset.classes,
+                source=f"{dataset.meta.source}, labels by chance",
                 overwrite=True,
             )
         return {}

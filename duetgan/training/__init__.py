@@ -1,4 +1,4 @@
-"""What changes a model: losses, penalties, optimizers, averages, the two tasks and their loop."""
+"""Training: losses, penalties, optimizers, averages, the two tasks and their loop."""
 
 from typing import TYPE_CHECKING
 

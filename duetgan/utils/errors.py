@@ -1,6 +1,4 @@
-"""Errors a user can act on, and the exit codes of the command line; whether two lists of class
-names are the same.
-"""
+"""Errors that a user can act on, the exit codes of the command line, and a check of class names."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,42 +6,44 @@ from typing import Any
 
 from duetgan.utils.text import listed
 
-EXIT_OK = 0  # 1: a fault of ours
+EXIT_OK = 0  # exit code 1 is a bug in Duet
 EXIT_USER = 2  # the user's input or environment
 EXIT_SIGNAL = 3  # stopped by a signal, after saving
 EXIT_HALTED = 4  # training stopped itself
 
 
 class Expected(Exception):
-    """What `run_cli` prints as one line: no fault of ours."""
+    """An error that `run_cli` prints as one line, because the program works as intended."""
 
     exit_code: int
-    of_rank: int | None = None  # raised on all ranks because of this one: rank 0 prints it
+    of_rank: int | None = None  # the rank at fault, if all ranks raise the error: rank 0 prints it
 
     def __init__(self, message: str, *, rank_specific: bool = False, quiet: bool = False) -> None:
         super().__init__(message)
-        # other ranks do not raise the same: print it whatever the rank
+        # The other ranks do not raise this error, so any rank prints it.
         self.rank_specific = rank_specific
         self.quiet = quiet  # another process tells the user
 
 
 class UserError(Expected, ValueError):
-    """Bad input or environment. The message is one line: the file, key or rank at fault, then the
-    remedy.
+    """An error in the user's input or environment.
+
+    The message is one line: the file, key or rank at fault, then the remedy.
     """
 
     exit_code = EXIT_USER
 
 
 class StoppedBySignal(Expected):
-    """Training was asked to stop and has saved its state."""
+    """Training was stopped by a signal and has saved its state."""
 
     exit_code = EXIT_SIGNAL
 
 
 class TrainingHalted(Expected, RuntimeError):
-    """Training cannot go on (non-finite cap, lost rank, memory, disk); the last checkpoint is
-    intact.
+    """Training cannot continue (non-finite cap, lost rank, memory, disk).
+
+    The last checkpoint is intact.
     """
 
     exit_code = EXIT_HALTED
@@ -54,44 +54,57 @@ def explained(
     faults: type[Exception] | tuple[type[Exception], ...],
     words: str | Callable[[Any], str | Exception],
 ) -> Iterator[None]:
-    """One of `faults` that is raised inside becomes a UserError of these words, or what `words`
-    makes of it.
+    """Turn one of `faults` into another error.
+
+    Args:
+        faults: the exceptions to replace.
+        words: the message of a UserError, or a function of the exception that returns the message
+            or the new exception.
     """
     try:
         yield
     except faults as error:
-        made = words if isinstance(words, str) else words(error)
-        raise (UserError(made) if isinstance(made, str) else made) from error
+        replacement = words if isinstance(words, str) else words(error)
+        if isinstance(replacement, str):
+            replacement = UserError(replacement)
+        raise replacement from error
 
 
 def refuse(*problems: tuple[object, str]) -> None:
-    """Raise UserError with the first message whose condition holds."""
+    """Raise UserError with the message of the first condition that holds."""
     for holds, message in problems:
         if holds:
             raise UserError(message)
 
 
 def require_same_classes(
-    who: str,
+    subject: str,
     names: Sequence[str],
-    other: str,
-    others: Sequence[str],
+    reference: str,
+    reference_names: Sequence[str],
     remedy: str = "give those of the same classes",
 ) -> None:
-    """Raise UserError unless two lists of classes are the same, order included; it says what
-    differs.
+    """Raise UserError, which names the differences, unless two lists of classes are equal in order.
+
+    Args:
+        subject, reference: who has `names` and who has `reference_names`, for the message.
+        remedy: the end of the message.
     """
-    names, others = list(names), list(others)
-    if names == others:
+    names = list(names)
+    reference_names = list(reference_names)
+    if names == reference_names:
         return
-    sides = ((others, names, "missing here"), (names, others, "only here"))
-    odd = [(sorted(set(some) - set(rest)), where) for some, rest, where in sides]
-    differences = [f"{listed(those)} {where}" for those, where in odd if those]
+    differences = []
+    if missing := sorted(set(reference_names) - set(names)):
+        differences.append(f"{listed(missing)} missing here")
+    if extra := sorted(set(names) - set(reference_names)):
+        differences.append(f"{listed(extra)} only here")
     if not differences:
-        place = next(
-            i for i, (name, theirs) in enumerate(zip(names, others, strict=False)) if name != theirs
+        pairs = zip(names, reference_names, strict=False)
+        label = next(i for i, (name, expected) in enumerate(pairs) if name != expected)
+        differences.append(
+            f"class {label} is {names[label]!r} here and {reference_names[label]!r} there"
         )
-        differences = [f"class {place} is {names[place]!r} here and {others[place]!r} there"]
     raise UserError(
-        f"{who}: its classes are not those of {other}: {'; '.join(differences)}; {remedy}"
+        f"{subject}: its classes are not those of {reference}: {'; '.join(differences)}; {remedy}"
     )

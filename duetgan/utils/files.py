@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written beside the target, flushed to the disk, renamed."""
+"""Write files atomically: to a temporary file, flushed to the disk, then renamed."""
 
 import errno
 import fcntl
@@ -10,40 +10,42 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 
-os.umask(UMASK := os.umask(0o77))  # the process's own, which can only be read by setting it
-TIMEOUT = 30  # seconds without an answer before a download is given up
+os.umask(UMASK := os.umask(0o77))  # a process can read its umask only by setting it
+TIMEOUT = 30  # seconds without an answer before a download is abandoned
 
 
 @contextmanager
-def downloading(what: str, remedy: str) -> Iterator[None]:
-    """Around a download: output goes to stderr, no endless waiting. A failure is a UserError that
-    begins with `what`, that something is not here, and ends with the remedy.
+def downloading(problem: str, remedy: str) -> Iterator[None]:
+    """Limit the waiting of a download, and send its output to stderr.
+
+    Raises UserError for a failed download: `PROBLEM and cannot be downloaded (REASON); REMEDY`.
+
+    Args:
+        problem: says that a file is missing.
+        remedy: tells the user what to do instead.
     """
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT)  # a network that swallows packets must not hang the start
+    previous_timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT)  # a network that drops packets must not hang the program
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
-        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise UserError(f"{what} and cannot be downloaded ({why}); {remedy}") from error
+    # URLError is an OSError; torch raises RuntimeError for a wrong hash.
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(f"{problem} and cannot be downloaded ({reason}); {remedy}") from error
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(previous_timeout)
 
 
 def replaceable(path: Path) -> Path:
-    """The file that takes the place of `path`: itself, or what it points to if it is a link, which
-    stays.
+    """Return the file that a write to `path` replaces: `path`, or the target of a link.
 
-    Raises OSError for what is there and no regular file.
+    Raises OSError if something other than a regular file is there.
     """
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     if target.exists():
@@ -51,9 +53,10 @@ def replaceable(path: Path) -> Path:
     return target
 
 
-def hold(file: IO[Any] | int, *, wait: bool = False) -> bool:
-    """Hold a file alone until it is closed; False where another process holds it. Where the file
-    system has no locks a warning says that nothing is held. Raises OSError.
+def hold(file: IO[bytes] | IO[str] | int, *, wait: bool = False) -> bool:
+    """Lock a file until it is closed; return False if another process holds the lock.
+
+    Prints a warning, and returns True, where the file system has no locks. Raises OSError.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +66,7 @@ def hold(file: IO[Any] | int, *, wait: bool = False) -> bool:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
         print(
-            f"warning: no file can be locked ({error.strerror}): run one process alone here",
+            f"warning: files cannot be locked ({error.strerror}): run only one process in this folder",
             file=sys.stderr,
         )
     return True
@@ -71,11 +74,10 @@ def hold(file: IO[Any] | int, *, wait: bool = False) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, flushed to the disk and renamed when the context ends
-    without an error.
+    """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    A crash leaves the old file or the new one, never a part; an exception leaves the old one.
-    Raises OSError.
+    The file is flushed to the disk before it is renamed. After a crash `path` is the old file or
+    the new one, never a part; an exception leaves the old one. Raises OSError.
     """
     path = replaceable(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -92,20 +94,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `path` whole, see `replacing`. Raises OSError."""
+    """Write `path` atomically, see `replacing`. Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 def as_json(document: object) -> bytes:
-    """A document as a run's files hold it: indented, with an end of line. Raises ValueError for
-    NaN.
-    """
+    """Return a document as indented JSON with a final newline. Raises ValueError for NaN."""
     return f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode()
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk: a rename lasts only then. Raises OSError."""
+    """Flush a folder's entries to the disk, without which a rename may be lost. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,12 +115,14 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
-    """Around the writing of a result that was asked for; makes missing folders. UserError if the
-    disk refuses, and for what else, of `faults`, is raised inside.
+    """Make missing folders for a result that the user asked for; turn failures into UserError.
+
+    Applies to an OSError, or one of `faults`, that is raised inside the block.
     """
     words = "cannot write {}: {}; choose another place or make room"
     with explained(
-        (OSError, *faults), lambda why: words.format(path, getattr(why, "strerror", None) or why)
+        (OSError, *faults),
+        lambda error: words.format(path, getattr(error, "strerror", None) or error),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -128,24 +130,26 @@ def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def building(path: Path) -> Iterator[Path]:
-    """`replacing` for a result that the user asked for, `writing` around it."""
+    """Yield a temporary file as `replacing` does, with the errors of `writing`."""
     with writing(path), replacing(path) as temporary:
         yield temporary
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file whole, see `building`. Raises UserError."""
+    """Write a file atomically, see `building`. Raises UserError."""
     with building(Path(path)) as temporary:
         temporary.write_bytes(content)
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UserError if `folder` cannot be made or written, before the work that fills it. Leaves
-    nothing behind.
+    """Raise UserError if `folder` cannot be created or written, before long work fills it.
+
+    Leaves no file behind.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     refused = explained(
-        OSError, lambda why: f"{folder}: cannot be written ({why.strerror}); choose another folder"
+        OSError,
+        lambda error: f"{folder}: cannot be written ({error.strerror}); choose another folder",
     )
     with refused, tempfile.TemporaryFile(dir=existing):
         pass

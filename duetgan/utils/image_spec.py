@@ -1,6 +1,7 @@
-"""What images are: their size, channels and values. One description, asked by all: packed files,
-networks, samples, exports. What turns values into those that networks take, and back, stands here
-and nowhere else.
+"""The size, channels and values of images, and the conversion to and from a network's values.
+
+Packed files, networks, samples and exports all use this description; no other module converts
+values.
 """
 
 import math
@@ -15,27 +16,25 @@ from pydantic import Field, model_validator
 from duetgan.utils.config.model import Stored
 from duetgan.utils.errors import UserError
 
-if TYPE_CHECKING:  # torch takes seconds to import, and duet pack draws no tensors
+if TYPE_CHECKING:  # torch takes seconds to import, and duet pack does not need it
     from torch import Tensor
 
 SIDE = "(?:[4-9]|[1-9][0-9]{1,4})"
 SIZE = f"{SIDE}x{SIDE}"  # width x height, as image tools write it
 Rectangle = Annotated[str, Field(pattern=f"^{SIZE}$", examples=["96x64"])]
-# A size as configurations and files hold it: the side of squares in px, or "96x64" (width x height)
-# of rectangles.
+# A size in configurations and files: the side of a square in px, or "96x64" (width x height).
 Resolution = Annotated[int, Ge(4)] | Rectangle
 Depth = Literal["uint8", "uint16", "float32"]
-# of values, unless another is known
+# Default range of values.
 RANGES = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0), "float32": (0.0, 1.0)}
-BYTES = {"uint8": 1, "uint16": 2, "float32": 4}  # a value
+BYTES = {"uint8": 1, "uint16": 2, "float32": 4}  # per value
 MOST_CHANNELS = 32
 
 
 class PixelFormat(Stored):
-    """What the values of images are, as packed files and checkpoints keep it where they are not
-    8-bit grey or colours.
+    """The pixel format of images that are not 8-bit grey or RGB, in packed files and checkpoints.
 
-    `low` and `high`: the values that networks see as -1 and 1; None: those of RANGES.
+    `low` and `high` are the values that networks see as -1 and 1; None: those of RANGES.
     """
 
     alpha: bool = False  # the last channel is transparency, not multiplied into the others
@@ -61,11 +60,9 @@ class PixelFormat(Stored):
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """Images of `channels` x `height` x `width` values; height and width are 0 where they have
-    sizes of their own.
+    """Images of `channels` x `height` x `width` values; height and width are 0 if sizes vary.
 
-    A pyramid's levels and the stages of growing networks go by their shorter side, which `at`
-    takes.
+    Levels of a pyramid and stages of growing networks are named by their shorter side, see `at`.
     """
 
     channels: int  # alpha is one of them
@@ -78,10 +75,11 @@ class ImageSpec:
 
     @classmethod
     def of(
-        cls, channels: int, resolution: int | str, pixels: Mapping[str, Any] | None = None
+        cls, channels: int, resolution: int | str, pixels: Mapping[str, object] | None = None
     ) -> "ImageSpec":
-        """Of a size as configurations hold it, and of a PixelFormat's document. Raises UserError
-        for text that is no size, ValueError for a document that is none.
+        """Return the spec of a configured size and an optional PixelFormat document.
+
+        Raises UserError for text that is not a size, ValueError for an invalid document.
         """
         if isinstance(resolution, int):
             width = height = resolution
@@ -98,54 +96,56 @@ class ImageSpec:
 
     @classmethod
     def read(cls, shape: Mapping[str, Any]) -> "ImageSpec":
-        """From what a checkpoint says of its networks: `channels`, `resolution`, and `pixel_format`
-        if it is there.
+        """Return the spec of a checkpoint's `shape`: `channels`, `resolution`, optional
+        `pixel_format`.
         """
         return cls.of(shape["channels"], shape["resolution"], shape.get("pixel_format"))
 
     @property
     def resolution(self) -> int | str:
-        """The size as configurations hold it."""
+        """Return the size in the notation of configurations."""
         return self.height if self.height == self.width else f"{self.width}x{self.height}"
 
     @property
     def pixel_format(self) -> dict[str, Any] | None:
-        """What of PixelFormat differs from 8-bit values without transparency, as `of` takes it;
-        None: nothing.
-        """
+        """Return the fields of PixelFormat that differ from opaque 8-bit images, or None; see `of`."""
         low, high = RANGES[self.depth]
-        usual = {"low": low, "high": high, "alpha": False, "depth": "uint8"}
+        defaults = {"low": low, "high": high, "alpha": False, "depth": "uint8"}
         return {
             name: getattr(self, name)
-            for name, value in usual.items()
+            for name, value in defaults.items()
             if getattr(self, name) != value
         } or None
 
     @property
     def plain(self) -> bool:
-        """Whether they are what any image file has: 8-bit grey or RGB."""
+        """Return True for 8-bit grey or RGB, which every image file format can hold."""
         return self.channels in (1, 3) and self.depth == "uint8" and not self.alpha
 
-    def need_plain(self, what: str) -> None:
-        """Raise UserError for images of other kinds: `what` is for 8-bit grey or RGB alone."""
+    def need_plain(self, feature: str) -> None:
+        """Raise UserError unless the images are 8-bit grey or RGB, the only ones `feature`
+        supports.
+        """
         if not self.plain:
             raise UserError(
-                f"{what} is for 8-bit grey or RGB, the images are {self.words} (docs/your-data.md)"
+                f"{feature} is for 8-bit grey or RGB, the images are {self.words} (docs/your-data.md)"
             )
 
     @property
     def deep(self) -> bool:
-        """Whether values have more than 8 bits: augmentations then take those of `to_float`."""
+        """Return True if values have more than 8 bits. Augmentations then work on `to_float`'s
+        values.
+        """
         return self.depth != "uint8"
 
     @property
     def colours(self) -> int:
-        """Channels without alpha."""
+        """The number of channels without alpha."""
         return self.channels - self.alpha
 
     @property
     def side(self) -> int:
-        """The shorter one, px."""
+        """The shorter side, px."""
         return min(self.height, self.width)
 
     @property
@@ -164,12 +164,13 @@ class ImageSpec:
 
     @property
     def nbytes(self) -> int:
-        """Of an image's values."""
+        """The size of one image's values in bytes."""
         return self.values * BYTES[self.depth]
 
     def at(self, side: int) -> "ImageSpec":
-        """The same images scaled to another shorter side; ValueError where the longer one would be
-        no whole number.
+        """Return the spec scaled to another shorter side.
+
+        Raises ValueError if the longer side would not be a whole number.
         """
         height, width = (length * side for length in self.size)
         if height % (self.side or 1) or width % (self.side or 1):
@@ -181,7 +182,7 @@ class ImageSpec:
         )
 
     def holds(self, size: tuple[int, int]) -> bool:
-        """Whether neither height nor width of `size` is larger."""
+        """Return True if `size` (height, width) fits inside these images."""
         return self.height >= size[0] and self.width >= size[1]
 
     def __str__(self) -> str:
@@ -189,7 +190,7 @@ class ImageSpec:
 
     @property
     def title(self) -> str:
-        """Their channels and depth, for people: `RGB`, `grey + alpha, 16 bits`."""
+        """Return channels and depth for people: `RGB`, `grey + alpha, 16 bits`."""
         channels = {1: "grey", 3: "RGB"}.get(
             self.colours, f"{self.colours} channels"
         ) + " + alpha" * self.alpha
@@ -197,15 +198,14 @@ class ImageSpec:
 
     @property
     def words(self) -> str:
-        """`title`, with the range of deep values: `grey, 16 bits (0 to 4095)`."""
+        """Return `title` with the range of deep values: `grey, 16 bits (0 to 4095)`."""
         return self.title + f" ({self.low:g} to {self.high:g})" * self.deep
 
-    # --- values: as files have them (straight alpha), as networks have them (premultiplied), as
-    # people see them
+    # --- values: in files (straight alpha), in networks (premultiplied), on a screen (uint8)
 
     def to_float(self, images: "Tensor", channels_last: bool = True) -> "Tensor":
-        """Values [n, C, H, W] as files have them -> [-1, 1] in torch's default dtype, on the
-        images' device.
+        """Convert a file's values [n, C, H, W] to [-1, 1] in torch's default dtype, on their
+        device.
 
         Colours are multiplied by alpha, see `premultiplied`.
         """
@@ -213,7 +213,7 @@ class ImageSpec:
 
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         floats = images.to(torch.get_default_dtype(), memory_format=memory_format)
-        if floats is images:  # floats need not be copied above
+        if floats is images:  # `to` does not copy floats, and the steps below work in place
             floats = images.clone()
         floats = (
             (floats.sub_(self.low) if self.low else floats).div_((self.high - self.low) / 2).sub_(1)
@@ -221,17 +221,19 @@ class ImageSpec:
         return premultiplied(floats) if self.alpha else floats
 
     def from_float(self, images: "Tensor") -> "Tensor":
-        """[-1, 1] -> values as files have them, in their depth; integers are rounded and, as all
-        with alpha, clipped to `low` and `high`. Colours of fully transparent pixels are black.
+        """Convert values in [-1, 1] to a file's values, in the file's depth.
+
+        Integers are rounded; integers, and all images with alpha, are clipped to `low` and `high`.
+        Colours of fully transparent pixels become black.
         """
         import torch
 
         floats, half = images.float(), (self.high - self.low) / 2
         if self.alpha:
             opacity = (floats[:, -1:] + 1).clamp(0, 2)
-            shown = (opacity * half).round() > 0 if self.depth != "float32" else opacity > 0
+            is_visible = (opacity if self.depth == "float32" else (opacity * half).round()) > 0
             straight = torch.where(
-                shown, (floats[:, :-1] + 1) / opacity.where(shown, 1.0) * 2 - 1, -1.0
+                is_visible, (floats[:, :-1] + 1) / opacity.where(is_visible, 1.0) * 2 - 1, -1.0
             )
             floats = torch.cat([straight, floats[:, -1:]], dim=1)
         values = floats * half + (half + self.low)
@@ -240,10 +242,8 @@ class ImageSpec:
         values = values if self.depth == "float32" else values.round()
         return values.clamp(self.low, self.high).to(getattr(torch, self.depth))
 
-    def shown(self, images: "Tensor") -> "Tensor":
-        """Values as files have them -> uint8, the window from `low` to `high`; 8-bit values stay as
-        they are.
-        """
+    def to_uint8(self, images: "Tensor") -> "Tensor":
+        """Scale a file's values from `low`..`high` to uint8; 8-bit values are returned unchanged."""
         import torch
 
         if self.depth == "uint8":
@@ -257,8 +257,9 @@ class ImageSpec:
 
 
 def premultiplied(images: "Tensor") -> "Tensor":
-    """Straight colours and alpha in [-1, 1], [n, C, H, W], alpha last -> colours multiplied by
-    alpha (Porter and Duff 1984): transparent pixels are black, which is -1.
+    """Multiply colours by alpha (Porter and Duff 1984): transparent pixels become black, -1.
+
+    Takes straight colours and alpha in [-1, 1], [n, C, H, W], alpha last.
     """
     result = images.clone()
     result[:, :-1] = (images[:, :-1] + 1) * ((images[:, -1:] + 1) / 2) - 1

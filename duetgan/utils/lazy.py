@@ -7,15 +7,14 @@ from typing import Any
 
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that imports a module when one of its names is first
-    used.
+    """Return a package's `__getattr__` that imports a module when one of its names is first used.
 
     The package's `dir` lists these names too, for completion.
 
     Args:
         package: the full name of the package.
-        modules: the names that each module of the package defines; if two define a name, the last
-            one is used.
+        modules: the names that each module of the package defines; if two modules define a name,
+            the last one is used.
     """
     module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
 

@@ -1,75 +1,97 @@
-"""What generated images say of where they come from, and what a checkpoint says of all that its
-weights have seen.
+"""The origin of generated images, and the data and networks that a checkpoint's weights learnt
+from.
 
-A packed file of samples has its provenance (key `passport`); one without holds real images.
-Lineages are frozen and joined, never changed; those of the checkpoint that weights started from are
-part of theirs.
+A packed file of samples has its provenance under the key `passport`; a file without it holds real
+images. Lineages are frozen: they are joined, never changed. A checkpoint's lineage includes that of
+the checkpoint from which its weights started.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from duetgan.utils.config.model import Count, Stored, Whole
 
 Provenance = dict[str, Any]
-"""A `Generated` as a packed file holds it."""
+"""The document of a `Generated` in a packed file."""
 
 
 class Generated(Stored):
+    """The generator and the settings that made a file of samples."""
+
     generator: str  # fingerprint of its weights (metrics.features.extractors.fingerprint)
-    step: Count  # of its checkpoint
-    seed: Whole  # of the draws
+    step: Count  # step of its checkpoint
+    seed: Whole  # seed of the samples
     truncation_psi: float
-    selection: str | None  # the rule by which samples were chosen; None: all that were drawn
-    trained_on: str | None  # content hash of the images it was trained on; None: not known
-    classes: list[str]  # names of their classes
+    selection: str | None  # the rule by which samples were selected; None: all samples
+    trained_on: str | None  # content hash of its training images; None: unknown
+    classes: list[str]  # class names
 
 
 class Lineage(Stored):
-    """Which images and which networks weights have learnt from, themselves or those that they
-    started from.
+    """The images and networks from which weights have learnt, or from which their initial weights
+    had learnt.
     """
 
-    # content hashes, and fingerprints where there are any, of files of images
+    # content hashes of image files, and their fingerprints if present
     trained_on: list[str]
-    synthetic: list[Generated]  # those of them that hold samples
-    # fingerprints of classifiers whose answers were in the loss, or that they began as
+    synthetic: list[Generated]  # the files of `trained_on` that hold samples
+    # fingerprints of classifiers that were part of the loss, or the initial weights
     teachers: list[str] = []
-    # hashes of others' weights files that they, or their teachers, began with
+    # hashes of pretrained weights files from which the network or its teachers started
     pretrained: list[str] = []
 
     @classmethod
-    def of(cls, **parts: Any) -> Self:
-        """A lineage of the given parts alone."""
-        return cls(**{"trained_on": [], "synthetic": [], **parts})
+    def of(
+        cls,
+        *,
+        trained_on: Sequence[str] = (),
+        synthetic: Sequence[Generated | Provenance] = (),
+        teachers: Sequence[str] = (),
+        pretrained: Sequence[str] = (),
+    ) -> Self:
+        """Return a lineage of the given parts alone."""
+        return cls.model_validate(
+            {
+                "trained_on": list(trained_on),
+                "synthetic": list(synthetic),
+                "teachers": list(teachers),
+                "pretrained": list(pretrained),
+            }
+        )
 
-    def document(self) -> dict[str, Any]:
-        """As a checkpoint holds it."""
+    def document(self) -> Provenance:
+        """Return the lineage for a checkpoint, without fields that have their default."""
         return self.model_dump(exclude_defaults=True)
 
     def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
-        """Why a network of this lineage and fingerprint `weights` cannot judge beside these images;
-        empty if it can.
+        """Return the reason why this network must not judge a generator; empty if it may.
+
+        Args:
+            generator: the lineage of the generator.
+            weights: the fingerprint of this network's weights.
+            images: content hashes and fingerprints of the test images.
         """
         if weights in generator.teachers:
             return "supplied a loss to this generator, so it cannot judge it; give another"
         if not set(self.teachers).isdisjoint(generator.teachers):
             return "learnt from a classifier, or began as one, that supplied a loss to this generator; give another"
         if self.synthetic:
-            whose = ", ".join(dict.fromkeys(each.generator for each in self.synthetic))[:200]
+            generators = ", ".join(dict.fromkeys(item.generator for item in self.synthetic))
             return (
-                f"was trained on samples (of {whose}), so it would recognise them too well; give one that has seen "
-                "real images only"
+                f"was trained on samples (of {generators[:200]}), so it would recognise them too "
+                "well; give one that has seen real images only"
             )
         return "" if set(self.trained_on).isdisjoint(images) else "was trained on the test images"
 
-    def related(self, other: "Lineage") -> bool:
-        """Whether both began with the same weights file: what one finds alike the other may."""
-        return not set(self.pretrained).isdisjoint(other.pretrained)
+    def related(self, lineage: "Lineage") -> bool:
+        """Return True if both began with the same pretrained weights, so that their judgements
+        correlate.
+        """
+        return not set(self.pretrained).isdisjoint(lineage.pretrained)
 
 
 def join(*lineages: Lineage) -> Lineage:
-    """Everything that several lineages hold, each part once, in order."""
+    """Return the union of several lineages, in order and without repetitions."""
     joined: dict[str, list[Any]] = {key: [] for key in Lineage.model_fields}
     for lineage in lineages:
         for key, parts in joined.items():
@@ -78,11 +100,14 @@ def join(*lineages: Lineage) -> Lineage:
 
 
 def recorded(checkpoint: Mapping[str, Any]) -> Lineage:
-    """A checkpoint's lineage; those of before had none and say only which file they were trained
-    on.
+    """Return a checkpoint's lineage.
+
+    Older checkpoints have none; they record only the file that they were trained on.
     """
     content = (checkpoint.get("data") or {}).get("content_hash")
-    own = Lineage.of(
+    lineage = Lineage.of(
         trained_on=[content] if content else [], teachers=list(checkpoint.get("teachers", []))
     )
-    return join(own, Lineage.read(checkpoint["lineage"])) if checkpoint.get("lineage") else own
+    if checkpoint.get("lineage"):
+        return join(lineage, Lineage.read(checkpoint["lineage"]))
+    return lineage

@@ -1,6 +1,4 @@
-"""How a script runs: its errors as one line and an exit code, its streams that may be closed, full
-or gone, Ctrl-C; how its process and those that it starts end, and whether one lives.
-"""
+"""Run a command: errors as one line with an exit code, robust streams, Ctrl-C, child processes."""
 
 import contextlib
 import ctypes
@@ -23,9 +21,9 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it, `parent`, is gone, however
-    that ends: `kill -9` leaves no orphan. To be called in the child, which ends here if its parent
-    has ended already. Linux only.
+    """Have the kernel kill this process when its parent ends, so that `kill -9` leaves no orphan.
+
+    Called in the child, which ends at once if `parent` has ended already. Linux only.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -34,7 +32,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def process_state(pid: int) -> str | None:
-    """The letter of /proc/PID/stat ("T": stopped, "Z": ended); None: no such process, or no /proc."""
+    """Return the state letter in /proc/PID/stat ("T": stopped, "Z": ended).
+
+    None: there is no such process, or no /proc.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -42,14 +43,15 @@ def process_state(pid: int) -> str | None:
 
 
 def leave_imports(frame: types.FrameType | None, line: str, code: int) -> None:
-    """For signal handlers: end this process with a line on stderr and an exit code if `frame` is
-    inside an import. An exception that is raised there may have to pass C++, as in torch's import,
+    """End this process, with a line on stderr, if `frame` is inside an import; for signal handlers.
+
+    An exception that is raised inside an import may have to pass C++ code, as in torch's import,
     which aborts the process.
     """
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
         frame = frame.f_back
     if frame is not None:
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
+        with contextlib.suppress(OSError):  # the terminal may be gone, or the disk full
             os.write(2, f"{line}\n".encode() if line else b"")
         os._exit(code)
 
@@ -58,16 +60,18 @@ _threads_left = False
 
 
 def leave_threads() -> None:
-    """Have `leave` end this process at once: threads of a library are left that nobody waits for,
-    such as those of a process group that is not destroyed. One that asks for Python's lock while
-    the interpreter ends is unwound inside C++, which aborts the process ("terminate called without
-    an active exception").
+    """Have `leave` end this process at once, because threads of a library are still running.
+
+    This applies, for example, to threads of a process group that is not destroyed. A thread that
+    asks for Python's lock while the interpreter ends is unwound inside C++, which aborts the
+    process ("terminate called without an active exception").
     """
     global _threads_left
     _threads_left = True
 
 
 def leave(code: int) -> NoReturn:
+    """End this process; at once after `leave_threads`."""
     if _threads_left:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -77,7 +81,7 @@ def leave(code: int) -> NoReturn:
 
 
 INTERRUPTED = "stopped: interrupted from the keyboard"
-GONE = (errno.EIO, errno.ENXIO)  # of a terminal that was closed: nobody is left to be told
+GONE = (errno.EIO, errno.ENXIO)  # errors of a closed terminal, which nobody reads
 
 
 def _code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
@@ -90,49 +94,50 @@ def _code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
 
 
 def exit_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
-    """`run_cli`, and the end of this process."""
+    """Run `run_cli` and end this process with its exit code."""
     try:
         code = run_cli(main, argv)
-    except Exception:  # a fault of ours
+    except Exception:  # a bug in Duet
         traceback.print_exc()
         code = 1
     leave(code)
 
 
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
-    """Call `main(argv)`; what it raises becomes a line on stderr (`--debug`: a traceback too) and
-    an exit code.
+    """Call `main(argv)` and return its exit code.
+
+    An expected error becomes one line on stderr; `--debug` adds its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     guard()
-    threads.begin()
-    # a name that the terminal's encoding lacks must not end the work
+    threads.start_measuring()
+    # A character that the terminal's encoding lacks must not end the program.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _code_of(main, argv)
-        sys.stdout.flush()  # here, where a closed pipe can be told from a fault
-        if why := lost():
+        sys.stdout.flush()  # here, where a closed pipe is recognised
+        if reason := stdout_error():
             print(
-                f"error: standard output: {why}; what was to be printed is lost",
+                f"error: standard output: {reason}; the output is incomplete",
                 file=sys.stderr,
                 flush=True,
             )
             return code or EXIT_USER
         return code
-    except BrokenPipeError:  # the reader of our output has seen enough: `| head`
-        # where what is still buffered goes
+    except BrokenPipeError:  # the reader of the output has ended, as `| head` does
+        # The rest of the buffer goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Expected as error:
         if debug:
             traceback.print_exc()
         rank = os.environ.get("RANK", "0")
-        telling = rank == "0" or (error.of_rank is None and error.rank_specific)
+        prints = rank == "0" or (error.of_rank is None and error.rank_specific)
         rank = rank if error.of_rank is None else str(error.of_rank)
-        if telling and not error.quiet:
+        if prints and not error.quiet:
             label = "stopped" if isinstance(error, StoppedBySignal) else "error"
             where = f" on rank {rank}" if rank != "0" else ""
             print(
@@ -141,7 +146,7 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
                 flush=True,
             )
         return error.exit_code
-    except OSError as error:  # a path that no file can have may fail wherever it is first looked at
+    except OSError as error:  # an impossible path may fail wherever it is first used
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or debug:
             raise
         name = shorten(printable(str(error.filename)), 80)
@@ -154,12 +159,13 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
 
 
 class _Tolerant(io.FileIO):
-    """A stream's file: what it refuses is dropped from then on, and `refused` says why. Stdout's
-    reader may leave.
+    """The file of a standard stream that drops all output after a failed write.
+
+    `refused` is the error of that write. Only stdout's BrokenPipeError is raised.
     """
 
     refused: OSError | None = None
-    was_closed = False  # before the start
+    was_closed = False  # before this process started
 
     def write(self, data: Any, /) -> int:
         if self.refused is None:
@@ -175,19 +181,19 @@ class _Tolerant(io.FileIO):
 
 
 def guard() -> None:
-    """Make both streams such that writing to them raises nothing but stdout's BrokenPipeError; once
-    per process.
+    """Replace both streams by ones whose writes raise nothing but stdout's BrokenPipeError.
 
-    Where one was closed before the start, files would get its number, and what libraries print
-    would end in them. Streams that were replaced already (by tests) are left alone.
+    A stream that was closed before the start gets /dev/null, because another file would get its
+    number, and libraries would print into that file. Streams that were replaced already (by tests)
+    stay. Runs once per process.
     """
     closed = [number for number in (0, 1, 2) if not _is_open(number)]
     for _ in closed:
-        where = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-        os.set_inheritable(where, True)  # the others go to the processes below as well
+        descriptor = os.open(os.devnull, os.O_RDWR)  # the system gives the lowest free number
+        os.set_inheritable(descriptor, True)  # as the streams of child processes are
     for number, name in ((1, "stdout"), (2, "stderr")):
-        stream, first = getattr(sys, name), getattr(sys, f"__{name}__")
-        if stream is first and (stream is None or isinstance(stream, io.TextIOWrapper)):
+        stream, original = getattr(sys, name), getattr(sys, f"__{name}__")
+        if stream is original and (stream is None or isinstance(stream, io.TextIOWrapper)):
             setattr(sys, name, _guarded(number, stream, closed=stream is None or number in closed))
 
 
@@ -202,17 +208,23 @@ def _is_open(number: int) -> bool:
 def _guarded(number: int, stream: TextIO | None, *, closed: bool) -> TextIO:
     file = _Tolerant(number, "w", closefd=False)
     file.was_closed = closed
-    options: dict[str, Any] = {"line_buffering": number == 2, "encoding": "utf-8"}
+    buffer = io.BufferedWriter(file)
     if isinstance(stream, io.TextIOWrapper):
-        options = {
-            name: getattr(stream, name) for name in ("line_buffering", "write_through", "encoding")
-        }
-    return io.TextIOWrapper(io.BufferedWriter(file), errors="backslashreplace", **options)
+        return io.TextIOWrapper(
+            buffer,
+            encoding=stream.encoding,
+            errors="backslashreplace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+    return io.TextIOWrapper(
+        buffer, encoding="utf-8", errors="backslashreplace", line_buffering=number == 2
+    )
 
 
-def lost() -> str:
-    """Why results did not reach stdout; empty where they did, where there were none, and where a
-    terminal is gone.
+def stdout_error() -> str:
+    """Return the reason why output did not reach stdout; empty if it did, or if the terminal is
+    gone.
     """
     file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(file, _Tolerant) or file.refused is None or file.refused.errno in GONE:
@@ -220,10 +232,10 @@ def lost() -> str:
     return str(file.refused.strerror)
 
 
-def _told_once(
+def _print_interrupt(
     kind: type[BaseException], error: BaseException, where: types.TracebackType | None
 ) -> None:
-    if issubclass(kind, KeyboardInterrupt):  # the process then dies of SIGINT, as shells expect it
+    if issubclass(kind, KeyboardInterrupt):  # the process then dies of SIGINT, as shells expect
         if os.environ.get("RANK", "0") == "0":
             print(INTERRUPTED, file=sys.stderr, flush=True)
     else:
@@ -238,29 +250,28 @@ def _interrupt(_signum: int, frame: types.FrameType | None) -> NoReturn:
 
 
 def handle_interrupts() -> None:
-    """Make Ctrl-C one line on stderr until a command handles it: while it imports what it needs.
+    """Print one line for Ctrl-C, until a command handles it: while it imports packages.
 
-    Does nothing where SIGINT is ignored or has a handler already.
+    Does nothing if SIGINT is ignored or has a handler already.
     """
     if (
         sys.excepthook is sys.__excepthook__
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
-        sys.excepthook = _told_once
+        sys.excepthook = _print_interrupt
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def python_arguments(command: str, *arguments: str) -> list[str]:
-    """Return Python's arguments for a command of Duet in a process of its own, which needs
-    `child_environment`.
+    """Return Python's arguments for running a Duet command in a new process.
+
+    The process needs `child_environment`.
     """
     return ["-P", "-m", "duetgan", command, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment with a PYTHONPATH in which a child process finds this same
-    package.
-    """
+    """Return this process's environment with a PYTHONPATH that leads to this package."""
     paths = [
         str(Path(__file__).resolve().parents[2]),
         *filter(None, [os.environ.get("PYTHONPATH")]),

@@ -1,5 +1,6 @@
-"""Randomness is derived, not carried: a key gives a seed, a seed a generator. docs/randomness.md
-lists every draw.
+"""Derive random generators from keys, so that no generator's state has to be saved.
+
+A key of names and numbers gives a seed. docs/randomness.md lists every use.
 """
 
 import hashlib
@@ -11,23 +12,24 @@ import numpy as np
 import torch
 
 Key = int | str
-# what torch says, after the operation's name
+# torch's message for an operation without a deterministic kernel, after the operation's name
 NO_KERNEL = "does not have a deterministic implementation"
 
 
 def seed_of(*key: Key) -> int:
-    """A 63-bit seed from a key of integers and strings: stable across processes, machines and
-    Python versions.
+    """Return a 63-bit seed for a key of integers and strings.
+
+    The seed is the same in all processes, machines and Python versions.
     """
     if any(type(part) not in (int, str) for part in key):
-        # np.int64(1) would not give the seed of 1
+        # For example np.int64(1) would not give the seed of 1.
         raise TypeError(f"a key is made of int and str, not {key!r}")
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(*key: Key, device: torch.device | str = "cpu") -> torch.Generator:
-    """A torch generator on `device`, seeded by `key`."""
+    """Return a torch generator on `device`, seeded by `key`."""
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
@@ -37,9 +39,9 @@ def numpy_generator(*key: Key) -> np.random.Generator:
 
 @contextmanager
 def forked(*key: Key) -> Iterator[None]:
-    """Seed torch's global CPU generator by `key` inside the block and put it back afterwards.
+    """Seed torch's global CPU generator by `key` inside the block and restore it afterwards.
 
-    For library code that draws from the global generator: module initialisation, torchvision's
+    For library code that uses the global generator: module initialisation, torchvision's
     transforms.
     """
     with torch.random.fork_rng(devices=[]):
@@ -48,13 +50,13 @@ def forked(*key: Key) -> Iterator[None]:
 
 
 def use_deterministic_kernels() -> None:
-    """`deterministic: true`: the same numbers on the same machine, run after run, also on
-    accelerators, whose kernels else choose among algorithms by speed or add up in the order in
-    which threads happen to finish.
+    """Select deterministic kernels, for `deterministic: true`, before the first step.
 
-    To be called before the first step; an operation that has no such kernel raises.
+    Repeated runs on one machine then give equal numbers, also on accelerators, whose kernels
+    otherwise choose an algorithm by speed or add in the order in which threads finish. An operation
+    without a deterministic kernel raises.
     """
-    # cuBLAS looks here when it starts, and only then
+    # cuBLAS reads this variable once, when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it

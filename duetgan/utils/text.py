@@ -1,23 +1,23 @@
-"""Text for people: aligned columns, figures, lists and lines that are cut to fit, names that any
-terminal can show.
-"""
+"""Format text for people: aligned columns, numbers, lists, shortened lines, printable names."""
 
 import difflib
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-# controls
+# control characters of the writing direction
 BIDIRECTIONAL = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )
 
 
 def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
-    """Rows of equally many cells as aligned text that can be shown anywhere (`printable`), two
-    spaces between the columns, nothing at a line's end.
+    """Return rows of equally many cells as aligned, printable text.
 
-    Args: `align` a character a column, `<` to the left and `>` to the right; the last one holds for
-    all that follow.
+    Columns are separated by two spaces; lines have no trailing spaces.
+
+    Args:
+        align: a character for each column, `<` for left and `>` for right; the last one applies to
+            all remaining columns.
     """
     table = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -31,23 +31,23 @@ def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
 
 
 def decimal(value: float | None, digits: int = 4) -> str:
-    """A figure with the given digits after the point; a dash where there is none."""
+    """Return a number with `digits` decimal places, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: `90 s`, `12 min`, `3.5 h`, `4.2 days`."""
+    """Return a duration for people: `90 s`, `12 min`, `3.5 h`, `4.2 days`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:,.1f} days"
 
 
 def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str:
-    """Text of at most so many characters (or whatever `length` measures), its middle left out where
-    it is longer.
-    """
+    """Remove the middle of a text that is longer than `most`, as measured by `length`."""
     short, keep = text, len(text)
     while length(short) > most and keep > 1:
         keep -= 1
@@ -56,8 +56,10 @@ def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str
 
 
 def printable(text: str) -> str:
-    r"""A name as it can be shown anywhere: control characters, separators of lines, controls of the
-    writing direction and bytes that are no UTF-8 become \n, \x1b, \u2028, \xff.
+    r"""Return a name with escapes for everything that a terminal cannot show safely.
+
+    Control characters, line separators, controls of the writing direction and bytes that are not
+    UTF-8 become \n, \x1b, \u2028, \xff.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -66,16 +68,16 @@ def printable(text: str) -> str:
 
 def _escaped(character: str) -> str:
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a name that is no UTF-8
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, in Python's surrogateescape
         return f"\\x{code - 0xDC00:02x}"
     if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDIRECTIONAL:
         return character.encode("unicode_escape", "surrogatepass").decode("ascii")
     return character
 
 
-def set_names(classes: Sequence[str], sets: Iterable[Sequence[int]]) -> list[str]:
-    """What sets of classes are called: the names, joined."""
-    return ["; ".join(classes[label] for label in labels) or "(no label)" for labels in sets]
+def set_names(classes: Sequence[str], label_sets: Iterable[Sequence[int]]) -> list[str]:
+    """Return a name for each set of labels: its classes' names, joined."""
+    return ["; ".join(classes[label] for label in labels) or "(no label)" for labels in label_sets]
 
 
 def counted(number: int, noun: str) -> str:
@@ -85,16 +87,17 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """The first names: `a, b, c and 17 more`."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    """Return the first `most` names as text: `a, b, c and 17 more`."""
+    text = ", ".join(names[:most])
+    return text if len(names) <= most else f"{text} and {len(names) - most:,} more"
 
 
-def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
+def did_you_mean(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
     """Return `" (did you mean 'x'?)"` if a known name resembles `name`, else an empty string.
 
-    `known`: the names; a mapping gives the text to print for each.
+    Args:
+        names: the known names; a mapping gives the text to print for each.
     """
-    labels = known if isinstance(known, Mapping) else dict(zip(known, known, strict=True))
-    near = difflib.get_close_matches(name, labels, n=1, cutoff=0.6)
-    return f" (did you mean {labels[near[0]]!r}?)" if near else ""
+    texts = names if isinstance(names, Mapping) else dict(zip(names, names, strict=True))
+    near = difflib.get_close_matches(name, texts, n=1, cutoff=0.6)
+    return f" (did you mean {texts[near[0]]!r}?)" if near else ""

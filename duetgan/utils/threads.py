@@ -1,8 +1,8 @@
-"""How many threads compute: as many as other programs leave cores for.
+"""Choose the number of torch's threads: as many as other programs leave cores for.
 
-The threads of an operation wait for each other, and spin while they wait: where the system has put
-one of them aside for another program, the rest burn the core that it needs. Beside one busy process
-on two cores two threads train at a tenth of their speed, one thread at two thirds of it
+The threads of an operation spin while they wait for each other. If the system suspends one of them
+for another program, the spinning ones occupy the core that it needs. Next to one busy process on
+two cores, two threads train at a tenth of their usual speed, and one thread at two thirds of it
 (benchmarks/busy.py).
 """
 
@@ -14,33 +14,39 @@ from pathlib import Path
 from duetgan.utils.memory import cores, local_processes
 
 STAT = Path("/proc/stat")
-GIVEN = "OMP_NUM_THREADS"  # environment variable, by the user or a launcher
-ROOM = 0.3  # of a core: what others may take of it before it is left to them
-SHORTEST = 0.1  # seconds; the system counts in hundredths
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # environment variable, set by the user or a launcher
+# fraction of a core that other programs may use before Duet leaves that core to them
+TOLERATED_LOAD = 0.3
+SHORTEST = 0.1  # seconds of a measurement, because the system counts in hundredths
 
 
-class Load:
-    """What other programs take of this machine's cores, from one look to the next."""
+class ProgramLoad:
+    """The use of this machine's cores by other programs, from one call of `busy_cores` to the next."""
 
     def __init__(self) -> None:
-        self._before, self._others = _clocks(), 0.0
+        self._previous = _clocks()
+        self._busy_cores = 0.0
 
-    def others(self) -> float:
-        """Cores that were busy since the last look, but for this process's time; 0 where the system
-        does not tell.
+    def busy_cores(self) -> float:
+        """Return the number of cores that other programs used since the last call.
+
+        0 where the system does not report it. A call less than SHORTEST after the last one repeats
+        its result.
         """
-        now = _clocks()
-        seconds, busy, own = (
-            after - before for after, before in zip(now, self._before, strict=True)
+        current = _clocks()
+        seconds, busy, process = (
+            end - start for end, start in zip(current, self._previous, strict=True)
         )
         if seconds >= SHORTEST:
-            self._before, self._others = now, max(0.0, (busy - own) / seconds)
-        return self._others
+            self._previous = current
+            self._busy_cores = max(0.0, (busy - process) / seconds)
+        return self._busy_cores
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds: by the clock, of all cores busy (or taken away from a virtual machine), of this
-    process on them.
+    """Return seconds: wall clock, busy time of all cores, time of this process on them.
+
+    The busy time includes time that the host takes from a virtual machine.
     """
     busy = 0.0
     if STAT.exists():
@@ -52,53 +58,61 @@ def _clocks() -> tuple[float, float, float]:
 
 
 @cache
-def most() -> int:
-    """The threads that torch begins with, but no more than this process may use cores; or as many
-    as GIVEN says.
+def max_threads() -> int:
+    """Return torch's initial number of threads, at most the cores that this process may use.
+
+    A number in THREADS_VARIABLE is returned as it is.
     """
     import torch
 
-    return torch.get_num_threads() if GIVEN in os.environ else min(torch.get_num_threads(), cores())
+    if THREADS_VARIABLE in os.environ:
+        return torch.get_num_threads()
+    return min(torch.get_num_threads(), cores())
 
 
-def free() -> bool:
-    """Whether their number is open: given ones stay, and the processes of one run would be each
-    other's others.
+def is_adjustable() -> bool:
+    """Return True unless OMP_NUM_THREADS is set or several ranks share this machine.
+
+    The ranks of one run would count as other programs for each other.
     """
-    return GIVEN not in os.environ and local_processes() == 1
+    return THREADS_VARIABLE not in os.environ and local_processes() == 1
 
 
-def fitting(others: float) -> int:
-    """The threads that have cores of their own where other programs take so many."""
-    return max(1, min(most(), int((os.cpu_count() or 1) - others + ROOM))) if free() else most()
+def fitting(busy_cores: float) -> int:
+    """Return the number of threads that have a core each while other programs use `busy_cores`."""
+    if not is_adjustable():
+        return max_threads()
+    free_cores = int((os.cpu_count() or 1) - busy_cores + TOLERATED_LOAD)
+    return max(1, min(max_threads(), free_cores))
 
 
 def counted(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
-def others_text(others: float) -> str:
-    return f"other programs take {others:.1f} of {os.cpu_count()} cores"
+def load_text(busy_cores: float) -> str:
+    return f"other programs take {busy_cores:.1f} of {os.cpu_count()} cores"
 
 
-_since_start: Load | None = None
+_since_start: ProgramLoad | None = None
 
 
-def begin() -> None:
+def start_measuring() -> None:
     global _since_start
-    _since_start = Load()
+    _since_start = ProgramLoad()
 
 
-def seen() -> float:
-    """Cores that other programs take, as far as this process has seen it."""
-    return 0.0 if _since_start is None else _since_start.others()
+def busy_since_start() -> float:
+    """Return the number of cores that other programs use, measured since `start_measuring`."""
+    return 0.0 if _since_start is None else _since_start.busy_cores()
 
 
 def settle() -> None:
-    """In a script: let torch compute in as many threads as have had cores. A library's caller has a
-    say in that.
+    """Let torch use as many threads as have free cores, if a script has called `start_measuring`.
+
+    A program that uses Duet as a library keeps its own number of threads.
     """
     import torch
 
     if _since_start is not None:
-        torch.set_num_threads(fitting(seen()))
+        torch.set_num_threads(fitting(busy_since_start()))

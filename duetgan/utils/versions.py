@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, hardware and commit."""
+"""The versions, the hardware and the commit that a result was made with."""
 
 import importlib.metadata
 import os
@@ -11,33 +11,32 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """Versions and hardware, for people: Python, packages, platform, processor, accelerator, git
-    commit.
-    """
-    import torch  # here and below: who asks for --help does not wait for it
+    """Return versions and hardware for people.
 
-    found = {"python": platform.python_version()}
-    found |= {
-        name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "lmdb")
-    }
-    found |= {
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": str(os.cpu_count()),
-    }
+    The entries are Python, packages, platform, processor, cores, accelerator and git commit.
+    """
+    import torch  # here and below, so that --help need not wait for it
+
+    result = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "numpy", "lmdb"):
+        result[package] = importlib.metadata.version(package)
+    result["platform"] = platform.platform()
+    result["processor"] = _processor()
+    result["cores"] = str(os.cpu_count())
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        named = getattr(
+        device_name = getattr(
             torch.get_device_module(accelerator), "get_device_name", lambda: accelerator.type
         )
-        found["accelerator"] = f"{torch.accelerator.device_count()} x {named()}"
-    git = commit(ROOT)
-    return found | ({"commit": git.replace("-dirty", " with local changes")} if git else {})
+        result["accelerator"] = f"{torch.accelerator.device_count()} x {device_name()}"
+    if git := commit(ROOT):
+        result["commit"] = git.replace("-dirty", " with local changes")
+    return result
 
 
 def versions() -> dict[str, str | None]:
-    """What the numbers of a run may depend on, for its checkpoints."""
+    """Return the versions on which a run's numbers may depend, for its checkpoints."""
     import torch
-    import torchvision  # the version with its build, as torch's; the report needs no torchvision
+    import torchvision  # its version has the build's suffix, unlike the package metadata
 
     packages = {"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}
     return {"python": platform.python_version(), **packages, "git": commit(ROOT)}
@@ -45,12 +44,14 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def commit(checkout: Path) -> str | None:
-    """The commit of a checkout, "-dirty" behind it where tracked files differ from it:
-    `0123456789ab-dirty`. None without git or where `checkout` is none; never waits for long.
+    """Return the commit of a checkout, such as `0123456789ab`, with `-dirty` if tracked files
+    differ.
+
+    Returns None without git, or if `checkout` is not a repository; waits 5 s at most.
     """
-    # set in git's hooks
+    # git's hooks set variables that would redirect the command to another repository.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # none of a folder above
+    # The ceiling keeps git from finding a repository in a parent folder.
     clean |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_CEILING_DIRECTORIES": str(checkout.parent)}
     command = [
         "git",

@@ -174,8 +174,8 @@ def explored(given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
         client.get("/api/walk", query_string=two),
         client.get("/api/edit", query_string=edit),
         client.get("/api/compare", query_string={"a": 0, "b": 1}),
-        client.post("/api/name", query_string={"run": 1}, data=image),
-        client.post("/api/spoke", query_string={"run": 1}, data=image),
+        client.post("/api/classify", query_string={"run": 1}, data=image),
+        client.post("/api/influence", query_string={"run": 1}, data=image),
         client.post("/api/nearest", query_string={"run": 0}, data=image),
     ]
     worker.end()

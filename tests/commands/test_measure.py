@@ -100,7 +100,11 @@ def test_speeds_are_measured_once_on_noise_of_the_images_shape(tmp_path, nothing
 def test_plan_is_told_with_reasons_lengths_and_times():
     machine = Fast()
     machine.weights = WEIGHTS
-    text = "\n".join(plan_lines(choose(seen(300, 5), machine, minutes=20)))
+    plan = choose(seen(300, 5), machine, minutes=20)
+    text = "\n".join(plan_lines(plan))
+    for training in (plan.classifier, plan.gan):
+        passes = training.steps * training.batch_size / plan.training_images
+        assert f"{training.steps:,} steps of {training.batch_size} images, each image seen {passes:,.1f} times" in text
     told = ["fine-tuned from resnet50's ImageNet weights", "with ADA, because there are fewer than 10,000"]
     told += ["images/s in bf16", "GAN: ", "classifier: ", "train classifier", "of --minutes 20, until about"]
     assert [words for words in told if words not in text] == []
@@ -120,7 +124,7 @@ def test_command_writes_the_plan(tmp_path, capsys):
 @pytest.mark.parametrize(("others", "told"), [(0.2, False), (1.0, True)])
 def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, told):
     monkeypatch.setattr(measure, "survey", lambda *_: SAMPLE.model_copy(update={"source": "sample"}))
-    monkeypatch.setattr(threads, "seen", lambda: others)
+    monkeypatch.setattr(threads, "busy_since_start", lambda: others)
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     monkeypatch.setattr(measure, "cores", lambda: 2)
     plan = make_plan("sample", 15.0, [], quick=False)

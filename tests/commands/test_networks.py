@@ -43,5 +43,6 @@ def test_the_network_whose_features_tell_the_images_apart_is_taken(tmp_path, cap
     assert (taken.choices, taken.classifier) == ([], made.choices[1])
     said = capsys.readouterr().out
     assert f"{files['seeing']}: accuracy 1.000 by a regression on 72 images" in said
+    assert f"classifier: {taken.classifier.why}\n" in said
     chance, best = map(float, re.findall(r"(0\.\d+|1\.000) of", taken.notes[-1]))
     assert chance < 0.7 < best

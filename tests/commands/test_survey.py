@@ -81,7 +81,7 @@ def test_arrays_and_sixteen_bits_are_seen(tmp_path):
             np.save(tmp_path / name / f"{number}.npy", pixels)
     deep, plain = (survey(str(tmp_path / name)) for name in ("deep", "plain"))
     assert (deep.deep, plain.deep, deep.side) == (True, False, 20)
-    assert "some of 16 bits (cut to 8)" in deep.text()
+    assert "some of 16 bits (reduced to 8)" in deep.text()
     assert "bits" not in plain.text()
     assert_raises(UserError, "has 6 channels where RGB was expected", survey, str(tmp_path / "many"))
 

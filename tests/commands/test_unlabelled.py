@@ -66,7 +66,7 @@ def test_every_plan_trains_the_gan_first_and_the_classifier_by_the_recipe_of_few
     assert "--loss.mismatch-weight" in made.gan.overrides
     assert "--extractor" not in made.evaluation  # ResNet-50's features are at hand, and D judges nothing
     assert Plan.read(json.loads(made.model_dump_json())) == made
-    assert "no ImageNet weights are at hand (--weights FILE), few images have labels" in str(plan_lines(made))
+    assert "few images have labels and no ImageNet weights were found (--weights FILE)" in str(plan_lines(made))
     slower = replanned(made, {"pack": made.seconds["pack"] + 30})
     assert slower.gan.steps <= made.gan.steps
     assert slower.classifier == made.classifier
@@ -78,8 +78,8 @@ def test_every_plan_trains_the_gan_first_and_the_classifier_by_the_recipe_of_few
         (with_more(100, 10, 1000), (), FEW_LABELS, True, "the GAN learns from them and the others"),
         (with_more(100, 10, 1000, held_out=50), (), FEW_LABELS, True, "the source's own 50"),
         (with_more(100, 10, 1000), WEIGHTS, "configs/finetune_resnet50_last.yaml", True, "ImageNet weights, resnet50"),
-        (with_more(9000, 10, 20_000), (), SCRATCH, True, "allow that"),  # labels enough
-        (with_more(1000, 10, 90), (), SCRATCH, False, "90 images without labels: left out, fewer than with labels"),
+        (with_more(9000, 10, 20_000), (), SCRATCH, True, "enough for that"),  # labels enough
+        (with_more(1000, 10, 90), (), SCRATCH, False, "90 images without labels: left out, because"),
         (with_more(100, 1, 1000), (), None, True, "no classifier: the images are of one class"),
     ],
 )
@@ -127,7 +127,7 @@ def test_the_recipe_is_measured_with_the_discriminator_that_the_gan_will_have(tm
     config, overrides, side, images = next(call for call in asked if call[0] == FEW_LABELS)
     gan: Any = build_run_config(read_yaml(made.gan.config), made.gan.overrides, "gan")
     form = ThisMachine.__new__(ThisMachine)
-    form.folder, form._known, form._labels = tmp_path, {}, []
+    form.folder, form._speeds, form._labels = tmp_path, {}, []
     assert form.speed(config, overrides, side, images).images_per_second > 0
     few: Any = build_run_config(read_yaml(config), [*overrides, "--data.path", "x"], "few")
     own, told = gan.discriminator.model_dump(), few.model.discriminator

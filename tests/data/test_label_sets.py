@@ -49,7 +49,7 @@ def json_of(place: Path, labels: Sequence[object]) -> Path:
 )
 def test_lists_of_a_csv_file_are_sets_of_labels(tmp_path, cell):
     source = source_at(csv_of(tmp_path, list(map(cell, LISTS))))
-    assert (source.classes, source.sets, source.labels().tolist()) == (["bird", "cat", "dog"], SETS, NUMBERS)
+    assert (source.classes, source.label_sets, source.labels().tolist()) == (["bird", "cat", "dog"], SETS, NUMBERS)
     first, last = source.remarks
     assert first.startswith(f'{tmp_path / "list.csv"}: labels from column "label", ')
     assert last == f"{tmp_path / 'list.csv'}: lists of labels: 3 of 6 images have several, 1 none"
@@ -61,7 +61,7 @@ def test_lists_of_dataset_json_hold_numbers_or_names(tmp_path):
     numbers = [[classes.index(label) for label in labels] for labels in LISTS]
     for lists, names in ((LISTS, classes), (numbers, ["0", "1", "2"])):
         source = source_at(json_of(tmp_path / names[0], lists))
-        assert (source.classes, source.sets, source.labels().tolist()) == (names, SETS, NUMBERS)
+        assert (source.classes, source.label_sets, source.labels().tolist()) == (names, SETS, NUMBERS)
 
 
 def test_what_is_a_list():

@@ -107,7 +107,7 @@ def logged(data: str) -> dict[str, float]:
     task = small_task(data)
     statistics = LayerStatistics({"head": task.model.head})
     with statistics.watching():
-        task.step(make_loader(task.config, task.reader, task.device), 0)
+        task.step(make_loader(task.config, task.dataset, task.device), 0)
     return statistics.collect(over_ranks(statistics.packed()))
 
 
@@ -125,7 +125,7 @@ def unused(data: str) -> str:
     task = small_task(data)
     task.model.network.extra = torch.nn.Linear(2, 2)
     with pytest.raises(UserError) as refused:
-        task.step(make_loader(task.config, task.reader, task.device), 0)
+        task.step(make_loader(task.config, task.dataset, task.device), 0)
     return str(refused.value)
 
 

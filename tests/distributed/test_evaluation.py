@@ -60,7 +60,7 @@ def gan_figures(folder: Path, batch_size: int) -> dict[str, Any]:
                 seed=3,
                 extractors=[classifier_features(judge, name="classifier:x"), pixel_features(ImageSpec(1, 16, 16))],
                 classifier=judge,
-                train_reader=train,
+                train_dataset=train,
                 real=real,
                 per_class=98,  # some samples are for the diversity alone
                 batch_size=batch_size,

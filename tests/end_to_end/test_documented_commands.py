@@ -48,8 +48,8 @@ SHORT = {  # of other commands, or of those with this word
 WEIGHTS = "resnet50.safetensors"
 # what needs more than one machine's CPU, or files that are not here
 ELSEWHERE = re.compile(
-    r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|[-.]compare|runs/judge|"
-    r"rest\.lmdb|more\.lmdb|"  # of few labels: tests/inference/test_dataset.py
+    r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|"
+    r"[-. ]compare|runs/judge|rest\.lmdb|more\.lmdb|all\.lmdb|"  # of few labels: tests/inference/test_dataset.py
     r"study\.py|explore\.py|generate\.py edit|--import|--counterfactual|--format folder"  # have tests of their own
 )
 # all commands do
@@ -299,7 +299,7 @@ def test_every_command_of_a_page_is_right(page, checkout, slim, monkeypatch):
     """U2: the only training that docs/docker.md showed named a file of the quickstart, which no container has."""
     checkout(page)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(Path.cwd()))
-    monkeypatch.setattr("duetgan.training.engine.on_paper.told", lambda *_: "")  # takes 20 s; test_on_paper.py
+    monkeypatch.setattr("duetgan.training.engine.on_paper.predictions", lambda *_: "")  # takes 20 s; test_on_paper.py
     for command in dict.fromkeys(pages()[page]):
         check(command)
 

@@ -330,7 +330,7 @@ def test_a_step_a_sample_an_export_and_an_import(tmp_path_factory, architecture,
     )
     assert generator.spec == discriminator.spec == spec
     sets = [[0, 2], [], [1]] if several else None
-    generator.sets = sets
+    generator.label_sets = sets
     labels = generator.conditions(torch.tensor([0, 1, 2, 0]))
     drawn = generator(torch.randn(4, 4), labels, noise=[torch.randn(4, *each) for each in generator.noise_shapes()])
     images, ada = stored(spec), ada_of(spec, 0.8)
@@ -358,7 +358,7 @@ def test_a_step_a_sample_an_export_and_an_import(tmp_path_factory, architecture,
     assert load_file(path).keys() == generator.state_dict().keys()
     assert spec.words in interface(content)["output"]
     again = generator_from(read_weights(path), several=True)
-    assert (again.spec, again.sets) == (spec, sets)
+    assert (again.spec, again.label_sets) == (spec, sets)
     repeated = generate(again, labels=labels, indices=range(4), seed=1)
     found, expected = seen_through(repeated, spec), seen_through(samples, spec)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1 if depth != "float32" else 1e-4)

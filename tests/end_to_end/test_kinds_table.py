@@ -147,4 +147,8 @@ def test_each_cell(kind, tmp_path, capsys):
         refused = [line for line in errors if REFUSED.search(line)]
         assert bool(refused) != works, (name, kind, told)
         # an untrained classifier may name no sample as is wanted: then the edit got that far
-        assert (code, errors) in ((0, []), (2, refused)) or "the classifier names only" in errors[0], (name, kind, told)
+        assert (code, errors) in ((0, []), (2, refused)) or "the classifier predicts only" in errors[0], (
+            name,
+            kind,
+            told,
+        )

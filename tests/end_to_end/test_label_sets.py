@@ -44,7 +44,7 @@ def folder(tmp_path_factory, slim_module: None) -> Path:
         images = numbers.integers(0, 60, (count, 3, 16, 16), dtype=np.uint8)
         for image, label in zip(images, labels, strict=True):
             image[SETS[part][label]] += 150
-        pack_arrays(path / f"{part}.lmdb", images, labels, CLASSES, sets=SETS[part], source=part)
+        pack_arrays(path / f"{part}.lmdb", images, labels, CLASSES, label_sets=SETS[part], source=part)
     return path
 
 
@@ -199,7 +199,7 @@ def test_figures_of_sets_are_those_of_each_label():
 def test_a_draw_is_filled_up_by_class_not_by_set():
     labels = np.array([0, 1, 1, 2, 2, 2] * 10)
     hot = np.array([[1, 0], [1, 1], [0, 0]], bool)
-    drawn = select(labels, n=4, seed=0, role="test", per_class=12, hot=hot)
+    drawn = select(labels, n=4, seed=0, role="test", per_class=12, multi_hot=hot)
     assert (hot[drawn.labels].sum(0) >= 12).all()
     alone = select(labels, n=4, seed=0, role="test")
     assert np.array_equal(drawn.indices[:4], alone.indices)

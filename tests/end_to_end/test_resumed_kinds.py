@@ -143,7 +143,7 @@ def folder(packed: Path, tmp_path_factory: pytest.TempPathFactory, slim_module: 
     for name in ("train", "test"):
         (path / f"{name}.lmdb").symlink_to(packed / f"{name}.lmdb")
     images = np.random.default_rng(0).integers(0, 256, (70, 1, 16, 16), dtype=np.uint8)
-    pack_arrays(path / "several.lmdb", images, np.arange(70) % 4, ["a", "b", "c"], sets=[[], [0], [0, 1, 2], [2]])
+    pack_arrays(path / "several.lmdb", images, np.arange(70) % 4, ["a", "b", "c"], label_sets=[[], [0], [0, 1, 2], [2]])
     gan_run(path / "generator", classes=classes, side=16)
     teacher = CLASSIFIER | {"steps": 1, "evaluation": {"every": 0}, "early_stopping": {}}
     run(build(teacher, path), path / "taught" / "run")

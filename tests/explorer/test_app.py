@@ -12,7 +12,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.explorer import models
 from duetgan.explorer.models import FRAMES, Source, address
 from duetgan.inference.editing import Editor
-from duetgan.inference.influence_scores import influence, passes, snapshot
+from duetgan.inference.influence_scores import gradient_batches, influence, snapshot
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.evaluate_gan import judge_images
@@ -82,7 +82,7 @@ def test_mixtures_and_walks_go_from_a_to_b(client, shown):
         ("draw", {**sample(), "class": "<script>\x1b" + "x" * 9999}, "no class of gan"),
         ("draw", {**sample(), "run": "../../gan"}, "run '../../gan' is not"),
         ("draw", {"run": PLAIN, "seed": 1, "psi": 0.5}, "works on w"),
-        ("edit", sample(by=GAN, target="dark"), "by: gan is a gan's, and a classifier's is needed"),
+        ("edit", sample(by=GAN, target="dark"), "by: gan is a GAN; a classifier is needed"),
         ("mix", two(layers="0-99"), "not within this generator's layers"),
         ("history", {"run": GAN, "place": "../../../etc/passwd"}, "is not a whole number from 0 to 2"),
     ],
@@ -111,7 +111,7 @@ def test_an_edit_begins_at_the_sample_and_moves_as_the_editor_does(client, shown
 
 
 def test_names_as_predict_does(client, shown):
-    found = client.post("/api/name", query_string={"run": CLASSIFIER}, data=grey(90)).json
+    found = client.post("/api/classify", query_string={"run": CLASSIFIER}, data=grey(90)).json
     row = judge_images(shown[CLASSIFIER].model, torch.full((1, 1, 8, 8), 90, dtype=torch.uint8))[0]
     told = {entry["name"]: entry["probability"] for entry in found["classes"]}
     assert told == {name: float(row[label]) for label, name in enumerate(CLASSES)}
@@ -121,18 +121,18 @@ def test_names_as_predict_does(client, shown):
 
 
 def test_training_images_that_spoke(client, shown, folder):
-    found = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey()).json
+    found = client.post("/api/influence", query_string={"run": CLASSIFIER}, data=grey()).json
     image = torch.full((1, 8, 8), 128, dtype=torch.uint8)
     label = int(judge_images(shown[CLASSIFIER].model, image[None])[0].argmax())
     assert found["class"] == CLASSES[label]
     last = snapshot(resolve(folder / "classifier"), torch.device("cpu"))
     with Dataset(folder / "data" / "train.lmdb") as reader:
-        scores = influence(passes([last], reader), len(reader), image, label)
+        scores = influence(gradient_batches([last], reader), len(reader), image, label)
         best = int(scores.argmax())
-        assert (pixels(found["found"][0]["address"]) == reader.read([best])[0][0, 0]).all()
-        assert found["found"][0]["class"] == CLASSES[reader.labels()[best]]
-    assert found["found"][0]["record"] == best
-    told = [entry["score"] for entry in found["found"]]
+        assert (pixels(found["images"][0]["address"]) == reader.read([best])[0][0, 0]).all()
+        assert found["images"][0]["class"] == CLASSES[reader.labels()[best]]
+    assert found["images"][0]["record"] == best
+    told = [entry["score"] for entry in found["images"]]
     assert told == sorted(told, reverse=True)
     assert min(told) > 0
 
@@ -142,9 +142,9 @@ def test_nearest_image(client, monkeypatch):
     monkeypatch.setattr(models, "SEARCH", ProjectionConfig(steps=2))
     found = client.post("/api/nearest", query_string={"run": GAN}, data=grey()).json
     assert (pixels(found["target"]) == 128).all()
-    assert [entry["name"] for entry in found["found"]] == ["w", "w+"]
+    assert [entry["name"] for entry in found["images"]] == ["w", "w+"]
     assert found["class"] in CLASSES
-    assert "rmse" in found["found"][0]["words"]
+    assert "rmse" in found["images"][0]["caption"]
     assert "w" in one_line(client.post("/api/nearest", query_string={"run": PLAIN}, data=grey()))
 
 
@@ -159,13 +159,13 @@ def test_nearest_image(client, monkeypatch):
     ],
 )
 def test_what_is_no_image(client, content, words):
-    for path, run in (("name", CLASSIFIER), ("spoke", CLASSIFIER), ("nearest", GAN)):
+    for path, run in (("classify", CLASSIFIER), ("influence", CLASSIFIER), ("nearest", GAN)):
         assert words in one_line(client.post(f"/api/{path}", query_string={"run": run}, data=content))
 
 
 def test_an_image_above_the_limit_and_large_ones_sent_as_jpeg(client, monkeypatch):
     monkeypatch.setenv("DUET_MAX_UPLOAD_MIB", "1")
-    response = client.post("/api/name", query_string={"run": CLASSIFIER}, data=bytes((1 << 20) + 1))
+    response = client.post("/api/classify", query_string={"run": CLASSIFIER}, data=bytes((1 << 20) + 1))
     assert "more than the 1 MiB" in one_line(response)
     assert client.get("/api/runs").json["upload"] == 1 << 20
     assert address(torch.zeros(3, 128, 128, dtype=torch.uint8)).startswith("data:image/png;")

@@ -22,8 +22,8 @@ PAGES = {  # name -> what is true when it has been filled
     "mix": "$('#mix-mixed').src",
     "walk": "$('#walked').src",
     "edit": "$('#edited').src",
-    "name": "true",
-    "time": "$('#then').src",
+    "classify": "true",
+    "time": "$('#history').src",
     "compare": "$('#left').src && $('#compared table')",
 }
 
@@ -79,10 +79,10 @@ def test_every_page_fits_and_axe_finds_nothing(place, axe, tmp_path, dark, width
         assert browser.run("return matchMedia('(prefers-color-scheme: dark)').matches") is dark
         for page in PAGES:
             turn(browser, page)
-            if page == "name":
+            if page == "classify":
                 (tmp_path / "x.png").write_bytes(grey())
                 browser.type("#file", str(tmp_path / "x.png"))
-                wait(browser, "!$('#named').hidden && $('#evidence').src")
+                wait(browser, "!$('#prediction').hidden && $('#evidence').src")
             seen, corner = colours(browser.shoot(tmp_path / f"{page}.png"))
             assert seen > 20
             assert (corner < 60) is dark
@@ -101,11 +101,11 @@ def test_click_wait_look(place, tmp_path):
         browser.open(place)
         turn(browser, "draw")
         browser.click("#next button:nth-child(2)")
-        wait(browser, "$('#drawn-told').textContent == 'dark, seed 2'")
+        wait(browser, "$('#drawn-caption').textContent == 'dark, seed 2'")
         before = source(browser, "drawn")
         browser.run("const s = document.querySelector('#draw select[name=class]'); s.value = 'light';"
                     "s.dispatchEvent(new Event('change', {bubbles: true}))")  # fmt: skip
-        wait(browser, "$('#drawn-told').textContent == 'light, seed 2'")
+        wait(browser, "$('#drawn-caption').textContent == 'light, seed 2'")
         assert source(browser, "drawn") != before
 
         turn(browser, "mix")
@@ -121,16 +121,16 @@ def test_click_wait_look(place, tmp_path):
         browser.click("#play")
 
         turn(browser, "edit")
-        assert browser.run("return document.getElementById('edited-told').textContent").startswith("0: dark ")
-        browser.run("const s = document.getElementById('much'); s.value = 24; s.dispatchEvent(new Event('input'))")
-        wait(browser, "$('#edited-told').textContent.startsWith('+4: dark ')")
+        assert browser.run("return document.getElementById('edited-caption').textContent").startswith("0: dark ")
+        browser.run("const s = document.getElementById('amount'); s.value = 24; s.dispatchEvent(new Event('input'))")
+        wait(browser, "$('#edited-caption').textContent.startsWith('+4: dark ')")
         browser.click("#reset")
-        wait(browser, "$('#edited-told').textContent.startsWith('0: dark ')")
+        wait(browser, "$('#edited-caption').textContent.startsWith('0: dark ')")
 
         turn(browser, "time")
-        assert browser.run("return document.getElementById('then-told').textContent") == "step 20k"
+        assert browser.run("return document.getElementById('history-caption').textContent") == "step 20k"
         browser.run("const s = document.getElementById('place'); s.value = 0; s.dispatchEvent(new Event('input'))")
-        wait(browser, "$('#then-told').textContent == 'step 0'")
+        wait(browser, "$('#history-caption').textContent == 'step 0'")
 
         turn(browser, "compare")
         assert browser.run("return document.querySelectorAll('#compared .chart').length") == 0  # plain has no curves

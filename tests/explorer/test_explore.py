@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from duetgan.commands.explore import main
-from duetgan.explorer.models import _told_apart, open_runs
+from duetgan.explorer.models import _distinct_names, open_runs
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 
@@ -36,7 +36,7 @@ def test_serves_until_ctrl_c(folder):
             assert answer.status == 200
             assert "Server" not in answer.headers
         connection = http.client.HTTPConnection(place.split("/")[2])
-        connection.putrequest("POST", "/api/name?run=1")
+        connection.putrequest("POST", "/api/classify?run=1")
         connection.putheader("Content-Length", str((32 << 20) + 2))
         connection.endheaders(bytes(1000))
         assert connection.getresponse().status == 413  # the rest is not waited for
@@ -48,12 +48,12 @@ def test_serves_until_ctrl_c(folder):
         process.communicate()
 
 
-def test_a_folder_stands_for_its_runs_once_each_and_equal_names_are_told_apart(folder):
+def test_a_folder_stands_for_its_runs_once_each_and_equal_names_are_distinct_names(folder):
     again = [str(folder / "gan"), str(folder / ".." / folder.name / "gan")]
     runs = open_runs([str(folder), *again], which="last", device=torch.device("cpu"))
     assert [run.name for run in runs] == ["gan", "plain", "classifier"]
     paths = [Path("/a/x/gan"), Path("/b/x/gan"), Path("/b/y/gan"), Path("/b/cnn")]
-    assert _told_apart(paths) == ["a/x/gan", "b/x/gan", "y/gan", "cnn"]
+    assert _distinct_names(paths) == ["a/x/gan", "b/x/gan", "y/gan", "cnn"]
 
 
 @pytest.mark.parametrize(

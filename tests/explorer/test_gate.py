@@ -26,7 +26,7 @@ ORIGINS = ("http://evil.example", "http://[", "", "null", "http://localhost:1")
 )
 def test_only_our_own_page_on_this_machine_may_ask(client, headers, status):
     name = {"query_string": {"run": CLASSIFIER}, "data": grey()}
-    for answer in (client.get("/api/runs", headers=headers), client.post("/api/name", headers=headers, **name)):
+    for answer in (client.get("/api/runs", headers=headers), client.post("/api/classify", headers=headers, **name)):
         assert answer.status_code == status
         assert status == 200 or one_line(answer, status)
 
@@ -52,7 +52,7 @@ PATHS = ("explore.py", "../explore.py", "%2e%2e/explore.py", "/etc/passwd", "pag
     [
         *(("GET", f"/{path}", 404) for path in PATHS),
         ("POST", "/api/draw", 405),
-        ("GET", "/api/name", 405),
+        ("GET", "/api/classify", 405),
         ("DELETE", "/", 405),
     ],
 )

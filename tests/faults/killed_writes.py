@@ -45,7 +45,7 @@ class State:
 def keeper_of(folder: Path, asynchronous: bool) -> CheckpointManager:
     config = RunConfig(task="gan")
     config.checkpoint.asynchronous = asynchronous
-    loader: Any = SimpleNamespace(reader=SimpleNamespace(meta=META))
+    loader: Any = SimpleNamespace(dataset=SimpleNamespace(meta=META))
     return CheckpointManager(config, RunFolder(folder), loader)
 
 

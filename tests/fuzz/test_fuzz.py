@@ -57,9 +57,11 @@ def outcome(code: int = 2, err: str = "error: x\n", left: Sequence[str] = (), **
 CASE = """
 import json, sys, types
 from pathlib import Path
+from duetgan.commands import COMMANDS
 from tests.fuzz import sandbox
 sandbox.WALL, sandbox.SECONDS, sandbox.MEMORY = 6, 1, 64 << 20
 module = types.ModuleType("case")
+COMMANDS["case"] = ("case", "")
 sys.modules["case"] = module
 exec(sys.argv[2], module.__dict__)
 folder = Path(sys.argv[1])

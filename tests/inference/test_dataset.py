@@ -161,6 +161,18 @@ def test_sure_images_come_with_their_class_behind_the_labelled_ones(folder, prob
         assert "labelled by" in out.meta.source
 
 
+def test_the_fraction_of_right_labels_is_that_of_the_kept_images(folder, probabilities, tmp_path, capsys):
+    with Dataset(folder / "known.lmdb") as known:
+        is_right = probabilities.argmax(1) == known.labels()
+    order = np.argsort(-probabilities.max(1))
+    count = next(n for n in range(5, 60) if is_right[order[:n]].mean() != is_right.mean())
+    threshold = float(probabilities.max(1)[order[count - 1]])
+    more = ["--labelled", folder / "few.lmdb", "--threshold", repr(threshold), "--json"]
+    assert label(folder, tmp_path / "out.lmdb", *more, data="known.lmdb") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kept"], told["right"]) == (count, is_right[order[:count]].mean())
+
+
 def test_labels_spread_from_the_labelled_images_in_the_classifiers_features(folder, tmp_path, capsys):
     more = ["--spread", "--threshold", 0.36, "--json"]
     assert label(folder, tmp_path / "out.lmdb", *more) == 2
@@ -189,7 +201,7 @@ def test_known_labels_are_only_compared_with_and_encoded_images_are_kept(folder,
     with Dataset(tmp_path / "known.lmdb") as out, Dataset(folder / "known.lmdb") as known:
         assert (out.labels() == probabilities.argmax(1)).all()
         right = (out.labels() == known.labels()).mean()
-    assert f"{right:.1%} of these labels are those of the file" in capsys.readouterr().out
+    assert f"{right:.1%} of these labels agree with those of the file" in capsys.readouterr().out
     with Dataset(folder / "rest.lmdb") as rest:
         pack_arrays(tmp_path / "jpeg.lmdb", rest.read(range(60))[0], encoding="jpeg")
     assert label(folder, tmp_path / "out.lmdb", "--threshold", 0, "--data", tmp_path / "jpeg.lmdb") == 0

@@ -102,7 +102,7 @@ def test_the_known_direction_is_found():
     assert editor.direction(0, 1) is editor.direction(0, 1)
     editor = linear_editor()
     editor.classifier.rows[:] = torch.tensor([1e3, -1e3, 0])[:, None]
-    assert_raises(UserError, r"names only 0 of .* samples c", editor.starts, 2, 3)
+    assert_raises(UserError, r"predicts only 0 of .* samples as c", editor.starts, 2, 3)
 
 
 def test_a_step_is_a_spread_and_the_third_class_stays():

@@ -68,7 +68,7 @@ def test_a_row_has_difference_agreement_and_accuracy():
         ("int8", 3.0, 0.5, 0.02, 1.0, None),
         ("int8", 3.0, 0.99, -0.011, 1.0, "accuracy falls by 1.10 points"),
         ("int8", 3.0, 0.99, None, 1.0, None),
-        ("int8", 3.0, 0.985, None, 1.0, "other classes than the original by 1.50 points"),
+        ("int8", 3.0, 0.985, None, 1.0, "agreement with the original's classes falls by 1.50 points"),
         ("int8", math.nan, 1.0, 0.0, 1.0, "its outputs are not finite"),
     ],
 )
@@ -176,7 +176,7 @@ def test_an_older_file_stays_where_the_new_one_fails_and_goes_where_it_passes(ru
     assert_raises(UserError, "exists; give --overwrite, or another name", script.main, command(run, out))
     with monkeypatch.context() as patch:
         spoilt("safetensors", patch)
-        assert_raises(CheckFailed, "the one that was there is as it was", script.main, command(run, out, "--overwrite"))
+        assert_raises(CheckFailed, "the existing file is unchanged", script.main, command(run, out, "--overwrite"))
     assert out.read_bytes() == b"older"
     assert script.main(command(run, out, "--overwrite")) == 0
     assert out.stat().st_size > 1000

@@ -174,7 +174,7 @@ def test_the_card_is_read_by_the_hubs_own_reader(checkpoint, tmp_path):
     (run / "eval").mkdir(parents=True)
     (run / "eval" / "metrics.json").write_text(json.dumps(GAN))
     held = checkpoint | {"file": str(run / "checkpoints" / "step-00000007.pt"), "teachers": ["sha256:12"]}
-    text = readme("my|model", described(held, licence="cc-by-4.0", more={}), seed=0)
+    text = readme("my|model", described(held, licence="cc-by-4.0", entries={}), seed=0)
     card = hub.ModelCard(text)
     assert (card.data.license, card.data.pipeline_tag) == ("cc-by-4.0", "unconditional-image-generation")
     results = card.data.eval_results
@@ -187,12 +187,12 @@ def test_the_card_is_read_by_the_hubs_own_reader(checkpoint, tmp_path):
     assert "| recognised | 0.9 | 0.88 to 0.92 |  | 500 | classifier |" in text
     assert "`sha256:12`" in text
     held["step"] = 8
-    assert described(held, licence="unknown", more={})["figures"] == []  # they are those of another step
+    assert described(held, licence="unknown", entries={})["figures"] == []  # they are those of another step
 
 
 def test_names_are_no_more_than_text(checkpoint):
     names = ["`<b>x</b>`", "a\n# b", "c | d"]
-    config = described(checkpoint | {"classes": names}, licence="<script>\n- x", more={})
+    config = described(checkpoint | {"classes": names}, licence="<script>\n- x", entries={})
     _, head, body = readme("x\n# y", config, seed=None).split("---\n", 2)
     assert yaml.safe_load(head)["license"] == "<script>\n- x"
     html = MarkdownIt().render(body)

@@ -135,7 +135,7 @@ def test_a_graph_says_what_it_is_and_how_it_is_called(written, name, form):
         assert told["output"].startswith("logits: float32 [N, classes]")
         assert not any("BatchNorm" in node.op_type for node in model.graph.node)
     else:
-        assert told["input"] == "z: float32 [N, z_dim], normal; labels: int64 [N], places in `classes`"
+        assert told["input"] == "z: float32 [N, z_dim], normal; labels: int64 [N], indices into `classes`"
         assert (told["output"], names, outputs) == (images, ["z", "labels"], ["images"])
         assert (told["truncation_psi"], told["truncation_mean"]) == ("0.5", "class")
 

@@ -123,7 +123,7 @@ def test_export_checks_what_it_wrote(tmp_path, capsys, form):
     assert "generator_ema" in load(resolve(tmp_path / "back"))["state"]
     command[command.index(str(out))] = str(tmp_path / "network.bin")  # `convert` would take it for another's
     assert run_cli(script.main, command) == (2 if form == "nvidia" else 0)
-    assert ("give it .safetensors" in capsys.readouterr().err) == (form == "nvidia")
+    assert ("must end in .safetensors" in capsys.readouterr().err) == (form == "nvidia")
 
 
 def test_heads_of_the_discriminator_that_they_lack_are_left_out_and_told_of(tmp_path, capsys):

@@ -16,13 +16,13 @@ from duetgan.inference import influence as command
 from duetgan.inference.influence_scores import (
     Snapshot,
     Suspicion,
+    gradient_batches,
     head_gradients,
     influence,
-    most,
-    passes,
     rate_of,
     sample_gradients,
     suspicion,
+    top_records,
 )
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, newest_first
@@ -154,7 +154,7 @@ def snapshots_of(run) -> list[Snapshot]:
 def test_wrong_labels_are_found_by_their_self_influence(flipped):
     run, data, wrong = flipped
     with Dataset(data) as reader:
-        order = suspicion(passes(snapshots_of(run), reader), reader).order("self-influence").numpy()
+        order = suspicion(gradient_batches(snapshots_of(run), reader), reader).order("self-influence").numpy()
     assert np.median(np.flatnonzero(np.isin(order, wrong))) < 0.15 * len(order)  # by chance 0.5
 
 
@@ -167,7 +167,7 @@ def test_influence_is_its_definition(flipped):
     assert len(set(rates)) == 3
     with Dataset(data) as reader:
         images, labels = (torch.from_numpy(part) for part in reader.read([3, 100, 201]))
-        scores = influence(passes(snapshots, reader, batch_size=100), len(reader), images[1], 2)
+        scores = influence(gradient_batches(snapshots, reader, batch_size=100), len(reader), images[1], 2)
         expected = torch.zeros(3, dtype=torch.float64)
         for snapshot, rate in zip(snapshots, rates[::-1], strict=True):
             model, names = snapshot.load().double().requires_grad_(), ["network.fc.weight", "network.fc.bias"]
@@ -176,14 +176,14 @@ def test_influence_is_its_definition(flipped):
             expected += rate / sum(rates) * (loop_of_backwards(model, inputs, labels, names) @ own)
         torch.testing.assert_close(scores[[3, 100, 201]], expected, rtol=1e-3, atol=1e-6 * scores.abs().max().item())
         without_rates = [replace(snapshot, rate=0.0) for snapshot in snapshots]
-        assert {part.share for part in passes(without_rates, reader, batch_size=240)} == {1 / 3}
+        assert {part.weight for part in gradient_batches(without_rates, reader, batch_size=240)} == {1 / 3}
 
 
 def test_confident_learning_by_hand():
     """Thresholds are the mean probability of each class in the images labelled so: 0.5 and 0.8."""
     own = [[0.8, 0.2], [0.2, 0.8], [0.1, 0.9], [0.35, 0.65], [0.05, 0.95]]
     found = Suspicion(torch.tensor([1.0, 3, 2, 0, 0]), torch.tensor(own).double(), torch.tensor([0, 0, 1, 1, 1]))
-    assert found.given.tolist() == pytest.approx([0.8, 0.2, 0.9, 0.65, 0.95])
+    assert found.label_probability.tolist() == pytest.approx([0.8, 0.2, 0.9, 0.65, 0.95])
     # image 1: class 1 has 0.8, below its threshold (0.9 + 0.65 + 0.95) / 3 = 0.833, so that it is not an issue
     assert found.issues().tolist() == [-1, -1, -1, -1, -1]
     own[1] = [0.1, 0.9]
@@ -195,7 +195,7 @@ def test_confident_learning_by_hand():
     assert found.order("probability").tolist() == [1, 3, 0, 2, 4]
     assert found.order("self-influence").tolist() == [1, 2, 0, 3, 4]
     assert rate_of({"state": {}}) == 1
-    assert most(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
+    assert top_records(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
 
 
 def run(capsys, *arguments):
@@ -232,7 +232,7 @@ def test_the_command_explains_a_prediction(flipped, tmp_path, capsys):
     assert len(document["helped"]) == 3
     assert {item["label"] for item in document["helped"]} == {document["label"]}
     other = next(name for name in CHOSEN if name != document["label"])
-    assert f"for {other}" in run(capsys, *common, "--label", other)[0].splitlines()[0]
+    assert f"influence on {other}" in run(capsys, *common, "--label", other)[0].splitlines()[0]
     with Image.open(tmp_path / "why.png") as sample_image:
         assert sample_image.width > 9 * 100
 

@@ -13,7 +13,8 @@ from PIL import Image
 
 from benchmarks import edit as benchmark
 from duetgan.commands import generate, predict
-from duetgan.inference.editing import Editor
+from duetgan.inference import strips
+from duetgan.inference.editing import Direction, Editor
 from duetgan.inference.interpolate import Journey, draw_film, slerp
 from duetgan.inference.settings import EditConfig
 from duetgan.metrics.lineage import load_judge
@@ -89,8 +90,8 @@ def test_a_generator_without_w_is_edited_in_z(closed, tmp_path, capsys):
     out = tmp_path / "x.png"
     code = call(generate, *edit(closed, out, gan="dcgan"))
     told = capsys.readouterr()
-    assert code == 0 or "the classifier names only" in told.err  # it was not made to know this one's samples
-    for options, message in ((["--space", "w"], "--space w"), (["--image", closed["image"]], "editing a given image")):
+    assert code == 0 or "the classifier predicts only" in told.err  # it was not made to know this one's samples
+    for options, message in ((["--space", "w"], "--space w"), (["--image", closed["image"]], "editing an image")):
         assert call(generate, *edit(closed, out, *options, gan="dcgan")) == 2
         assert message in capsys.readouterr().err
 
@@ -125,6 +126,32 @@ def test_who_taught_a_generator_does_not_judge_its_edits(closed):
     assert_raises(UserError, r"--judge .* supplied a loss", load_judge, judge, taught, *common, **how)
 
 
+def test_a_strip_reports_the_probability_of_the_step_at_which_it_arrives():
+    """Its last image lies a quarter beyond."""
+
+    class Steps:
+        """An editor whose images have the value of the step."""
+
+        start_images = torch.zeros(2, 1, 4, 4)
+
+        def reach(self, *_):
+            return torch.tensor([0.2, 0.4]), torch.tensor([True, False])
+
+        def images(self, _start, _direction, steps):
+            return (self.start_images + 100 * steps[:, None, None, None]).to(torch.uint8)
+
+        def probabilities(self, images):
+            share = images.double().mean((1, 2, 3)) / 100
+            return torch.stack([1 - share, share], 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips, "_captions", lambda editor, images, *_: ["x"] * len(images))
+        made = strips.make_strips(Steps(), [0, 1], Direction(0, 1, torch.zeros(1)), columns=3)  # type: ignore[arg-type]
+    assert [strip.probability for strip in made] == pytest.approx([0.2, 0.4])
+    assert [strip.step for strip in made] == pytest.approx([0.2, 0.4])
+    assert [strip.arrived for strip in made] == [True, False]
+
+
 def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):
     monkeypatch.setattr("duetgan.inference.editing.EditConfig", partial(EditConfig, samples=6))
     folder = tmp_path / "strips"
@@ -148,7 +175,7 @@ def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_wei
     other[1] = order[0]
     assert call(predict, *base, *other) == 2
     told = capsys.readouterr()
-    assert f"no counterfactual: is named {order[0]} as it is" in told.out
+    assert f"no counterfactual: is already predicted as {order[0]}" in told.out
     assert "1 of 1 images have no counterfactual" in told.err
     for options, message in (
         ([], "add --generator RUN"),

@@ -285,7 +285,8 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
         area = jackknife(lambda w, scores=scores: theirs.roc_auc_score(is_inlier, scores, sample_weight=w), 2 * N)
         passed = np.mean(scores[N:] >= np.sort(scores[:N])[N // 20])
         expected["ood"][name] = keys(auroc=area) | {"fpr95": passed}
-    sure = "it began as a logistic regression on its features: 0.613 (0.504 to 0.711) by cross-validation"
+    sure = "training began with a logistic regression on the features, of accuracy 0.613 (0.504 to 0.711)"
+    sure += " by cross-validation"
     expected |= {"probe": PROBE, "notes": {"n": few(expected["accuracy_interval"], "accuracy"), "probe": sure}}
     names = ["confusion", "reliability", "mistakes", "confused", "evidence", "robustness"]
     expected["majority_class_rate"] = np.bincount(labels).max() / N
@@ -344,7 +345,7 @@ def test_a_classifier_of_several_labels(trained, pictures, capsys):
     every, data, records = np.array([np.isin([0, 1, 2], part) for part in SETS]), trained["sets.lmdb"], drawn(COUNT)
     hot = torch.from_numpy(every[numbers["train"]])
     networks = [fitted(trained.images["train"], hot, seed, several=True) for seed in (1, 0)]
-    pack_arrays(data, trained.images["test"].numpy(), numbers["test"], NAMES[:3], sets=SETS)
+    pack_arrays(data, trained.images["test"].numpy(), numbers["test"], NAMES[:3], label_sets=SETS)
     extra: dict[str, Any] = {"shape": {"channels": 1, "classes": 3, "resolution": SIDE}, "classes": NAMES[:3]}
     config = {"model": {"stem": "small-stride2"}, "data": {"val_path": str(data)}, "seed": 11}
     two_checkpoints(trained["several"], "model", networks, task="classifier", config=config, **extra)
@@ -466,7 +467,7 @@ def test_a_gan(trained, pictures, capsys):
     rough = "; distances of fewer than 1,000 images are rough and depend on n: compare them only with metrics of "
     rough += "the same n, and only large differences"
     biased = f"a class has {np.bincount(first).min()} images a side, so its distance is mostly the bias of small n: "
-    biased += "compare it with figures of the same n alone"
+    biased += "compare it with metrics of the same n alone"
     uncertain = few(expected["recognised_interval"], "recognised share", rough)
     expected["notes"] = {"n": uncertain, "intra_class_frechet": biased}
     drawings = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]

@@ -12,6 +12,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.metrics.evaluate_classifier import (
     answers_of,
     classify,
+    document_of,
     evaluate_classifier,
     logits_of,
 )
@@ -53,6 +54,15 @@ def test_every_image_counts_once_at_any_batch_size(test_reader):
     assert answers.names == CLASSES
 
 
+def test_the_majority_class_is_that_of_the_labels_and_not_of_the_predictions(tmp_path):
+    images = sample_images(12, 1, side=SIDE)
+    pack_arrays(tmp_path / "x.lmdb", images, [0] * 9 + [1] * 3, CLASSES)
+    with Dataset(tmp_path / "x.lmdb") as reader:
+        document, _ = document_of(answers_of(ByBrightness(), reader, classify(ByBrightness(), reader)), seed=0)
+    assert document["majority_class_rate"] == 0.75
+    assert np.sum(document["confusion"], 0).max() != 9
+
+
 def test_mode_comes_back_and_training_pays_for_what_it_follows(test_reader):
     model = ByBrightness().train()
     document = evaluate_classifier(model, test_reader)
@@ -73,7 +83,7 @@ def test_progress_is_of_every_image(tmp_path, monkeypatch):
 
     monkeypatch.setattr("duetgan.metrics.features.extractors.Bar", bar)
     with Dataset(pack(tmp_path / "many.lmdb", count=150)) as reader:
-        classify(ByBrightness().eval(), reader, batch_size=25, what="images")
+        classify(ByBrightness().eval(), reader, batch_size=25, progress="images")
     assert [(each.n, each.total) for each in bars] == [(150, 150)]
 
 

@@ -64,7 +64,7 @@ def test_same_seed_same_figures_at_any_batch_size_and_none_paid_for_without_deta
 
 def test_subsets_of_the_kernel_distance_are_of_the_given_seed(generator, test_reader, train_reader, monkeypatch):
     monkeypatch.setattr("duetgan.metrics.figures.kernel_distance", lambda *sets, seed: (float(seed), 0.0))
-    row = evaluate(generator, test_reader, train_reader=train_reader, seed=11)["distances"][0]
+    row = evaluate(generator, test_reader, train_dataset=train_reader, seed=11)["distances"][0]
     assert (row["kernel"], row["kernel_floor"]) == (11, 11)
 
 
@@ -77,7 +77,7 @@ def test_the_search_for_copies_knows_the_labels_of_both_sets(generator, test_rea
         return search(samples, *given)
 
     monkeypatch.setattr(memorisation, "memorisation", watched)
-    evaluate(generator, test_reader, train_reader=train_reader, searched=40)
+    evaluate(generator, test_reader, train_dataset=train_reader, searched=40)
     train = memorisation.training_selection(train_reader.labels(), n=30, searched=40, seed=3)
     test = select(test_reader.labels(), n=30, seed=3, role="test", per_class=8)
     assert [each.labels.tolist() for each in sets] == [train.labels.tolist(), test.labels[:30].tolist()]
@@ -99,14 +99,14 @@ def test_every_sample_is_observed_with_its_label_and_probabilities(generator, tr
 
 def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, tmp_path):
     """Without a floor it is not bound by the training images."""
-    found = evaluate(generator, test_reader, n=5000, train_reader=train_reader)
+    found = evaluate(generator, test_reader, n=5000, train_dataset=train_reader)
     assert found["n"] == found["distances"][0]["n"] == len(test_reader) == 60
     with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
-        found = evaluate(generator, test_reader, n=5000, train_reader=small)
+        found = evaluate(generator, test_reader, n=5000, train_dataset=small)
         told = "n is 12, not 60: there are no more training images"
         assert (found["n"], found["notes"]["training_images"]) == (12, told)
-        found = evaluate(generator, test_reader, n=5000, train_reader=small, floor=False)
-        silent = evaluate(generator, test_reader, train_reader=small, floor=False, searched=0)
+        found = evaluate(generator, test_reader, n=5000, train_dataset=small, floor=False)
+        silent = evaluate(generator, test_reader, train_dataset=small, floor=False, searched=0)
     assert (found["n"], found["memorisation"]["searched"]) == (60, 12)
     assert found["distances"][0]["floor"] is found["distances"][0]["kernel_floor"] is silent["memorisation"] is None
     assert "no search" in silent["notes"]["memorisation"]
@@ -118,7 +118,7 @@ def test_what_cannot_be_computed_is_none_and_said(generator, test_reader):
     assert found["recognised"] is found["recognised_by_class"] is found["distances"][0]["floor"] is None
     assert "--classifier" in found["notes"]["recognised"]
     assert "no training images" in found["notes"]["floor"]
-    same = evaluate(generator, test_reader, train_reader=test_reader)
+    same = evaluate(generator, test_reader, train_dataset=test_reader)
     assert same["distances"][0]["floor"] is same["memorisation"] is found["memorisation"] is None
     assert "the same" in same["notes"]["floor"]
     assert same["notes"]["memorisation"] == same["notes"]["floor"]
@@ -142,22 +142,22 @@ def test_copies_are_looked_for_in_features_that_never_saw_the_training_images(
 ):
     """A classifier's features serve only where it stands beside others; then pixels do, and no distance is added."""
     features, other = classifier_features(judge, name="classifier:x"), Counting("other")
-    alone = evaluate(generator, test_reader, extractors=[features], train_reader=train_reader)
+    alone = evaluate(generator, test_reader, extractors=[features], train_dataset=train_reader)
     assert [row["extractor"] for row in alone["distances"]] == ["classifier:x"]
-    assert alone["memorisation"] == evaluate(generator, test_reader, train_reader=train_reader)["memorisation"]
-    both = evaluate(generator, test_reader, extractors=[features, other], train_reader=train_reader)
+    assert alone["memorisation"] == evaluate(generator, test_reader, train_dataset=train_reader)["memorisation"]
+    both = evaluate(generator, test_reader, extractors=[features, other], train_dataset=train_reader)
     assert both["memorisation"]["extractor"] == "other"
     assert both["distances"][0] == alone["distances"][0]
     assert (both["diversity_extractor"], both["distances"][0]["weights"]) == ("classifier:x", features.source)
 
 
 def test_fewer_images_are_searched_and_the_floor_stays(generator, test_reader, train_reader, judge):
-    few, all_ = (evaluate(generator, test_reader, train_reader=train_reader, searched=n) for n in (40, 5000))
+    few, all_ = (evaluate(generator, test_reader, train_dataset=train_reader, searched=n) for n in (40, 5000))
     assert (few["memorisation"]["searched"], all_["memorisation"]["searched"]) == (40, 90)
     assert few["distances"] == all_["distances"]
     features = [classifier_features(judge, name="classifier:x")]  # nothing is looked for in them
     alone, beside = (
-        evaluate(generator, test_reader, extractors=features, train_reader=train_reader, searched=n) for n in (0, 5000)
+        evaluate(generator, test_reader, extractors=features, train_dataset=train_reader, searched=n) for n in (0, 5000)
     )
     assert alone["distances"] == beside["distances"]
 
@@ -183,18 +183,18 @@ class Plagiarist(ImageGenerator):
 def test_a_plagiarist_is_found_out(test_reader, train_reader, generator):
     images, labels = train_reader.read(np.arange(90))
     copier = Plagiarist(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)))
-    found = evaluate(copier, test_reader, train_reader=train_reader, n=60)["memorisation"]
+    found = evaluate(copier, test_reader, train_dataset=train_reader, n=60)["memorisation"]
     assert found["copies"]
     assert found["share"] == 1
-    honest = evaluate(generator, test_reader, train_reader=train_reader, n=60)["memorisation"]
+    honest = evaluate(generator, test_reader, train_dataset=train_reader, n=60)["memorisation"]
     assert not honest["copies"]
 
 
 def test_real_features_are_kept_between_calls(generator, test_reader, train_reader):
     counting, real = Counting(), RealFeatures()
-    first = evaluate(generator, test_reader, extractors=[counting], real=real, train_reader=train_reader)
+    first = evaluate(generator, test_reader, extractors=[counting], real=real, train_dataset=train_reader)
     fresh = counting.seen
-    again = evaluate(generator, test_reader, extractors=[counting], real=real, train_reader=train_reader)
+    again = evaluate(generator, test_reader, extractors=[counting], real=real, train_dataset=train_reader)
     samples = counting.seen - fresh
     assert samples == fresh - samples - 90 > 0  # once the real test images (as many as samples), once all to search
     assert first == again
@@ -218,7 +218,7 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
 def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tmp_path, options, told):
     with Dataset(pack(tmp_path / "other.lmdb", **options)) as reader:
         assert_raises(UserError, told, evaluate, generator, reader)
-        assert_raises(UserError, "the train images", evaluate, generator, test_reader, train_reader=reader)
+        assert_raises(UserError, "the train images", evaluate, generator, test_reader, train_dataset=reader)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tm
     ],
 )
 def test_a_judge_near_chance_has_no_skill(hits, count, chance, skilled):
-    assert has_skill(Measured.share(torch.arange(count) < hits), chance) is skilled
+    assert has_skill(Measured.fraction(torch.arange(count) < hits), chance) is skilled
 
 
 def test_a_judge_of_rare_classes_is_measured_by_the_mean_of_the_classes_too(test_reader, train_reader, judge):

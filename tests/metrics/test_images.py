@@ -25,12 +25,12 @@ def shades(*values):
 
 
 def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals(monkeypatch):
-    monkeypatch.setattr(images, "SHOWN", 3)
+    monkeypatch.setattr(images, "MAX_IMAGES", 3)
     board = SampleBoard(["a", "b"])
     for batch, scores in ((shades(1, 2, 3), [0.1, 0.9, 0.5]), (shades(4, 5), [0.5, 0.7])):
         sure = torch.tensor(scores)
         board.observe(batch, torch.zeros(len(batch), dtype=torch.int64), torch.stack([sure, 1 - sure], dim=1))
-    best, worst = ([int(image[0, 0, 0]) for _, image, _ in kept] for kept in board.kept.values())
+    best, worst = ([int(image[0, 0, 0]) for _, image, _ in kept] for kept in board.extremes.values())
     assert (best, worst) == ([2, 5, 3], [1, 3, 4])
 
 

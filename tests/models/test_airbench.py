@@ -149,7 +149,7 @@ def test_images_are_whitened_in_parts_and_once_for_each_data_size_and_normalisat
 
     monkeypatch.setattr(fitting, "read_batch", noted)
     monkeypatch.setattr(fitting, limit, value)
-    monkeypatch.setattr(fitting, "_last", {})
+    monkeypatch.setattr(fitting, "_last_filters", {})
     for path in (packed / "train.lmdb", packed / "test.lmdb"):
         for model in ({}, {"normalise": "imagenet"}, {"input_size": 32}):
             for again in (False, True):

@@ -1,4 +1,5 @@
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_hes_strides_are_for_bottlenecks(name):
             with pytest.raises(UserError, match=rf"he_strides is for bottlenecks .*; {name} has none: leave it out"):
                 RESNET.build(name, he_strides=True)
             return
-        network = RESNET.build(name, he_strides=True)
+        network: Any = RESNET.build(name, he_strides=True)
     for number, stage in enumerate((network.layer1, network.layer2, network.layer3, network.layer4)):
         strides = [(block.conv1.stride[0], block.conv2.stride[0]) for block in stage]
         assert strides == [(2 if number else 1, 1)] + [(1, 1)] * (len(stage) - 1)

@@ -170,7 +170,7 @@ def matrix(oracle, shape):
 @pytest.fixture(params=["at once", "in two"])
 def low_pass(request, monkeypatch):
     """As on the CPU, and as on GPUs."""
-    monkeypatch.setattr(layers, "in_two", lambda _: request.param == "in two")
+    monkeypatch.setattr(layers, "uses_odd_taps", lambda _: request.param == "in two")
 
 
 @pytest.mark.usefixtures("low_pass")

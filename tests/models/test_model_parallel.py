@@ -131,7 +131,7 @@ def test_where_each_device_begins_and_moved_as_a_whole_it_works_there() -> None:
     told = "; ".join(map(str, shares))
     assert "cpu: stem to layer1.0, about 0.00 GiB; cpu: layer1.1 to layer3.1, about 0.05 GiB" in told
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2
-    assert str(split.Share(FAKE[1], ("head",), 3 * 2**30)) == "meta:1: head, about 3.00 GiB"
+    assert str(split.DevicePart(FAKE[1], ("head",), 3 * 2**30)) == "meta:1: head, about 3.00 GiB"
     assert len(split.place(build(split="auto"), [CPU] * 12, samples=2)) == 10  # more devices than parts
 
 
@@ -169,14 +169,14 @@ def test_what_is_measured_is_what_a_real_pass_keeps(config: dict[str, Any]) -> N
     blocks = split.measure(model, 2)
     side = model.config.input_size or 32
     real = kept_bytes(copy.deepcopy(model), draw(2, 3, side, side).float())
-    assert sum(block.kept for block in blocks) == real
+    assert sum(block.saved for block in blocks) == real
     blocks = split.measure(model, 6)
-    assert sum(block.kept for block in blocks) == 3 * real
+    assert sum(block.saved for block in blocks) == 3 * real
     assert sum(block.weights for block in blocks) == sum(4 * p.numel() for p in model.parameters())
     assert blocks[0].entering == 6 * 3 * side * side * 4
     assert blocks[1].entering == 6 * 64 * 4 * (side if model.config.stem == "small" else side // 4) ** 2
     halved = split.measure(model, 6, reduced=True)
-    assert [2 * block.kept for block in halved] == pytest.approx([block.kept for block in blocks], abs=1)
+    assert [2 * block.saved for block in halved] == pytest.approx([block.saved for block in blocks], abs=1)
     assert [block.weights for block in halved] == [block.weights for block in blocks]
     assert torch.equal(state, torch.get_rng_state())
 
@@ -194,7 +194,7 @@ def test_weights_count_more_with_few_samples() -> None:
 
 def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
     def block(name: str, kept: int, entering: int) -> split.Block:
-        return split.Block(name, weights=1, entering=entering, kept=kept)
+        return split.Block(name, weights=1, entering=entering, saved=kept)
 
     blocks = [block("stem", 100, 1), block("layer1.0", 40, 2), block("layer1.1", 20, 4), block("layer2.0", 30, 8)]
     blocks += [block("layer2.1", 10, 16), block("head", 5, 32)]
@@ -217,7 +217,7 @@ def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
         ({"layer": 1}, 2, "the network has no part 'layer'"),
         ({"layer3": 1, "layer2": 2}, 3, "devices 0, 2, 1 from the stem to the head"),
         ({"layer3": 2}, 3, "devices 0, 2 from the stem to the head"),
-        ({"stem": 1}, 2, "devices 1 from the stem to the head; the stem lies on 0"),
+        ({"stem": 1}, 2, "devices 1 from the stem to the head; the stem must be on 0"),
         ({"layer2": 0}, 2, "devices 0, 0 from"),
         ({"layer2": -1}, 2, "devices 0, -1 from"),
         ({}, 2, "devices 0 from"),

@@ -22,7 +22,15 @@ from duetgan.models import weights as module
 from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import CONVNEXT, RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.weights import ANSWER, file_hash, find_weights, fit_first, fitted, load_pretrained, read_state_dict
+from duetgan.models.weights import (
+    TIMEOUT,
+    file_hash,
+    find_weights,
+    fit_first,
+    fit_state,
+    load_pretrained,
+    read_state_dict,
+)
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage
@@ -338,10 +346,10 @@ def test_r1_only_networks_that_begin_alike_are_built_to_word_it(file, monkeypatc
     regnet = Backbone(names=("regnet_y_400mf",), stages=stages, **parts)
     monkeypatch.setattr(module, "BACKBONES", {"regnet_y_400mf": regnet, "convnext_tiny": CONVNEXT, "resnet18": RESNET})
     with pytest.raises(UserError, match=r"the file is a resnet18's: set --model\.name resnet18"):
-        fitted(torch.load(file), {}, file, "regnet_y_400mf")
+        fit_state(torch.load(file), {}, file, "regnet_y_400mf")
     assert built == ["resnet18"]
     stem = {"stem.0.weight": torch.zeros(32, 3, 3, 3)}
-    assert_raises(UserError, r"give a resnet50's weights file, by its own names", fitted, stem, {}, file, "resnet50")
+    assert_raises(UserError, r"give a resnet50's weights file, by its own names", fit_state, stem, {}, file, "resnet50")
     assert built == ["resnet18", "regnet_y_400mf"]
 
 
@@ -367,7 +375,7 @@ def test_without_a_network_there_is_a_remedy(hub):
         rf"\(.*Name or service not known.*\); fetch {url} on a machine with a network and put it there"
     )
     assert_raises(UserError, told, find_weights, "IMAGENET1K_V2", "resnet50")
-    assert hub[1] == [(url, ANSWER)]
+    assert hub[1] == [(url, TIMEOUT)]
     assert socket.getdefaulttimeout() is None
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from duetgan.commands import COMMANDS
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.launch import VISIBLE
@@ -36,10 +37,10 @@ GENERAL = {
     "debug",
 }  # of every parser: tests/utils/config/test_cli.py, tests/utils/test_script.py
 INTERNAL = {  # programs that others of ours call, and where their options are tested
-    "planning.measure": "tests/commands/test_measure.py",
-    "planning.networks": "tests/test_quickstart.py",
-    "planning.replan": "tests/test_quickstart.py",
-    "utils.runlog.trackers": "tests/utils/runlog/test_trackers.py",
+    "quickstart-plan": "tests/commands/test_measure.py",
+    "quickstart-networks": "tests/commands/test_networks.py",
+    "quickstart-replan": "tests/commands/test_replan.py",
+    "track": "tests/utils/runlog/test_trackers.py",
 }
 ELSEWHERE = {  # options of the table's commands that other files test
     "export.py": {"truncation_psi", "truncation_mean"},  # tests/inference/test_export_formats.py
@@ -69,8 +70,7 @@ def changed(base: str, argument: str) -> str:
 
 
 def module_of(command: str) -> Any:
-    name = command.split()[0]
-    return importlib.import_module(name.removesuffix(".py") if name.endswith(".py") else f"duetgan.{name}")
+    return importlib.import_module(COMMANDS[command.split()[0].removesuffix(".py")][0])
 
 
 def document_parts(document: Any, name: str) -> Outcome:
@@ -280,7 +280,7 @@ def parsers() -> Iterator[Parser]:
 
     for file in product_files(REPOSITORY):
         for prog in re.findall(r"Parser\(\s*prog=\"([^\"]+)\"", (REPOSITORY / file).read_text()):
-            name = prog.removeprefix("python -m ")
+            name = prog.removeprefix("duet ")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Parser, "parse_args", stop)
                 patch.setattr(Parser, "parse_known", stop)
@@ -299,7 +299,7 @@ def test_every_option_is_in_the_table() -> None:
     for parser in parsers():
         actions = [each for each in parser._actions if each.dest not in GENERAL]
         names = {(each.option_strings or [each.dest])[0].lstrip("-") for each in actions}
-        program = parser.prog.removeprefix("python -m ")
+        program = parser.prog.removeprefix("duet ")
         there[program] = names - ELSEWHERE.get(program, set())
     for name in INTERNAL:
         del there[name]

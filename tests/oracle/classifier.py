@@ -44,12 +44,12 @@ class ClassifierReference:
     """The network of a task that has not trained yet, and all state of its training, apart from the task."""
 
     def __init__(self, task: Any, tree: Mapping[str, Any]) -> None:
-        tree = in_updates(tree, len(task.reader), tree["batch_size"])
+        tree = in_updates(tree, len(task.dataset), tree["batch_size"])
         self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
         self.batch, self.seed, self.augment = tree["batch_size"], tree["seed"], task.config.augment
         self.synthetic_weight = tree["data"].get("synthetic", {}).get("weight", 1.0)
         self.model, self.average = copy.deepcopy(task.model), copy.deepcopy(task.ema.model)
-        epoch = len(task.reader) / self.batch if self.tree["finetune"]["unfreeze_by"] == "epoch" else 1
+        epoch = len(task.dataset) / self.batch if self.tree["finetune"]["unfreeze_by"] == "epoch" else 1
         self.names = dict(self.model.named_parameters())
         given = self.tree["finetune"]
         starts, ends = ({part: math.ceil(when * epoch) for part, when in given[key].items()}
@@ -65,12 +65,12 @@ class ClassifierReference:
         head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
         self.optimizer = Optimizer(self.names, self.tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
         self.teacher: Any = task.teacher
-        frequencies = torch.tensor(label_frequencies(task.reader, tree["data"]))
+        frequencies = torch.tensor(label_frequencies(task.dataset, tree["data"]))
         self.prior = (frequencies / frequencies.max()).log()
         self.unlabelled: Any = None if task.unlabelled is None else task.unlabelled.images
-        self.said: Any = None if task.unlabelled is None else task.unlabelled.said
+        self.said: Any = None if task.unlabelled is None else task.unlabelled.propagated_labels
         self.thought = torch.full((self.model.classes + 1,), 1 / self.model.classes)
-        self.weights = self.class_weights(task.reader.classes, frequencies)
+        self.weights = self.class_weights(task.dataset.classes, frequencies)
         self.metrics: dict[str, Tensor] = {}
 
     def last(self, parts: Mapping[str, Any], name: str, otherwise: Any) -> Any:
@@ -138,7 +138,7 @@ class ClassifierReference:
             how: Any = {"seed": self.seed, "step": step, "start": 0, "count": len(images), "global_batch": self.batch}
             drawn = draw_mixing(self.augment, size=size, device=images.device, **how)
             pair = torch.arange(len(images)) ^ 1  # rows 2k and 2k + 1
-            share = drawn.own.to(images)
+            share = drawn.label_weights.to(images)
             mixed = []
             for row, (top, left, height, width) in enumerate(drawn.boxes.tolist()):
                 blend = float(drawn.blend[row])

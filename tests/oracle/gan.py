@@ -84,7 +84,7 @@ class GanReference:
     """The networks of a task that has not trained yet, and all state of its training, apart from the task."""
 
     def __init__(self, task: Any, tree: Mapping[str, Any]) -> None:
-        tree = in_updates(tree, len(task.reader), tree["batch_size"])
+        tree = in_updates(tree, len(task.dataset), tree["batch_size"])
         recipe = RECIPES.get(tree.get("architecture", ""), {})
         self.tree = {name: DEFAULTS[name] | recipe.get(name, {}) | tree.get(name, {}) for name in DEFAULTS}
         self.loss, self.seed, self.steps = self.tree["loss"], tree["seed"], tree["steps"]
@@ -92,7 +92,7 @@ class GanReference:
         self.batch, self.full = tree["batch_size"], task.shape["resolution"]
         self.g, self.d = copy.deepcopy(task.generator), copy.deepcopy(task.discriminator)
         self.average, self.teacher = copy.deepcopy(task.ema.model), copy.deepcopy(task.generator_step.teacher)
-        self.sets, self.names = task.reader.meta.sets, list(task.reader.classes)
+        self.sets, self.names = task.dataset.meta.sets, list(task.dataset.classes)
         self.path_mean = torch.zeros([])
         self.p, self.signs, self.counted = float(self.tree["ada"]["p"]), 0.0, 0
         kimg = tree.get("schedule_kimg")
@@ -102,7 +102,7 @@ class GanReference:
             Optimizer(dict(network.named_parameters()), self.tree[f"{name}_optimizer"], length, self.batch)
             for name, network in (("generator", self.g), ("discriminator", self.d))
         )
-        device, frequencies = torch.device("cpu"), label_frequencies(task.reader, tree.get("data", {}))
+        device, frequencies = torch.device("cpu"), label_frequencies(task.dataset, tree.get("data", {}))
         self.draws = GanDraws(self.seed, device, frequencies)
         self.augment = Augment(**tree.get("augment", {}))
         ada = AdaConfig(**tree.get("ada", {}))
@@ -334,7 +334,7 @@ class GanReference:
                 self.metrics[f"loss/{name}"] = gamma / 2 * (slope**2).sum((1, 2, 3)).mean()
                 total = total + self.metrics[f"loss/{name}"]
         if loss["gradient_penalty_weight"]:
-            share = self.draws.shares(step, stage.batch)[:, None, None, None]
+            share = self.draws.interpolation_weights(step, stage.batch)[:, None, None, None]
             mixed = (share * real[1] + (1 - share) * fake[1]).detach().requires_grad_()
             logits = self.logits(self.hidden(mixed, step, "between"), labels)
             (slope,) = torch.autograd.grad(logits.sum(), mixed, create_graph=True)

@@ -100,8 +100,8 @@ def made(folder: Any, tree: dict[str, Any]) -> tuple[ClassifierTask, Any, dict[s
     config: Any = build_run_config(tree, [], "test")
     task = ClassifierTask(config, open_training(config.data), None, CPU)
     if task.unlabelled is not None and config.unlabelled.spread:
-        task.unlabelled.said = torch.rand(27, 3, generator=torch.Generator().manual_seed(0)).softmax(1)
-    return task, make_loader(config, task.reader, CPU), tree
+        task.unlabelled.propagated_labels = torch.rand(27, 3, generator=torch.Generator().manual_seed(0)).softmax(1)
+    return task, make_loader(config, task.dataset, CPU), tree
 
 
 def state(task: ClassifierTask) -> State:
@@ -149,7 +149,7 @@ def test_two_ranks_are_one(folder: Any) -> None:
 def test_what_is_evaluated(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The average, on the held-out images."""
     task, loader, _ = made(folder, TREES["plain"])
-    task.val_reader = held_out = open_training(task.config.data)
+    task.val_dataset = held_out = open_training(task.config.data)
     task.step(loader, 0)
     asked: list[Any] = []
 

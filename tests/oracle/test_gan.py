@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Itera
     pack_arrays(path / "data.lmdb", images, labels=labels, classes=CLASSES, smallest=8)
     pack_arrays(path / "held-out.lmdb", 255 - images[:32], labels=labels[:32], classes=CLASSES, smallest=8)
     labels = np.array([0, 1, 2, 3, 1, 0, 3, 3] * 7)[:50]
-    pack_arrays(path / "data-several.lmdb", images, labels=labels, classes=CLASSES, sets=SETS)
+    pack_arrays(path / "data-several.lmdb", images, labels=labels, classes=CLASSES, label_sets=SETS)
     torch.set_default_dtype(torch.float64)
     untrained_classifier(path / "classifier")
     untrained_classifier(path / "classifier-several", several=True)
@@ -201,8 +201,8 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
     """The held-out images, the average as the stage shows it, the config's seed and n."""
     tree = TREES[name] | {"evaluation": {"n": 24, "extractor": "pixels", "batch_size": 16}}
     task, loader = made(folder, tree)
-    task.val_reader = Dataset(folder / "held-out.lmdb")
-    reference, batches = GanReference(task, tree), make_loader(task.config, task.reader, CPU)
+    task.val_dataset = Dataset(folder / "held-out.lmdb")
+    reference, batches = GanReference(task, tree), make_loader(task.config, task.dataset, CPU)
     for step in range(steps):
         task.step(loader, step)
         reference.step(batches, step)
@@ -225,7 +225,7 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
     expected = reference.average.synthesis(ws, noise, **grown)
     scale = 16 // stage.side
     torch.testing.assert_close(asked["images"][..., ::scale, ::scale], expected, rtol=1e-9, atol=1e-9)
-    assert (asked["reader"], asked["train_reader"]) == (task.val_reader, task.reader)
+    assert (asked["reader"], asked["train_reader"]) == (task.val_dataset, task.dataset)
     assert (asked["seed"], asked["n"], asked["real"].batch_size) == (tree["seed"], 24, 16)
     assert [extractor.name for extractor in asked["extractors"]] == ["pixels"]
     assert figures["frechet/pixels"] == 1.0
@@ -233,8 +233,8 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
         assert "logits/held_out" not in figures
         return
     sets, count = (
-        {"held_out": task.val_reader, "real": task.reader},
-        min(len(task.val_reader), len(task.reader)) // 4 * 4,
+        {"held_out": task.val_dataset, "real": task.dataset},
+        min(len(task.val_dataset), len(task.dataset)) // 4 * 4,
     )
     rows = {key: [row * (len(reader) - 1) // (count - 1) for row in range(count)] for key, reader in sets.items()}
     given = {key: [torch.tensor(part) for part in reader.read(rows[key])] for key, reader in sets.items()}
@@ -251,7 +251,7 @@ def test_a_stage_begins_with_its_images_batch_and_moments(folder: Any) -> None:
     batch = next(loader)
     assert batch.images.shape == (12, 1, 16, 16)
     assert task.images_at(1) == 16
-    loader = make_loader(task.config, task.reader, CPU)
+    loader = make_loader(task.config, task.dataset, CPU)
     task, _ = made(folder, TREES["growing"])
     for step, count in ((0, 1), (1, 1), (2, 2)):
         task.step(loader, step)

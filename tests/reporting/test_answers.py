@@ -100,7 +100,15 @@ def test_metrics_in_sentences(classifier, gan, smallest, sentences):
 @pytest.mark.parametrize(
     ("accuracy", "longer", "smallest", "weights", "words", "options", "suffix"),
     [
-        (0.8, 40, 20, False, f"fetch {WEIGHTS_URL} elsewhere", ["--weights", Path(WEIGHTS_URL).name], "with-weights"),
+        (
+            0.8,
+            40,
+            20,
+            False,
+            f"download {WEIGHTS_URL} elsewhere",
+            ["--weights", Path(WEIGHTS_URL).name],
+            "with-weights",
+        ),
         (0.8, 40, 20, True, "the smallest classes, which have 20", [], "more-images"),
         (0.8, 40, 100, True, "more time, for", ["--minutes", "40"], "longer"),
         (0.96, 40, 20, False, "more time, for", ["--minutes", "40"], "longer"),

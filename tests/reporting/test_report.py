@@ -162,7 +162,7 @@ def test_the_grid_of_step_0_is_called_what_it_is(tmp_path, make, caption):
     save_grid(run / "samples" / "step-00000000.png")
     text = page(write_report(run)).text
     assert caption in text
-    assert ("Images over time" in text) == (make is make_gan)
+    assert ("Samples over time" in text) == (make is make_gan)
 
 
 def test_a_small_image_is_embedded_as_it_is_a_large_one_shrunk_and_a_torn_one_named(tmp_path):
@@ -180,8 +180,14 @@ def test_a_small_image_is_embedded_as_it_is_a_large_one_shrunk_and_a_torn_one_na
 
 def test_empty_folder_gives_a_report_that_says_so(tmp_path):
     found = page(write_report(tmp_path))
-    assert f"The command: python evaluate.py --checkpoint {tmp_path}" in found.text  # U11
-    words = ("No metrics.jsonl", "Not evaluated yet", "no config.yaml", "commands were not recorded", "No sample grids")
+    assert f"Run: python evaluate.py --checkpoint {tmp_path}" in found.text  # U11
+    words = (
+        "No values in metrics.jsonl",
+        "Not evaluated yet",
+        "no config.yaml",
+        "commands were not recorded",
+        "No sample grids",
+    )
     assert [each for each in words if each not in found.text] == []
 
 
@@ -236,7 +242,7 @@ def test_headline_and_images_come_before_training_and_curves_and_nothing_is_left
     text, source = page(path).text, path.read_text()
     order = ["share of samples that the judge predicts as asked"]
     order += ["Samples, a row for each class", "Real test images", "Evaluation at step"]
-    order += ["Images over time", "Training", "images seen", "adversarial losses", "Data", "How this was made"]
+    order += ["Samples over time", "Training", "images seen", "adversarial losses", "Data", "How this was made"]
     places = [text.index(words) for words in order]
     assert places == sorted(places)
     assert "samples.png" not in text  # captions are words
@@ -258,7 +264,7 @@ def test_a_classifiers_further_figures_and_odd_ones(tmp_path):
     more = {"robustness": {"corruptions": spoiled}, "ood": {"data": "far/others.lmdb", "energy": told}}
     write(run / "eval" / "metrics.json", found | more)
     text = page(write_report(run)).text
-    shown = ["as much as a frequent one (95 % interval 43.8 to 56.2 %)", "outliers (others.lmdb) told by"]
+    shown = ["as much as a frequent one (95 % interval 43.8 to 56.2 %)", "outliers (others.lmdb) detected by"]
     shown += ["the mean of the classes (95 % interval 0.812 to 0.938)", "0.875 to 0.969", "strength 2"]
     assert [words for words in shown if words not in text] == []
     assert "within reach (3rd neighbour) of a real" not in text  # a GAN's precision
@@ -345,7 +351,7 @@ def test_a_weak_judges_metrics_are_left_out_and_a_skilled_ones_stay(tmp_path, is
     save_grid(run / "eval" / "recognised_best.png")
     write(run / "eval" / "metrics.json", document)
     text = page(write_report(run)).text
-    of_judge = ["87.2 %", "90.0 %", "99.3 %", "77.5", "31.2 %", "surest of"]
+    of_judge = ["87.2 %", "90.0 %", "99.3 %", "77.5", "31.2 %", "best recognised"]
     assert [words for words in of_judge if words in text] == ([] if is_weak else of_judge)
     assert ("25.0 %" in text) is is_weak  # under the extractor that is no weak classifier
     assert "no sign of copies" in text
@@ -476,4 +482,4 @@ def test_images_are_added_at_the_checkpoints_step_unless_the_run_trains(tmp_path
 
 
 def test_a_difference_that_rounds_to_nothing_has_no_minus():
-    assert [signed(value, share=True) for value in (-0.0002, -0.0123, 0.05)] == ["+0.0", "-1.2", "+5.0"]
+    assert [signed(value, is_fraction=True) for value in (-0.0002, -0.0123, 0.05)] == ["+0.0", "-1.2", "+5.0"]

@@ -8,7 +8,7 @@ import pytest
 from duetgan.commands import study as script
 from duetgan.studies import SUBJECTS, load_subject
 from duetgan.studies.augment import (
-    HELD,
+    HELD_BACK_ARM,
     REAL,
     UNTRAINED,
     Augment,
@@ -58,8 +58,8 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
     assert told["samples 2, selected"].data.synthetic.share == pytest.approx(2 / 3, abs=1e-6)
     assert told["class weights"].loss.class_weights == "balanced"
     assert told["balanced sampling"].data.sampling == "balanced"
-    assert told[HELD].data.synthetic.balance == told[UNTRAINED].data.synthetic.balance == "fill"
-    assert told[HELD].data.synthetic.share == told[UNTRAINED].data.synthetic.share == 0.5
+    assert told[HELD_BACK_ARM].data.synthetic.balance == told[UNTRAINED].data.synthetic.balance == "fill"
+    assert told[HELD_BACK_ARM].data.synthetic.share == told[UNTRAINED].data.synthetic.share == 0.5
     assert not told[REAL].data.synthetic.on
     assert len({repr(config) for config in told.values()}) == len(told) == 15
     assert told["logit adjustment"].loss.logit_adjustment == 1
@@ -110,7 +110,7 @@ def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp
     found, shown, printed = tiny("augment", tmp_path / "whole", *more)
     assert "page: " in printed
     assert (found["complete"], found["runs"]) == (True, {"done": 11, "planned": 11})
-    assert [arm["name"] for arm in found["arms"]][8:] == ["samples 0.5, selected", UNTRAINED, HELD]
+    assert [arm["name"] for arm in found["arms"]][8:] == ["samples 0.5, selected", UNTRAINED, HELD_BACK_ARM]
     assert set(found["choices"]) == {"best classic arm", "best arm with samples"}
     assert found["void"] == any(row["ok"] is False for row in found["controls"])
     assert ("This study is void." in shown.text) == found["void"]

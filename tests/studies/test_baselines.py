@@ -8,7 +8,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.samples import spreading
 from duetgan.metrics.samples.spreading import UNKNOWN
 from duetgan.models.classifier import ModelConfig
-from duetgan.studies.baselines import hits_of, pixels, spread, ways
+from duetgan.studies.baselines import baselines, hits_of, pixels, spread
 from tests.metrics.conftest import pack
 
 
@@ -23,8 +23,8 @@ def clusters(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_labels_spread_as_zhous_limit_says(monkeypatch):
     monkeypatch.setattr(spreading, "NEIGHBOURS", 4)
-    monkeypatch.setattr(spreading, "DIRECTIONS", 3)
-    monkeypatch.setattr(spreading, "ROUNDS", 3000)
+    monkeypatch.setattr(spreading, "COMPONENTS", 3)
+    monkeypatch.setattr(spreading, "ITERATIONS", 3000)
     every, labels = clusters(90)
     known = torch.where(torch.arange(60) < 9, labels[:60], torch.full((60,), UNKNOWN))
     whole = every.double().numpy()
@@ -38,7 +38,7 @@ def test_labels_spread_as_zhous_limit_says(monkeypatch):
             graph[column, row] += 1
     root = np.diag(graph.sum(1) ** -0.5)
     given = np.eye(3)[known.numpy()] * (known.numpy() >= 0)[:, None]
-    limit = (1 - spreading.KEPT) * np.linalg.solve(np.eye(60) - spreading.KEPT * root @ graph @ root, given)
+    limit = (1 - spreading.ALPHA) * np.linalg.solve(np.eye(60) - spreading.ALPHA * root @ graph @ root, given)
     limit /= limit.sum(0)
     found, asked = spreading.spreading(every[:60], known, every[60:], 3)
     assert np.abs(found.numpy() - limit).max() < 1e-5
@@ -53,7 +53,7 @@ def test_all_ways_answer_for_every_image_of_every_file(tmp_path):
     with Dataset(tmp_path / "train.lmdb") as reader:
         assert torch.equal(pixels(reader)[3], torch.from_numpy(reader.read([3])[0][0]).flatten().float())
     files = {name: tmp_path / f"{name}.lmdb" for name in ("test", "train")}
-    for _, features, learn in ways(ModelConfig(name="resnet18", stem="small")).values():
+    for _, features, learn in baselines(ModelConfig(name="resnet18", stem="small")).values():
         hits = hits_of(files["train"], files, features, learn, lambda labels: np.arange(30))
         assert {name: len(of) for name, of in hits.items()} == {"test": 45, "train": 45}
         assert hits["train"].mean() > 0.5

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from duetgan.studies.distil import BASE, FEW, NOISE, OTHERS, SAMPLES, Distil, DistilConfig
+from duetgan.studies.distil import BASE, FEW, NOISE, SAMPLES, UNSEEN, Distil, DistilConfig
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.conftest import REPOSITORY
@@ -34,7 +34,7 @@ def test_arms_differ_by_their_images_and_their_teacher_alone(tmp_path, asked):
         NOISE: (first, noise, None, 0.0),
         f"{NOISE}, taught": (first, noise, "teacher", 0.0),
         f"{NOISE} alone, taught": (noise, None, "teacher", 0.0),
-        f"{OTHERS}, taught": (first, others, "teacher", 0.0),
+        f"{UNSEEN}, taught": (first, others, "teacher", 0.0),
     }
     assert len({(config.steps, config.batch_size) for config, _ in configs.values()}) == 1
     asked_of = {row.second: (row.first, *row.controls) for row in subject.comparisons if row.asked}
@@ -50,6 +50,6 @@ def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
     student = ("--student.config", str(tmp_path / "study-classifier.yaml"), "--student.overrides", "{steps: 4}")
     found, shown, _ = tiny("distil", tmp_path / "out", "--per-class", "2", *student)
     assert found["runs"] == {"done": 13, "planned": 13}
-    assert {row["first"] for row in found["comparisons"]} == {BASE, f"{OTHERS}, taught"}
-    assert {row["arm"] for row in found["controls"]} == {NOISE, f"{OTHERS}, taught"}
+    assert {row["first"] for row in found["comparisons"]} == {BASE, f"{UNSEEN}, taught"}
+    assert {row["arm"] for row in found["controls"]} == {NOISE, f"{UNSEEN}, taught"}
     assert shown.tags.count("img") == 3

@@ -9,13 +9,13 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
-from duetgan.inference.dataset import guesses
+from duetgan.inference.dataset import predicted_labels
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.gan import draw
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.studies.labels import (
-    GUESSED,
+    PSEUDO,
     Labels,
     LabelsConfig,
     arm_name,
@@ -68,7 +68,7 @@ def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
     assert overrides["data.path"] == str(draws / "few.lmdb")
     with Dataset(subject.part(TRAIN)) as train:
         chosen = few_labels(train.labels(), 4, 3)
-        named, sure = guesses(classifier, train, batch_size=16)
+        named, sure = predicted_labels(classifier, train, batch_size=16)
         rest = np.setdiff1d(np.arange(60), chosen)
         kept = rest[sure[rest] >= 0.35]
         assert len(kept) > 0
@@ -88,7 +88,7 @@ def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
     few = ("--few.overrides", "{finetune.probe: true, steps: 4, batch_size: 8}")
     found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1", *few)
     assert found["runs"] == {"done": 15, "planned": 15}
-    assert found["comparisons"][0]["second"] == arm_name(2, GUESSED)
+    assert found["comparisons"][0]["second"] == arm_name(2, PSEUDO)
     assert {row["first"] for row in found["comparisons"]} == {"2 labels, best without"}
     assert found["choices"]["2 labels, best without"].endswith("(1 of 1 seeds)")
     assert "pseudo_right" in shown.text
@@ -128,12 +128,12 @@ def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
     taught, wrongly = (
         load(resolve(gan_run(tmp_path / name, teachers=[weights]))) for name, weights in (("a", teacher), ("b", judge))
     )
-    figures = subject.judged(taught, tmp_path / "x-s0").figures
+    figures = subject.judged(taught, tmp_path / "x-s0", generator_from(taught)).figures
     assert 0 <= figures["recognised"] <= 1
     assert figures["frechet"] > 0
     assert figures["diversity"] > 0
     with pytest.raises(UserError, match="supplied a loss to this generator, so it cannot judge it"):
-        subject.judged(wrongly, tmp_path / "x-s0")
+        subject.judged(wrongly, tmp_path / "x-s0", generator_from(wrongly))
 
 
 def test_of_a_pool_the_first_sample_that_is_named_as_asked_is_taken_else_the_last(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from duetgan.commands import study as script
 from duetgan.metrics.comparison.paired import holm
-from duetgan.reporting.report import chance, span, write_study_page
+from duetgan.reporting.report import p_value, span, write_study_page
 from duetgan.studies.images import StudyConfig, StudyData, groups_of
 from duetgan.studies.results import Comparison, Result, Results, checked, compared, in_words
 from duetgan.studies.runner import Study
@@ -178,8 +178,8 @@ def test_the_verdicts_of_several_studies_make_a_page(tmp_path, capsys):
     cells = next(line for line in first.splitlines() if line.startswith("| samples")).split("|")
     told = [cell.strip() for cell in cells[1:-1]]
     assert told[:5] == ["samples", "real", "-", "all", f"{100 * row['difference']:+.1f} points"]
-    assert told[5:] == [span(row["interval"], share=True), chance(row["p"]), "**cannot tell**"]
-    assert "Void, for a control came out wrong: held back: cannot tell, not: helps." in second
+    assert told[5:] == [span(row["interval"], is_fraction=True), p_value(row["p"]), "**cannot tell**"]
+    assert "Void, because a control came out wrong: held back: cannot tell, expected: helps." in second
     assert "Void" not in first
     for folders, refused in (([str(tmp_path)], "give a study's folder, with a study.json"), ([], "required: FOLDER")):
         assert run_cli(script.main, ["page", *folders]) == 2

@@ -115,7 +115,7 @@ def test_what_is_selected() -> None:
     chances = torch.stack([-4 * means, 0 * means, 4 * means], dim=1).softmax(1)
 
     def kept(label: int, **drawing: Any) -> Tensor:
-        chosen, sure = Drawing(**drawing).keeps(Known(), images, label)  # type: ignore[arg-type]
+        chosen, sure = Drawing(**drawing).accepts(Known(), images, label)  # type: ignore[arg-type]
         assert torch.allclose(sure, chances[:, label], atol=1e-6)
         return chosen
 

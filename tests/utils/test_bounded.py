@@ -54,6 +54,8 @@ OWN = {  # what opens files otherwise, and why
     *("utils/memory.py", "utils/script.py", "utils/versions.py", "utils/script.py", "utils/config/recipes.py"),
     *("utils/bounded.py", "utils/threads.py", "training/base/monitors.py"),
     "commands/train.py",  # takes the lock
+    # the plan and what the runs themselves wrote
+    *("commands/planning/networks.py", "commands/planning/replan.py", "commands/planning/steps.py"),
 }
 OPENERS = {
     *("open", "fdopen", "read_bytes", "read_text", "fromfile", "load_file", "safe_open", "open_memmap", "imread"),

@@ -21,7 +21,7 @@ def test_a_file_is_held_alone_and_a_file_system_without_locks_is_told(tmp_path, 
         monkeypatch.setattr(fcntl, "flock", none)
         assert hold(second)
     assert capsys.readouterr().err == (
-        "warning: no file can be locked (No locks available): run one process alone here\n"
+        "warning: files cannot be locked (No locks available): run only one process in this folder\n"
     )
 
 

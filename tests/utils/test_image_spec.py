@@ -76,7 +76,7 @@ def test_8_bits_are_to_the_bit_what_they_were() -> None:
     assert torch.equal(spec.to_float(images), images.float().div_(127.5).sub_(1))
     outside = torch.linspace(-1.5, 1.5, 10_000).reshape(1, 1, 100, 100)
     assert torch.equal(spec.from_float(outside), (outside * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8))
-    assert spec.shown(images) is images
+    assert spec.to_uint8(images) is images
     assert spec.plain
     assert spec.pixel_format is None
 

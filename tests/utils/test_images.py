@@ -14,6 +14,7 @@ from duetgan.data.packing.inspect import save_grid
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.images import save_confusion
 from duetgan.utils import images as fonts
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import PADDING, grid, save_captioned, save_png, save_rows, save_table
 from duetgan.utils.text import columns, decimal, shorten
 from tests.data.conftest import sample_images
@@ -21,6 +22,17 @@ from tests.data.conftest import sample_images
 
 def numbered(n, channels=1, height=2, width=3):
     return torch.arange(n * channels * height * width, dtype=torch.uint8).view(n, channels, height, width)
+
+
+def test_a_grid_of_rows_shows_the_visible_images(tmp_path):
+    """Of 16 bits: their range is black to white."""
+    spec = ImageSpec(1, 8, 8, depth="uint16", low=1000, high=3000)
+    values = torch.tensor([1000, 2000, 3000], dtype=torch.uint16)
+    rows = [value.expand(1, 8, 8) for value in values]
+    save_rows([rows], tmp_path / "x.png", columns=3, spec=spec)
+    pixels = np.asarray(Image.open(tmp_path / "x.png").convert("L"))
+    assert {0, 255} <= set(np.unique(pixels))
+    assert any(126 <= value <= 129 for value in np.unique(pixels))
 
 
 def test_rows_run_left_to_right_and_empty_places_are_white():
@@ -139,7 +151,7 @@ CAT = "\u732b"
 
 @pytest.fixture
 def only_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {fonts.OWN: fonts._paths()[fonts.OWN]}
+    own = {fonts.DEFAULT_FONT: fonts._paths()[fonts.DEFAULT_FONT]}
     monkeypatch.setattr(fonts, "_paths", lambda: own)
 
 
@@ -153,15 +165,15 @@ def test_what_no_font_has_is_written_as_its_number(only_own: None) -> None:
 
 
 def test_an_installed_font_is_taken_for_letters_that_ours_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = fonts._paths() | {"Noto Sans CJK SC": fonts._paths()[fonts.OWN]}
+    paths = fonts._paths() | {"Noto Sans CJK SC": fonts._paths()[fonts.DEFAULT_FONT]}
     monkeypatch.setattr(fonts, "_paths", lambda: paths)
     latin = frozenset(map(ord, "abc "))
-    letters = {fonts.OWN: latin | {ord("é")}, "Noto Sans CJK SC": latin | {ord(CAT)}}
+    letters = {fonts.DEFAULT_FONT: latin | {ord("é")}, "Noto Sans CJK SC": latin | {ord(CAT)}}
     monkeypatch.setattr(fonts, "_letters", letters.__getitem__)
     chosen: list[str] = []
     monkeypatch.setattr(fonts, "_font", lambda name, size: chosen.append(name))
     assert [fonts.legible(text, 9)[0] for text in ("abc", f"a{CAT}", f"é{CAT}")] == ["abc", f"a{CAT}", "é\\u732b"]
-    assert chosen == [fonts.OWN, "Noto Sans CJK SC", fonts.OWN]  # no single font has é and the cat
+    assert chosen == [fonts.DEFAULT_FONT, "Noto Sans CJK SC", fonts.DEFAULT_FONT]  # no single font has é and the cat
     assert fonts.drawable(f"é{CAT}") == f"é{CAT}"  # matplotlib takes each letter from another
 
 

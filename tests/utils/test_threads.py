@@ -33,29 +33,29 @@ def clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """`cores(all, usable)`: the machine's, and those of this process, in which torch begins with as many threads."""
-    monkeypatch.delenv(threads.GIVEN)
+    monkeypatch.delenv(threads.THREADS_VARIABLE)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     def set_to(machine: int, usable: int) -> None:
         monkeypatch.setattr("os.cpu_count", lambda: machine)
-        monkeypatch.setattr(threads, "most", lambda: usable)
+        monkeypatch.setattr(threads, "max_threads", lambda: usable)
 
     return set_to
 
 
 def test_others_are_what_was_busy_but_for_this_process(clocks):
     clocks(10.0, own=3.0, user=100.0)
-    load = threads.Load()
+    load = threads.ProgramLoad()
     clocks(12.0, own=5.0, user=103.0, system=1.0)  # of 4 s on the cores 2 are its own
-    assert load.others() == pytest.approx(1.0)
+    assert load.busy_cores() == pytest.approx(1.0)
     clocks(12.05, own=5.0, user=200.0)  # too soon to tell
-    assert load.others() == pytest.approx(1.0)
+    assert load.busy_cores() == pytest.approx(1.0)
     clocks(14.0, own=7.5, user=103.0, system=1.0, stolen=0.5)  # its own time is told earlier than all cores'
-    assert load.others() == 0.0
+    assert load.busy_cores() == 0.0
     clocks(16.0, own=7.5, user=103.0, system=1.0, stolen=3.5)  # what the host takes from a virtual machine
-    assert load.others() == pytest.approx(1.5)
+    assert load.busy_cores() == pytest.approx(1.5)
     threads.STAT.unlink()  # a system that does not tell
-    assert threads.Load().others() == 0.0
+    assert threads.ProgramLoad().busy_cores() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_as_many_threads_as_others_leave_cores(cores, machine, usable, others, f
 def test_given_numbers_and_shares_of_a_machine_stay(cores, monkeypatch):
     cores(8, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the other rank is no other program
-    assert (threads.free(), threads.fitting(7.0)) == (False, 4)
+    assert (threads.is_adjustable(), threads.fitting(7.0)) == (False, 4)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert (threads.free(), threads.fitting(7.0)) == (True, 1)
-    monkeypatch.setenv(threads.GIVEN, "4")
-    assert (threads.free(), threads.fitting(7.0)) == (False, 4)
+    assert (threads.is_adjustable(), threads.fitting(7.0)) == (True, 1)
+    monkeypatch.setenv(threads.THREADS_VARIABLE, "4")
+    assert (threads.is_adjustable(), threads.fitting(7.0)) == (False, 4)
 
 
 def test_a_script_settles_and_a_librarys_caller_keeps_its_own(cores, monkeypatch):
@@ -93,8 +93,8 @@ def test_a_script_settles_and_a_librarys_caller_keeps_its_own(cores, monkeypatch
     monkeypatch.setattr(threads, "_since_start", None)
     threads.settle()
     assert asked == []
-    threads.begin()
-    monkeypatch.setattr(threads, "seen", lambda: 5.0)
+    threads.start_measuring()
+    monkeypatch.setattr(threads, "busy_since_start", lambda: 5.0)
     threads.settle()
     assert asked == [3]
 
@@ -103,7 +103,7 @@ MOST = """
 from pathlib import Path
 from duetgan.utils import memory, threads
 memory.CGROUP = Path({!r})
-print(threads.most())
+print(threads.max_threads())
 """
 IGNORED = "import tests.conftest, signal; print(*map(signal.getsignal, (signal.SIGINT, signal.SIGHUP)))"
 
@@ -119,7 +119,7 @@ def test_a_containers_quota_counts_and_not_the_hosts_cores(tmp_path, monkeypatch
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.delenv(threads.GIVEN)
+    monkeypatch.delenv(threads.THREADS_VARIABLE)
     assert memory.cores() == 1
     code = MOST.format(str(tmp_path))
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"1\n"

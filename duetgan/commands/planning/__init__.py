@@ -1,3 +1,1 @@
-"""What the quickstart decides before it starts: it looks at the images, measures the machine,
-chooses and says why.
-"""
+"""The quickstart's plan: it surveys the images, measures the machine, and chooses settings."""

@@ -1,4 +1,4 @@
-"""What a plan is made for: the images, and the machine."""
+"""The inputs of a plan: a survey of the images, and the machine's speed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,36 +7,43 @@ from duetgan.utils.config.model import Stored
 
 
 class Survey(Stored):
-    """What is known of a source of images."""
+    """A summary of a source of images."""
 
     source: str  # as the user named it
-    options: list[str] = []  # of a table: its columns
-    count: int  # images for training, the held-out ones included where they are not apart
+    options: list[str] = []  # options that describe a table's columns
+    count: int  # training images, and held-out ones unless the source has them separately
     held_out: int  # images of the source's own held-out part; 0: it has none
-    unlabelled: int = 0  # images in a folder of that name, not counted above
+    unlabelled: int = 0  # images in a folder of that name, not in `count`
     classes: int  # 0: unlabelled
     smallest_class: int  # images
     largest_class: int
-    side: int  # px: median of the shorter sides of the images looked at
-    oblong: float = 0.0  # share of those that are far from square
-    channels: int  # 1: all of those are grey
-    transparent: bool  # whether some have an alpha channel
-    deep: bool = False  # whether some have more than 8 bits
-    unreadable: str  # the first that cannot be read, or empty
-    seconds: float  # reading and decoding one image
+    side: int  # px: median of the shorter sides of the decoded images
+    oblong: float = 0.0  # fraction of the decoded images that are far from square
+    channels: int  # 1: all decoded images are grey
+    transparent: bool  # True if some have an alpha channel
+    deep: bool = False  # True if some have more than 8 bits
+    unreadable: str  # the first image that cannot be read, or empty
+    seconds: float  # to read and decode one image
 
     def text(self) -> str:
-        most = f" to {self.largest_class:,}" if self.largest_class > self.smallest_class else ""
-        several = f"{self.classes} classes of {self.smallest_class:,}{most}"
-        kind = {0: "no labels", 1: "one class"}.get(self.classes, several)
-        apart = f", and {self.held_out:,} held out" if self.held_out else ""
-        kind += f", and {self.unlabelled:,} without labels" if self.unlabelled else ""
-        lost = (
-            ", some transparent (put on white)" * self.transparent
-            + ", some of 16 bits (cut to 8)" * self.deep
-        )
-        colour = "grey" if self.channels == 1 else "colour"
-        return f"{self.count:,} images{apart}, {kind}, about {self.side} px, {colour}{lost}"
+        """Return the summary as a line for people."""
+        text = f"{self.count:,} images"
+        if self.held_out:
+            text += f", and {self.held_out:,} held out"
+        if self.classes > 1:
+            text += f", {self.classes} classes of {self.smallest_class:,}"
+            if self.largest_class > self.smallest_class:
+                text += f" to {self.largest_class:,}"
+        else:
+            text += ", one class" if self.classes else ", no labels"
+        if self.unlabelled:
+            text += f", and {self.unlabelled:,} without labels"
+        text += f", about {self.side} px, {'grey' if self.channels == 1 else 'colour'}"
+        if self.transparent:
+            text += ", some transparent (put on white)"
+        if self.deep:
+            text += ", some of 16 bits (reduced to 8)"
+        return text
 
 
 class Speed(NamedTuple):
@@ -45,22 +52,22 @@ class Speed(NamedTuple):
 
 
 class Weights(NamedTuple):
+    """A file of ImageNet weights and the network that it belongs to."""
+
     file: str
     network: str
-    he_strides: bool  # its stride of 2 is where He's is
+    he_strides: bool  # the stride of 2 is in the first convolution of a block, as in He's network
 
 
 class Machine:
-    """The machine that a plan is for. This one is not measured: for `--quick`, where lengths do not
-    matter.
-    """
+    """The machine that a plan is for, not measured; for `--quick`, where lengths do not matter."""
 
-    start = 0.0  # seconds that training and evaluating take before their work and after it
+    start = 0.0  # seconds that each training and evaluation takes in addition to its work
     cores = 1
-    weights: Sequence[Weights] = ()  # of ImageNet, that are at hand
-    # images through ResNet-50 for the distance; 0: there are no weights for it
+    weights: Sequence[Weights] = ()  # ImageNet weights on this machine
+    # images/s through ResNet-50 for the Frechet distance; 0: its weights are missing
     features_per_second = 0.0
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
-        """How fast the recipe trains on such images of `side` px."""
+        """Return the training speed of a recipe on such images of `side` px."""
         return Speed("auto", 1000.0)

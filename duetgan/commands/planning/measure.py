@@ -1,8 +1,7 @@
-"""Look at the images, measure this machine, and make the plan of a quickstart: `duet
-quickstart-plan SOURCE --out F`.
+"""Survey the images, measure this machine, and make the plan of a quickstart.
 
-A process of its own, so that the memory of the networks that are measured is free again before
-anything is trained.
+The command is `duet quickstart-plan SOURCE --out F`. It runs in a process of its own, so that the
+memory of the measured networks is free before training begins.
 """
 
 import functools
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -31,15 +29,15 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.text import columns, duration
 
-LOOKED_AT = 200  # images that are decoded, evenly spaced
-SQUARE = 0.8  # shorter side over the longer: below, a square crop takes more than a fifth
-FEWEST = 10  # images; with fewer nothing can be learnt and held out
-NOISE = 64  # images of the files that speeds are measured on
-# of torch's cache: compared at most; bytes of a file, such as ResNet-50's
-NETWORKS, SMALL = 3, 125_000_000
-# its features are those of the Frechet distance, too
+DECODED = 200  # images to decode, evenly spaced
+SQUARE = 0.8  # shorter side / longer side; below it a square crop removes more than a fifth
+FEWEST = 10  # images; fewer cannot be split into training and held-out images
+NOISE = 64  # images per file of noise, on which speeds are measured
+NETWORKS = 3  # networks in torch's cache to compare, at most
+SMALL = 125_000_000  # bytes of their files, at most; ResNet-50's is smaller
+# ResNet-50's features are also those of the Frechet distance.
 DEFAULT_NETWORK, DEFAULT_WEIGHTS = "resnet50", "IMAGENET1K_V1"
-# seconds that a command takes after its work: the last checkpoint, curves, the report
+# Seconds that a command takes after its work: the last checkpoint, curves, the report.
 CLOSING = 4.0
 
 
@@ -47,34 +45,35 @@ CLOSING = 4.0
 
 
 def survey(spec: str, options: Namespace | None = None) -> Survey:
-    """Look at what `spec` names (see `data.sources.open_source`). Raises UserError where nothing
-    can be made of it.
+    """Return a survey of the images that `spec` names (see `data.sources.open_source`).
+
+    Raises UserError if they are unsuitable.
     """
     chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
     with open_source(spec, **chosen) as source:
         count = len(source)
         if count < FEWEST:
             raise UserError(f"{spec}: holds {count} images; give {FEWEST} or more")
-        if source.sets is not None:
+        if source.label_sets is not None:
             raise UserError(
                 f"{spec}: its images have several labels; pack them, and train with --loss.kind bce"
             )
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
-        rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
-        # what an image is, its sides, whether all of it is grey
-        seen: list[tuple[ImageSpec, list[int], bool]] = []
+        rows = np.unique(np.linspace(0, count - 1, DECODED).astype(int)).tolist()
+        # each image's format, its sorted sides, True if it is grey
+        decoded: list[tuple[ImageSpec, list[int], bool]] = []
         unreadable = ""
         for row in rows:
             try:
                 content = source.content(row)
-                what, pixels = kind(content), decode_image(content, ImageSpec(3, 0, 0))
-                seen.append(
-                    (what, sorted(pixels.shape[:2]), bool((pixels == pixels[..., :1]).all()))
-                )
+                image_spec = kind(content)
+                pixels = decode_image(content, ImageSpec(3, 0, 0))
+                is_grey = bool((pixels == pixels[..., :1]).all())
+                decoded.append((image_spec, sorted(pixels.shape[:2]), is_grey))
             except ImageError as error:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"
-        if not seen:
+        if not decoded:
             raise UserError(
                 f"{source.name}: none of its images can be read; the first: {unreadable}: give image files"
             )
@@ -82,7 +81,7 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         held_out = 0
         if first_of("test", source.splits):
             with open_source(spec, split="test", **chosen) as test:
-                # else a part that is to be named: nothing to evaluate with
+                # A test part without labels cannot evaluate a classifier.
                 if test.classes or not source.classes:
                     require_same_classes(
                         f"{spec}, its test part", test.classes, "the training part", source.classes
@@ -92,7 +91,7 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
             raise UserError(
                 f"{spec}: each class has one image; give two or more of some, for one to be held out"
             )
-    kinds, sides, grey = zip(*seen, strict=True)
+    specs, sides, grey = zip(*decoded, strict=True)
     return Survey(
         source=spec,
         options=table_words(options) if options else [],
@@ -105,8 +104,8 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         side=int(median(shorter for shorter, _ in sides)),
         oblong=sum(shorter < SQUARE * longer for shorter, longer in sides) / len(sides),
         channels=1 if all(grey) else 3,
-        transparent=any(each.alpha for each in kinds),
-        deep=any(each.deep for each in kinds),
+        transparent=any(image_spec.alpha for image_spec in specs),
+        deep=any(image_spec.deep for image_spec in specs),
         unreadable=unreadable,
         seconds=seconds,
     )
@@ -116,22 +115,29 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
 
 
 class ThisMachine(Machine):
-    """What was measured once is known."""
+    """This machine, whose speeds are measured once and then remembered.
+
+    Args:
+        folder: folder for files of noise.
+        weights: files that the user has given.
+        tuning: True if pretrained weights may be used.
+        side: side of the images in px.
+    """
 
     def __init__(
         self, folder: Path, weights: Sequence[str], *, tuning: bool, side: int = 64
     ) -> None:
-        """Args: `folder` for files of noise; `weights` as given by the user; `tuning`: whether they
-        may be used; `side` of the images in px.
-        """
         started = time.perf_counter()
         import duetgan.metrics.features.extractors
         import duetgan.training.engine.speed  # noqa: F401
 
         self.start = 2 * (time.perf_counter() - started) + CLOSING
-        self.folder, self.cores = folder, cores()
+        self.folder = folder
+        self.cores = cores()
         self.weights = weights_at_hand(weights) if tuning else ()
-        self.side, self._known, self._labels = side, dict[tuple[Any, ...], Speed](), list[str]()
+        self.side = side
+        self._speeds: dict[tuple[object, ...], Speed] = {}
+        self._labels: list[str] = []
 
     @functools.cached_property
     def features_per_second(self) -> float:  # type: ignore[override]
@@ -150,35 +156,34 @@ class ThisMachine(Machine):
         return len(images) / (time.perf_counter() - started)
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
-        """Train a few steps on noise of that shape."""
+        """Measure the speed of a few training steps on noise of that shape, and print it."""
         from duetgan.training.engine.speed import measure_recipe, times
 
         key = (config, *overrides, side, images.channels, images.classes)
-        if key not in self._known:
+        if key not in self._speeds:
             noise = str(self._noise(side, images.channels, images.classes))
             data = ["--data.path", noise, "--data.val-path", "null"]
             data += ["--unlabelled.path", noise] if config == FEW_LABELS else []
-            if "--model.weights" in overrides:  # as fast without them
+            if "--model.weights" in overrides:  # noise trains as fast without them
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
-            self._known[key] = Speed(measured.precision, measured.images_per_second)
-            compared = (
-                f" ({times(measured.ratio)} the speed of the other precision)"
-                if measured.ratio
-                else ""
-            )
-            text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
-            base, name = map(
-                dict(pairwise(overrides)).get, ("--generator.channel-base", "--model.name")
-            )
-            what = f", {int(base) // side} channels" if base else f", {name}" if name else ""
-            what += ", head alone" if HEAD_ALONE in overrides else ""
-            label = f"{Path(config).stem}, {side} px{what}"
-            again = sum(each == label for each in self._labels)
+            self._speeds[key] = Speed(measured.precision, measured.images_per_second)
+            text = f"training at {measured.images_per_second:,.0f} images/s in {measured.precision}"
+            if measured.ratio:
+                text += f" ({times(measured.ratio)} the speed of the other precision)"
+            label = f"{Path(config).stem}, {side} px"
+            options = dict(pairwise(overrides))
+            if base := options.get("--generator.channel-base"):
+                label += f", {int(base) // side} channels"
+            elif name := options.get("--model.name"):
+                label += f", {name}"
+            if HEAD_ALONE in overrides:
+                label += ", only the head"
             self._labels.append(label)
-            what += f", variant {again + 1}" if again else ""
-            print(f"  {Path(config).stem}, {side} px{what}: {text}", flush=True)
-        return self._known[key]
+            if (variants := self._labels.count(label)) > 1:
+                label += f", variant {variants}"
+            print(f"  {label}: {text}", flush=True)
+        return self._speeds[key]
 
     def _noise(self, side: int, channels: int, classes: int) -> Path:
         from duetgan.data.records import pack_arrays
@@ -194,80 +199,81 @@ class ThisMachine(Machine):
         return file
 
 
-def weights_at_hand(given: Sequence[str]) -> list[Weights]:
+def weights_at_hand(requested: Sequence[str]) -> list[Weights]:
     """Return ImageNet weights for fine-tuning.
 
-    The given files, else what `find_weights` finds, then of torchvision's own in torch's cache the
-    SMALL ones, the best on ImageNet first, NETWORKS in all. If there are none, torchvision's of
-    DEFAULT_NETWORK are downloaded; without a network the reason is printed. Raises UserError for a
-    given file that is no known network's.
+    These are the requested files. If there are none, these are the file of `find_weights` and files
+    of torchvision in torch's cache up to SMALL bytes, best on ImageNet first, NETWORKS in all. If
+    there are none either, torchvision's weights of DEFAULT_NETWORK are downloaded; without a
+    network the reason is printed. Raises UserError for a requested file of an unknown network.
     """
     from torchvision.models import get_model_weights
 
     from duetgan.metrics.features.extractors import find_weights
     from duetgan.models.registry import BACKBONES
     from duetgan.models.weights import (
+        cached_weights,
         missing_published,
         network_of,
-        published_at_hand,
         read_state_dict,
     )
 
     def accuracy(name: str) -> float:
-        return max(
-            each.meta["_metrics"]["ImageNet-1K"]["acc@1"] for each in get_model_weights(name)
-        )
+        versions = get_model_weights(name)
+        return max(version.meta["_metrics"]["ImageNet-1K"]["acc@1"] for version in versions)
 
-    files = [find_weights(file) for file in given] or [find_weights(None)]
-    if not given:
-        cached = {name: file for name in BACKBONES if (file := published_at_hand(name))}
+    files = [find_weights(file) for file in requested] or [find_weights(None)]
+    if not requested:
+        cached = {name: file for name in BACKBONES if (file := cached_weights(name))}
         small = [name for name, file in cached.items() if file.stat().st_size < SMALL]
         files += [cached[name] for name in sorted(small, key=accuracy, reverse=True)]
     if not any(files):
         url = get_model_weights(DEFAULT_NETWORK)[DEFAULT_WEIGHTS].url
-        if why := missing_published(url, f"torchvision's {DEFAULT_NETWORK} {DEFAULT_WEIGHTS}"):
+        if reason := missing_published(url, f"torchvision's {DEFAULT_NETWORK} {DEFAULT_WEIGHTS}"):
             print(
-                f"training the classifier from scratch, because {why}, or give --weights FILE",
+                f"training the classifier from scratch, because {reason}, or give --weights FILE",
                 flush=True,
             )
-        files = [published_at_hand(DEFAULT_NETWORK)]
-    found: list[Weights] = []
+        files = [cached_weights(DEFAULT_NETWORK)]
+    weights: list[Weights] = []
     for file in filter(None, files):
-        state, about = read_state_dict(file)
+        state, metadata = read_state_dict(file)
         if (name := network_of(state)) is None:
             raise UserError(
                 f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none"
             )
-        if given or name not in [each.network for each in found]:
-            found.append(Weights(str(file), name, about.get("stride", "").startswith("conv1")))
-    return found[: len(given) or NETWORKS]
+        if requested or name not in [weight.network for weight in weights]:
+            he_strides = metadata.get("stride", "").startswith("conv1")
+            weights.append(Weights(str(file), name, he_strides))
+    return weights[: len(requested) or NETWORKS]
 
 
 # --- the plan
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The plan for a person, but for the images: what and why, the lengths, and how long each part
-    takes.
+    """Return the plan for people, without the images: choices with reasons, lengths, expected
+    times.
     """
     if plan.quick:
-        return [*plan.notes, "a few steps of each only (--quick)"]
+        return [*plan.notes, "only a few training steps of each (--quick)"]
     lines = list(plan.notes)
     for task, training in plan.trainings.items():
         images = plan.training_images + plan.survey.unlabelled * (task == "gan" and plan.pooled)
-        seen = training.steps * training.batch_size / images
+        epochs = training.steps * training.batch_size / images
         lines.append(
-            f"{'GAN' if task == 'gan' else task}: {training.steps:,} steps of {training.batch_size} images, each image "
-            f"seen {seen:,.1f} times, at {training.images_per_second:,.0f} images/s in {training.precision}"
+            f"{'GAN' if task == 'gan' else task}: {training.steps:,} steps of "
+            f"{training.batch_size} images, each image seen {epochs:,.1f} times, "
+            f"at {training.images_per_second:,.0f} images/s in {training.precision}"
         )
     rows = [(name, duration(seconds)) for name, seconds in plan.seconds.items()]
     end = time.strftime("%H:%M", time.localtime(time.time() + plan.total))
     rows.append(
-        ("in all", f"{duration(plan.total)} of --minutes {plan.minutes:g}, until about {end}")
+        ("in total", f"{duration(plan.total)} of --minutes {plan.minutes:g}, until about {end}")
     )
     return [
         *lines,
-        "this will take here:",
+        "expected time on this machine:",
         *(f"  {line}" for line in columns(rows, "<").splitlines()),
     ]
 
@@ -279,26 +285,26 @@ def make_plan(
     quick: bool,
     options: Namespace | None = None,
 ) -> Plan:
-    """Look at the images, measure, choose. Raises UserError."""
+    """Survey the images, measure the machine, and choose. Raises UserError."""
     images = survey(source, options)
     print(f"images: {images.text()}", flush=True)
     if quick:
-        machine = Machine()
-        machine.weights = weights_at_hand(weights) if weights else ()
-        return choose(images, machine, minutes=minutes, quick=True)
+        unmeasured = Machine()
+        unmeasured.weights = weights_at_hand(weights) if weights else ()
+        return choose(images, unmeasured, minutes=minutes, quick=True)
     print("measuring this machine:", flush=True)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         tuning = bool(weights) or source != "sample"
         tuning = tuning and images.classes > 1
-        here = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
-        others = threads.seen()  # since this process began
-        choose(images, here, minutes=minutes)  # measures
-        plan = choose(images, here, minutes=minutes, spent=time.perf_counter() - begun)
-    if others > threads.ROOM:
+        machine = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
+        busy_cores = threads.busy_since_start()
+        choose(images, machine, minutes=minutes)  # measures the speeds that a plan needs
+        plan = choose(images, machine, minutes=minutes, spent=time.perf_counter() - start)
+    if busy_cores > threads.TOLERATED_LOAD:
         plan.notes.append(
-            f"{threads.others_text(others)}: the plan reckons with the rest; for a longer training stop them, remove "
-            "this folder and start again"
+            f"{threads.load_text(busy_cores)}: the plan uses the remaining cores; for more training steps "
+            "stop these programs, remove this folder and start again"
         )
     return plan
 
@@ -306,9 +312,9 @@ def make_plan(
 def main(argv: list[str]) -> None:
     parser = Parser(
         prog="duet quickstart-plan",
-        description="Look at images, measure this machine, make a plan.",
+        description="Survey images, measure this machine, and make a plan.",
     )
-    parser.add_argument("source")
+    parser.add_argument("source", help="folder, zip or table of images")
     add_table_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
     parser.add_argument("--minutes", type=number(float, 1), default=15.0)

@@ -1,6 +1,8 @@
-"""Which of several pretrained networks suits the images: `duet quickstart-networks plan.json
-TRAIN.lmdb` leaves that one in the plan. Only training images are looked at, so that no held-out one
-takes part in the choice.
+"""Choose the pretrained network that suits the images: `duet quickstart-networks plan.json
+TRAIN.lmdb`.
+
+The plan then has this network alone. Only training images are used, so that the choice does not
+depend on held-out ones.
 """
 
 import json
@@ -19,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def look(training: Training, images: Path) -> tuple[float, int]:
-    """Accuracy of a regression on the network's features of some images, by cross-validation, and
-    their number.
+    """Return the cross-validated accuracy of a regression on the network's features, and its number
+    of images.
     """
     from duetgan.training.base.data import open_training
-    from duetgan.training.classifier.probe import A_CLASS, alike
+    from duetgan.training.classifier.probe import PREVIEW_PER_CLASS, look_alike_groups
     from duetgan.training.classifier.task import ClassifierTask
     from duetgan.training.engine.tasks import build_run_config
     from duetgan.utils.config.yaml_files import read_yaml
@@ -36,26 +38,29 @@ def look(training: Training, images: Path) -> tuple[float, int]:
     )
     with open_training(config.data) as reader:
         task = ClassifierTask(config, reader, None, choose_device(None))
-        number = max(LOOK, A_CLASS * len(reader.meta.classes))
-        some = np.sort(numpy_generator(0, "probe", "look").permutation(len(reader))[:number])
-        return task.look(some, alike(reader)).accuracy, len(some)
+        number = max(LOOK, PREVIEW_PER_CLASS * len(reader.meta.classes))
+        rows = np.sort(numpy_generator(0, "probe", "look").permutation(len(reader))[:number])
+        return task.probe_subset(rows, look_alike_groups(reader)).accuracy, len(rows)
 
 
 def main(argv: list[str]) -> None:
     parser = Parser(
-        prog="duet quickstart-networks", description="Take the network that suits the images best."
+        prog="duet quickstart-networks",
+        description="Choose the pretrained network that suits the images best.",
     )
     parser.add_argument("plan", type=Path, metavar="plan.json")
     parser.add_argument("images", type=Path, metavar="TRAIN.lmdb")
     options = parser.parse_args(argv)
     plan = Plan.read(json.loads(options.plan.read_text()), "plan")
-    found, images = {}, 0
+    accuracies = {}
+    images = 0
     for training in plan.choices:
-        found[training.weights], images = look(training, options.images)
+        accuracy, images = look(training, options.images)
+        accuracies[training.weights] = accuracy
         print(
-            f"{training.weights}: accuracy {found[training.weights]:.3f} by a regression on {images:,} images",
+            f"{training.weights}: accuracy {accuracy:.3f} by a regression on {images:,} images",
             flush=True,
         )
-    plan = settled(plan, found, images)
+    plan = settled(plan, accuracies, images)
     print(f"classifier: {plan.classifier.why}" if plan.classifier else "", flush=True)
     write_atomic(options.plan, as_json(plan.model_dump()))

@@ -1,6 +1,4 @@
-"""Sizes that the quickstart chooses from: of GANs, with the work of one of their images, and behind
-frozen stages.
-"""
+"""Sizes that the quickstart chooses from: of GANs, and of a classifier behind frozen stages."""
 
 import math
 from typing import NamedTuple
@@ -12,11 +10,11 @@ class Size(NamedTuple):
     """A GAN's size, and the images it must see before its samples can be recognised."""
 
     side: int  # px
-    channel_base: int  # channels at a resolution: base / resolution, channel_max at most
+    channel_base: int  # channels at a resolution: base / resolution, at most channel_max
     channel_max: int
     kimg: int  # thousand images, at least
-    most: int  # thousand images after which more no longer shows
-    # thousand images, at least, from START's networks; 0: they are not of this size
+    most: int  # thousand images after which more training makes no visible difference
+    # thousand images, at least, if training starts from START; 0: START has another size
     started: int = 0
 
 
@@ -31,49 +29,54 @@ SIZES = (
 )
 
 WIDTHS = (512, 1024, 2048)  # channel_base at 32 px
-# images up to which gan_32_pairs keeps Muon, which is better than Adam after 155,000, worse after
-# 640,000, not tried in between (docs/measurements/small-gan-recipe.md#muon-for-filters)
+# Images up to which gan_32_pairs keeps Muon. It is better than Adam after 155,000 images and worse
+# after 640,000; the range between was not tried
+# (docs/measurements/small-gan-recipe.md#muon-for-filters)
 MUON = 200_000
 
-# behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains,
-# else the head alone
+# Training behind frozen stages: input size in px, and views per image. With two views (mirrored)
+# the last stage is trained, otherwise only the head.
 LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
-# of a ResNet's head alone: better than means, until the last stage trains
+# Options of a ResNet whose head alone is trained: better than pooled means
 # (docs/measurements/folders.md)
 READOUT = ["--model.head", "readout", "--model.readout-stages", "2", "--model.readout-parts", "1"]
 
 
 def work(size: Size) -> float:
-    """Work of one image in relation to other sizes: products of the convolutions, and the pixels
-    for all else.
-    """
+    """Return the relative work of one image: products of the convolutions, plus a term per pixel."""
     sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
     channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
     return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
 
 
 def nearness(size: Size, images: float) -> float:
-    """The larger, the smaller is the distance expected after so many images at 32 px: 1.82 + 2,280
-    channels^-0.55 kimg^-1.00 times its floor
+    """Return a number that grows as the distance expected after `images` at 32 px shrinks.
+
+    The distance is 1.82 + 2,280 channels^-0.55 kimg^-1.00 times its floor
     (docs/measurements/small-gan-recipe.md#width-and-time).
     """
     return (size.channel_base // size.side) ** 0.55 * images
 
 
 def side_for(side: int, most: int) -> int:
-    """A power of two near `side` px, from 16 to `most`: images are enlarged by less than half."""
+    """Return a power of two near `side` px, from 16 to `most`; images are enlarged by less than
+    half.
+    """
     return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
 
 
 def cadence(steps: int, seconds: float, *, evaluations: int) -> list[str]:
-    """How often a training evaluates and saves (every two minutes or so), and its length."""
-    every = max(1, math.ceil(steps / evaluations))
-    save = max(10, min(every, int(120 / seconds)))
+    """Return options for a training's length, evaluations, and saves about every two minutes.
+
+    `seconds` is the time of a step.
+    """
+    evaluation_interval = max(1, math.ceil(steps / evaluations))
+    save_interval = max(10, min(evaluation_interval, int(120 / seconds)))
     return [
         "--steps",
         str(steps),
         "--evaluation.every",
-        str(every),
+        str(evaluation_interval),
         "--checkpoint.every",
-        str(save),
+        str(save_interval),
     ]

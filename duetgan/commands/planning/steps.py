@@ -1,5 +1,6 @@
-"""The quickstart's steps by its plan: each one of Duet's own commands, printed before it runs; what
-is done is kept.
+"""Run the quickstart's plan: each step is one of Duet's commands, which is printed before it runs.
+
+Finished steps are not repeated at a later start.
 """
 
 import functools
@@ -21,228 +22,234 @@ from duetgan.utils.config.cli import table_words
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
-from duetgan.utils.runlog.run_folder import ended, runs_folder
+from duetgan.utils.runlog.run_folder import is_finished, runs_folder
 from duetgan.utils.script import child_environment, die_with_parent, python_arguments
 from duetgan.utils.text import duration, listed
 
 ROOT = Path(__file__).resolve().parents[3]
-CHECKOUT = (ROOT / "quickstart.py").is_file()  # else installed by pip
+CHECKOUT = (ROOT / "quickstart.py").is_file()  # False if Duet was installed by pip
 SAMPLE = "sample"
-# of --quick: enough to run every line, too few to learn anything
+# Training steps and images of --quick, which are too few to learn anything.
 QUICK_STEPS, QUICK_IMAGES = 12, 120
-WEEK = 7 * 24 * 60  # minutes that it may take at most
+WEEK = 7 * 24 * 60  # largest --minutes
 ANOTHER = "give another folder with --dir, or remove this one"
-STEADY = 0.02  # of the minutes: by less the parts before the GAN may differ from the plan
-SHARES = ("clipped_density", "clipped_coverage")
-# where they are there
-SURE = (*SHARES, *(f"{name}_interval" for name in ("recognised", "diversity_ratio", *SHARES)))
+STEADY = 0.02  # fraction of the minutes by which the parts before the GAN may differ from the plan
+CLIPPED_METRICS = ("clipped_density", "clipped_coverage")
+INTERVALS = ("recognised", "diversity_ratio", *CLIPPED_METRICS)
+# optional metrics of summary.json
+OPTIONAL_METRICS = (*CLIPPED_METRICS, *(f"{name}_interval" for name in INTERVALS))
 
 
 class Step(NamedTuple):
     name: str
-    command: list[str]  # of Duet, with its arguments
-    done: bool  # by an earlier start
+    command: list[str]  # a command of Duet with its arguments
+    done: bool  # True if an earlier start has done it
 
 
 class Quickstart:
-    """The steps, where they write, and how long each took (kept in timings.json over
-    interruptions).
+    """The steps of a plan. timings.json holds the time of each step, over interruptions.
+
+    Args:
+        folder: folder of the results.
+        new_images: images to classify at the end.
+
+    Raises UserError for new images if the plan has no classifier.
     """
 
-    def __init__(self, folder: Path, plan: Plan, new: Path | None = None) -> None:
-        """`new`: images that the classifier names in the end. Raises UserError where there is no
-        classifier.
-        """
-        if new is not None and plan.classifier is None:
+    def __init__(self, folder: Path, plan: Plan, new_images: Path | None = None) -> None:
+        if new_images is not None and plan.classifier is None:
             raise UserError(
                 "--predict: these images train no classifier; put them into a folder for each class"
             )
-        self.folder, self.plan, self.new = folder, plan, new
-        self.train, self.test, self.all = (
-            folder / "data" / f"{name}.lmdb" for name in ("train", "test", "all")
-        )
+        self.folder = folder
+        self.plan = plan
+        self.new_images = new_images
+        self.train = folder / "data" / "train.lmdb"
+        self.test = folder / "data" / "test.lmdb"
+        self.all = folder / "data" / "all.lmdb"
         file = folder / "timings.json"
-        planned = {"plan": {"seconds": plan.seconds.get("plan", 0.0), "done": True}}
-        self.timings: dict[str, dict[str, Any]] = (
-            json.loads(file.read_text()) if file.is_file() else planned
-        )
+        self.timings: dict[str, dict[str, Any]] = {
+            "plan": {"seconds": plan.seconds.get("plan", 0.0), "done": True}
+        }
+        if file.is_file():
+            self.timings = json.loads(file.read_text())
         self.commands: list[str] = []
 
     def run(self) -> int:
-        """Run every step; the first that fails ends it with its exit code."""
-        begun = {"plan"}  # parts of the plan
+        """Run every step; return the exit code of the first that fails, else 0."""
+        started = {"plan"}  # parts of the plan
         for step in self.steps():
             self.commands.append(typed(step.command))
-            part = next(
-                (part for part in self.plan.seconds if step.name.startswith(part)), ""
-            )  # packing may be two steps
-            left = {
-                name: seconds for name, seconds in self.plan.seconds.items() if name not in begun
-            }
-            begun.add(part)
-            seconds = 0.0 if self.plan.quick or step.done else left.pop(part, 0.0)
-            when = (
-                f": about {duration(seconds)}, then {duration(sum(left.values()))}"
-                if seconds
-                else ""
-            )
-            print(
-                f"\n{time.strftime('%H:%M:%S')} {step.name}{when}\n$ {self.commands[-1]}",
-                flush=True,
-            )
+            # Packing may be two steps of one part.
+            part = next((part for part in self.plan.seconds if step.name.startswith(part)), "")
+            planned = self.plan.seconds.items()
+            remaining = {name: seconds for name, seconds in planned if name not in started}
+            started.add(part)
+            line = f"{time.strftime('%H:%M:%S')} {step.name}"
+            seconds = 0.0 if self.plan.quick or step.done else remaining.pop(part, 0.0)
+            if seconds:
+                left = duration(sum(remaining.values()))
+                line += f": about {duration(seconds)}, then {left} for the other steps"
+            print(f"\n{line}\n$ {self.commands[-1]}", flush=True)
             if step.done:
                 print(f"{step.name}: already done", flush=True)
             elif code := self.timed(step):
-                stopped = code == EXIT_SIGNAL or code - 128 in obeyed_signals()
-                how = (
-                    f"{step.name} was stopped"
-                    if stopped
-                    else f"error: {step.name} ended with exit code {code}"
-                )
-                print(f"{how}; the same command resumes from here", file=sys.stderr)
+                message = f"error: {step.name} ended with exit code {code}"
+                if code == EXIT_SIGNAL or code - 128 in obeyed_signals():
+                    message = f"{step.name} was stopped"
+                print(f"{message}; the same command resumes from here", file=sys.stderr)
                 return code
         self.finish()
-        return 0 if self.new is None else self.name(self.new)
+        return 0 if self.new_images is None else self.predict(self.new_images)
 
-    def name(self, new: Path) -> int:
-        """Name new images; the exit code: 2 where some cannot be read, which leaves the others
-        their names.
-        """
-        command = ["predict", str(new), "--checkpoint", shown(self.folder / "classifier")]
-        files = {"--csv": "predictions.csv", "--errors": "unreadable.csv"}
-        command += [
-            word for option, name in files.items() for word in (option, shown(self.folder / name))
-        ]
+    def predict(self, images: Path) -> int:
+        """Classify new images; return the exit code, 2 if some images could not be read."""
+        command = ["predict", str(images), "--checkpoint", display_path(self.folder / "classifier")]
+        command += ["--csv", display_path(self.folder / "predictions.csv")]
+        command += ["--errors", display_path(self.folder / "unreadable.csv")]
         print(f"\n$ {typed(command)}", flush=True)
         return call(command)
 
     def steps(self) -> Iterator[Step]:
-        """The steps in order, one by one: whether a step is done already is looked up when its turn
+        """Yield the steps in order. Each step is checked for earlier completion when its turn
         comes.
         """
         yield from self.packing()
         if "compare networks" in self.plan.seconds:
             file = self.folder / "plan.json"
-            compare = ["quickstart-networks", shown(file), shown(self.train)]
+            compare = ["quickstart-networks", display_path(file), display_path(self.train)]
             yield Step("compare networks", compare, done=not self.plan.choices)
             self.plan = Plan.read(json.loads(file.read_text()))
         for task in self.plan.trainings:
             if task == "gan" and self.drifted():
-                yield Step("measure again", ["quickstart-replan", shown(self.folder)], done=False)
+                yield Step(
+                    "measure again", ["quickstart-replan", display_path(self.folder)], done=False
+                )
                 self.plan = Plan.read(json.loads((self.folder / "plan.json").read_text()))
-            yield Step(f"train {task}", self.training(task), ended(self.folder / task))
+            yield Step(f"train {task}", self.training(task), is_finished(self.folder / task))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
     def drifted(self) -> bool:
-        """Whether the GAN is still to begin, and the parts before it took another time than
-        planned.
+        """Return True if the parts before the GAN took another time than planned.
+
+        False if the GAN's training has begun.
         """
         plan = self.plan
         if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
             return False
         spent = spent_before_gan(plan, self.timings)
-        return (
-            abs(sum(spent.values()) - sum(plan.seconds[part] for part in spent))
-            > STEADY * 60 * plan.minutes
-        )
+        planned = sum(plan.seconds[part] for part in spent)
+        return abs(sum(spent.values()) - planned) > STEADY * 60 * plan.minutes
 
     def packing(self) -> Iterator[Step]:
-        """The commands that pack: both parts of a source that has them, or one that splits a part
-        off.
-        """
+        """Yield the steps that pack: both parts of a source, or one step that holds images out."""
         plan = self.plan
         images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
-        images += ["--pyramid", str(plan.smallest)] if plan.smallest < plan.size else []
-        skipped = [
-            "--on-error",
-            "skip",
-            "--max-skipped",
-            str((plan.survey.count + plan.survey.unlabelled) // 2),
-        ]
-        images += skipped if plan.survey.source != SAMPLE else []
+        if plan.smallest < plan.size:
+            images += ["--pyramid", str(plan.smallest)]
+        if plan.survey.source != SAMPLE:
+            max_skipped = (plan.survey.count + plan.survey.unlabelled) // 2
+            images += ["--on-error", "skip", "--max-skipped", str(max_skipped)]
         if plan.val_share is None:
             parts = [
                 (f"pack {file.stem}", [file], ["--split", file.stem])
                 for file in (self.train, self.test)
             ]
         else:
-            share = [
-                "--val-share",
-                f"{plan.val_share:g}",
-                "--val-dest",
-                shown(self.test),
-                *seeded(plan),
+            split = ["--val-share", f"{plan.val_share:g}", "--val-dest", display_path(self.test)]
+            parts = [("pack", [self.train, self.test], [*split, *seeded(plan)])]
+        if plan.pooled:
+            options = [
+                "--classes-from",
+                "none",
+                "--apart",
+                display_path(self.test),
+                "--no-duplicates",
             ]
-            parts = [("pack", [self.train, self.test], share)]
-        without = ["--classes-from", "none", "--apart", shown(self.test), "--no-duplicates"]
-        parts += [("pack all", [self.all], without)] if plan.pooled else []
+            parts.append(("pack all", [self.all], options))
         for name, files, options in parts:
             done = all(file.exists() and complete(file) for file in files)
             overwrite = ["--overwrite"] if not done and any(file.exists() for file in files) else []
-            pack = ["pack", plan.survey.source, shown(files[0]), *plan.survey.options, *images]
+            pack = [
+                "pack",
+                plan.survey.source,
+                display_path(files[0]),
+                *plan.survey.options,
+                *images,
+            ]
             yield Step(name, [*pack, *options, *overwrite], done)
 
     def training(self, task: str) -> list[str]:
         training = self.plan.trainings[task]
-        command = ["train", "--config", training.config, "--run-dir", shown(self.folder / task)]
+        command = [
+            "train",
+            "--config",
+            training.config,
+            "--run-dir",
+            display_path(self.folder / task),
+        ]
         images = self.all if task == "gan" and self.plan.pooled else self.train
         command += [
             "--data.path",
-            shown(images),
+            display_path(images),
             "--data.val-path",
-            shown(self.test),
+            display_path(self.test),
             *training.overrides,
         ]
         if task == "classifier" and self.plan.from_gan:
             command += [
                 "--model.weights",
-                shown(self.folder / "gan"),
+                display_path(self.folder / "gan"),
                 "--unlabelled.path",
-                shown(self.all),
+                display_path(self.all),
             ]
-        command += [*seeded(self.plan), "--threads", "adapt"]  # the minutes were promised
-        quick = ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
-        return command + (quick if self.plan.quick else [])
+        # Adapting the threads keeps the training close to its planned time on a busy machine.
+        command += [*seeded(self.plan), "--threads", "adapt"]
+        if self.plan.quick:
+            command += ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
+        return command
 
     def evaluation(self, task: str) -> list[str]:
-        """The command that evaluates a task, the GAN with the classifier as judge."""
+        """Return the command that evaluates a task; the classifier judges the GAN."""
         command = [
             "evaluate",
             "--checkpoint",
-            shown(self.folder / task),
+            display_path(self.folder / task),
             "--data",
-            shown(self.test),
+            display_path(self.test),
         ]
         command += ["--n", str(QUICK_IMAGES)] if self.plan.quick else []
         if task != "gan":
             return command
-        options, judged = self.plan.evaluation, self.plan.classifier and not self.plan.from_gan
+        options = self.plan.evaluation
+        has_judge = self.plan.classifier is not None and not self.plan.from_gan
         if self.plan.quick:
             options = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
-            options += [] if judged else ["--extractor", "pixels"]  # there may be no weights
-        if not judged:
+            if not has_judge:
+                options += ["--extractor", "pixels"]  # ResNet-50's weights may be missing
+        if not has_judge:
             return [*command, *options]
         run = self.folder / "classifier"
-        if not (why := unfit(run, self.test)):
-            return [*command, "--classifier", shown(run), *options]
-        print(f"the classifier does not judge the GAN: it {why}", flush=True)
-        options = [
-            f"classifier:{shown(run)}" if option == "classifier" else option for option in options
-        ]
-        return (
-            command
-            + ([] if "--extractor" in options else ["--extractor", f"classifier:{shown(run)}"])
-            + options
-        )
+        if not (reason := unfit(run, self.test)):
+            return [*command, "--classifier", display_path(run), *options]
+        print(f"the classifier does not judge the GAN: it {reason}", flush=True)
+        extractor = f"classifier:{display_path(run)}"
+        options = [extractor if option == "classifier" else option for option in options]
+        if "--extractor" not in options:
+            options = ["--extractor", extractor, *options]
+        return [*command, *options]
 
     def timed(self, step: Step) -> int:
-        """Run a step and note its time; the time of an interrupted step accumulates."""
-        before = self.timings.get(step.name, {"seconds": 0.0, "done": False})
-        # of a training that was killed
-        status = self.folder / step.name.removeprefix("train ") / "status.json"
-        noted = json.loads(status.read_text()).get("seconds", 0.0) if status.is_file() else 0.0
-        spent = 0.0 if before["done"] else max(before["seconds"], noted)
+        """Run a step and record its time, which accumulates over interruptions."""
+        previous = self.timings.get(step.name, {"seconds": 0.0, "done": False})
+        spent = 0.0
+        if not previous["done"]:
+            spent = previous["seconds"]
+            # A killed training has its time in its status alone.
+            status = self.folder / step.name.removeprefix("train ") / "status.json"
+            if status.is_file():
+                spent = max(spent, json.loads(status.read_text()).get("seconds", 0.0))
         start = time.monotonic()
         code = call(step.command)
         self.timings[step.name] = {
@@ -256,7 +263,7 @@ class Quickstart:
         from duetgan.reporting.report import write_quickstart_report
         from duetgan.utils.versions import environment
 
-        told = in_sentences(self.folder, self.plan)
+        sentences = in_sentences(self.folder, self.plan)
         seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
         timings = {name: step["seconds"] for name, step in self.timings.items()}
         summary = summarise(self.folder, self.plan, seconds) | {
@@ -270,42 +277,35 @@ class Quickstart:
             seconds=seconds,
             notes=[self.plan.survey.text(), *self.plan.notes],
             classifier=self.plan.classifier is not None,
-            answers=told,
+            answers=sentences,
         )
-        print("\n" + "\n".join(told))
-        print(
-            f"{duration(seconds)} in all"
-            + (f", {duration(self.plan.total)} expected" * (not self.plan.quick))
-        )
-        print(
-            f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)"
-        )
+        print("\n" + "\n".join(sentences))
+        expected = "" if self.plan.quick else f" ({duration(self.plan.total)} expected)"
+        print(f"total time: {duration(seconds)}{expected}")
+        print(f"summary: {display_path(self.folder / 'summary.json')}")
+        print(f"report:  {display_path(report)}  (open it in a browser)")
 
 
 def in_sentences(folder: Path, plan: Plan) -> list[str]:
-    """What the evaluations have found, of which images, and what to do next."""
+    """Return the results for people: the images, the answers of the evaluations, and the next step."""
     from duetgan.metrics.tables import credible
     from duetgan.reporting.answers import advice, answers
 
-    found = {
-        task: json.loads((folder / task / "eval" / "metrics.json").read_text())
-        for task in plan.trainings
-    }
-    classifier, gan, smallest = (
-        found.get("classifier", {}),
-        credible(found["gan"]),
-        plan.survey.smallest_class,
+    evaluations = read_evaluations(folder, plan)
+    classifier = evaluations.get("classifier", {})
+    gan = credible(evaluations["gan"])
+    smallest = plan.survey.smallest_class
+    weights: list[str] = []
+    if plan.classifier and plan.classifier.weights:
+        weights = ["--weights", plan.classifier.weights]
+    can_do_without = plan.training_images >= SCRATCH_FROM
+    longer = min(4 * plan.minutes, WEEK)
+    is_longest = plan.gan.most is not None and plan.gan.steps >= plan.gan.most
+    if plan.minutes == WEEK or is_longest:
+        longer = 0.0
+    next_step, options, suffix = advice(
+        classifier, longer, smallest, weights=bool(weights) or can_do_without
     )
-    weights = (
-        ["--weights", plan.classifier.weights]
-        if plan.classifier and plan.classifier.weights
-        else []
-    )
-    scratch = plan.training_images >= SCRATCH_FROM
-    ended = plan.minutes == WEEK or (plan.gan.most is not None and plan.gan.steps >= plan.gan.most)
-    longer = 0.0 if ended else min(4 * plan.minutes, WEEK)
-    what, options, suffix = advice(classifier, longer, smallest, weights=bool(weights) or scratch)
-    another = f"{shown(folder)}-{suffix}"
     command = [
         "quickstart",
         plan.survey.source,
@@ -314,53 +314,64 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
         *options,
         *seeded(plan),
     ]
-    command += ["--dir", another]
+    command += ["--dir", f"{display_path(folder)}-{suffix}"]
     packed = json.loads((folder / "gan" / "data.json").read_text())
-    left = (
-        plan.survey.count
-        + plan.survey.held_out
-        - sum(packed[role]["count"] for role in ("training", "held-out"))
-    )
-    left, why = (
-        left + plan.survey.unlabelled * plan.pooled,
-        " or look like held-out ones" * plan.pooled,
-    )
-    out = f"; {left:,} of them cannot be read{why} and are left out" if left else ""
+    omitted = plan.survey.count + plan.survey.held_out
+    omitted -= packed["training"]["count"] + packed["held-out"]["count"]
+    reason = "cannot be read"
+    if plan.pooled:
+        omitted += plan.survey.unlabelled
+        reason += " or look like held-out ones"
+    images = plan.survey.text()
+    if omitted:
+        images += f"; {omitted:,} of them {reason} and are left out"
     return [
-        f"{plan.survey.text()}{out}.",
+        f"{images}.",
         *answers(classifier, gan, smallest),
-        f"Next: {what}. $ {typed(command)}",
+        f"Next: {next_step}. $ {typed(command)}",
     ]
 
 
+def read_evaluations(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
+    evaluations = {}
+    for task in plan.trainings:
+        evaluations[task] = json.loads((folder / task / "eval" / "metrics.json").read_text())
+    return evaluations
+
+
 def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
-    """The figures of summary.json from both evaluations with their 95 % intervals, the distance the
-    first extractor's, and what was planned.
+    """Return the content of summary.json.
+
+    It has both evaluations with their 95 % intervals, the distance of the first extractor, and the
+    plan.
     """
     from duetgan.metrics.tables import credible
 
-    figures = {
-        task: json.loads((folder / task / "eval/metrics.json").read_text())
-        for task in plan.trainings
-    }
-    classifier, gan = figures.get("classifier"), credible(figures["gan"])
+    evaluations = read_evaluations(folder, plan)
+    classifier = evaluations.get("classifier")
+    gan = credible(evaluations["gan"])
     if classifier:
         names = {
             "accuracy": "accuracy",
             "interval": "accuracy_interval",
             "n": "n",
             "floor": "probe",
+            "majority_class_rate": "majority_class_rate",
         }
-        names["majority_class_rate"] = "majority_class_rate"
         classifier = {name: classifier.get(key) for name, key in names.items()}
     distances = gan["distances"][0] if gan["distances"] else {}
     first = {key.replace("frechet", "distance"): value for key, value in distances.items()}
-    of_first = ("distance", "distance_interval", "floor", "extractor", "n")
+    gan_metrics = {}
+    for key in ("recognised", "diversity_ratio", *OPTIONAL_METRICS):
+        if key in gan:
+            gan_metrics[key] = gan[key]
+    for key in ("distance", "distance_interval", "floor", "extractor", "n"):
+        if key in first:
+            gan_metrics[key] = first[key]
     return {
         "seconds": seconds,
         "classifier": classifier,
-        "gan": {key: gan[key] for key in ("recognised", "diversity_ratio", *SURE) if key in gan}
-        | {key: first[key] for key in of_first if key in first},
+        "gan": gan_metrics,
         "plan": {
             "source": plan.survey.source,
             "minutes": plan.minutes,
@@ -368,23 +379,24 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
             "replanned": plan.replanned,
             "notes": plan.notes,
             **{
-                task: about(folder / task, training, plan.quick)
+                task: summarise_training(folder / task, training, plan.quick)
                 for task, training in plan.trainings.items()
             },
         },
     }
 
 
-def about(run: Path, training: Training, quick: bool) -> dict[str, Any]:
-    """Which recipe, how long, how fast, and the precision that the run's own config.yaml names."""
+def summarise_training(run: Path, training: Training, quick: bool) -> dict[str, Any]:
+    """Return a training's plan with the precision in the run's own config.yaml."""
+    document = training.model_dump()
+    if quick:
+        document |= {"steps": QUICK_STEPS, "images_per_second": None, "seconds": None}
     config = run / "config.yaml"
-    used = (
-        re.search(r"^precision: (\w+)", config.read_text(), re.MULTILINE)
-        if config.is_file()
-        else None
-    )
-    guessed = {"steps": QUICK_STEPS, "images_per_second": None, "seconds": None} if quick else {}
-    return training.model_dump() | guessed | ({"precision": used[1]} if used else {})
+    if config.is_file():
+        match = re.search(r"^precision: (\w+)", config.read_text(), re.MULTILINE)
+        if match:
+            document["precision"] = match[1]
+    return document
 
 
 def seeded(plan: Plan) -> list[str]:
@@ -396,17 +408,15 @@ def working_folder() -> Path:
     return ROOT if CHECKOUT else Path.cwd()
 
 
-def shown(path: Path) -> str:
-    """Return a path as the commands get it: relative to the folder in which they run, if it lies
-    inside.
-    """
+def display_path(path: Path) -> str:
+    """Return a path for a command line: relative to the folder of the commands if it lies inside."""
     folder = working_folder()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def typed(command: list[str]) -> str:
-    """Return a command as it is typed: `python train.py ...` for a script of the checkout, else
-    `duet pack ...`.
+    """Return a command line: `python train.py ...` for a script of the checkout, else `duet pack
+    ...`.
     """
     name, *arguments = command
     if CHECKOUT and (ROOT / f"{name}.py").is_file():
@@ -415,7 +425,7 @@ def typed(command: list[str]) -> str:
 
 
 def complete(file: Path) -> bool:
-    """Whether a packed file is whole, as its completion record says."""
+    """Return True if a packed file has its completion record."""
     from duetgan.data.reading.dataset import Dataset
 
     try:
@@ -427,8 +437,8 @@ def complete(file: Path) -> bool:
 
 
 def unfit(run: Path, test: Path) -> str:
-    """Why a run's classifier cannot judge samples beside these test images, see `metrics.lineage`;
-    empty if it can.
+    """Return the reason why a run's classifier cannot judge samples, see `metrics.lineage`; empty
+    if it can.
     """
     from duetgan.data.reading.dataset import Dataset
     from duetgan.metrics import lineage
@@ -444,11 +454,10 @@ def call(command: list[str]) -> int:
 
 
 def run_python(arguments: list[str]) -> int:
-    """Run Python in a process of its own and return its exit code, 128 + n if signal n ended it.
+    """Run Python in a new process and return its exit code, 128 + n if signal n ended it.
 
-    The process has its own session: Ctrl-C in a terminal, and any other signal to this process,
-    reaches it once, forwarded by this process, which then waits until it has saved its state. It
-    ends if this process is killed.
+    The process has its own session. This process forwards signals to it, Ctrl-C included, so that
+    each reaches it once, and waits until it has saved its state. It ends if this process is killed.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -464,75 +473,71 @@ def run_python(arguments: list[str]) -> int:
 
 
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
-    """The plan of the folder's first start, else a new one; or the exit code of what makes it.
-    Raises UserError.
-    """
-    file, source = folder / "plan.json", options.source
-    if given := os.environ.get("DUET_WEIGHTS"):  # the commands may run in another folder
-        os.environ["DUET_WEIGHTS"] = os.path.abspath(given)
-    if "://" not in source and source != SAMPLE:  # seen from any folder
+    """Return the folder's plan, or make one; return an exit code if that fails. Raises UserError."""
+    file = folder / "plan.json"
+    source = options.source
+    # Paths become absolute, because the commands may run in another folder.
+    if weights := os.environ.get("DUET_WEIGHTS"):
+        os.environ["DUET_WEIGHTS"] = os.path.abspath(weights)
+    if "://" not in source and source != SAMPLE:
         path = Path(source).expanduser()
         source = str(path.resolve()) if path.exists() else source
     if file.is_file():
-        return kept_plan(file, source, options)
+        return existing_plan(file, source, options)
     check_writable(folder)
-    if made := [name for name in ("data", "classifier", "gan") if (folder / name).exists()]:
-        raise UserError(f"{folder}: has no plan.json for its {listed(made)}; {ANOTHER}")
-    print(
-        f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True
-    )
+    if existing := [name for name in ("data", "classifier", "gan") if (folder / name).exists()]:
+        raise UserError(f"{folder}: has no plan.json for its {listed(existing)}; {ANOTHER}")
+    measuring = "" if options.quick else ", then measuring the speed of this machine"
+    print(f"reading some images of {source}{measuring}", flush=True)
     command = ["quickstart-plan", source, *table_words(options), "--out", str(file)]
-    command += [
-        "--minutes",
-        f"{options.minutes:g}",
-        "--seed",
-        str(options.seed),
-        *["--quick"] * options.quick,
-    ]
-    command += [
-        word for file in options.weights for word in ("--weights", str(Path(file).resolve()))
-    ]
+    command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed)]
+    if options.quick:
+        command.append("--quick")
+    for name in options.weights:
+        command += ["--weights", str(Path(name).resolve())]
     code = call(command)
     return Plan.read(json.loads(file.read_text())) if code == 0 else code
 
 
-def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
-    """The plan that an earlier start made. Raises UserError if it is for something else."""
+def existing_plan(file: Path, source: str, options: Namespace) -> Plan:
+    """Return the plan of an earlier start. Raises UserError if it is for other settings."""
     with explained(
-        ValueError, lambda why: f"{file}: is no plan of this version ({why}); {ANOTHER}"
+        ValueError, lambda error: f"{file}: is no plan of this version ({error}); {ANOTHER}"
     ):
         plan = Plan.read(json.loads(file.read_text()), "plan")
     images = [plan.survey.source, *plan.survey.options]
-    if (images, plan.quick, plan.seed) != (
-        [source, *table_words(options)],
-        options.quick,
-        options.seed,
-    ):
-        how = [
-            "with",
-            *["--quick"] * plan.quick,
-            *[f"--seed {plan.seed}"] * (plan.seed != options.seed),
-        ]
-        what = " ".join([*images, *how * (len(how) > 1)])
-        raise UserError(f"{file.parent}: its plan is for {what}; {ANOTHER}")
-    used = [each.weights for each in [*plan.choices, *filter(None, [plan.classifier])]]
-    given, planned = (
-        {Path(name).resolve() for name in names if name} for names in (options.weights, used)
-    )
-    if given and used and not plan.quick and not given & planned:
+    expected_images = [source, *table_words(options)]
+    if images != expected_images or plan.quick != options.quick or plan.seed != options.seed:
+        settings = []
+        if plan.quick:
+            settings.append("--quick")
+        if plan.seed != options.seed:
+            settings.append(f"--seed {plan.seed}")
+        text = " ".join(images)
+        if settings:
+            text += f" with {' '.join(settings)}"
+        raise UserError(f"{file.parent}: its plan is for {text}; {ANOTHER}")
+    trainings = [*plan.choices, *filter(None, [plan.classifier])]
+    planned_names = [training.weights for training in trainings]
+    planned = {Path(name).resolve() for name in planned_names if name}
+    requested = {Path(name).resolve() for name in options.weights if name}
+    if requested and planned_names and not plan.quick and not requested & planned:
         raise UserError(
-            f"{file.parent}: its plan is for other weights, {used[-1] or 'none'}; {ANOTHER}"
+            f"{file.parent}: its plan is for other weights, {planned_names[-1] or 'none'}; {ANOTHER}"
         )
     minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
-    print(f"going on with the plan of the first start{minutes}: {shown(file)}", flush=True)
-    if all(ended(file.parent / task) for task in plan.trainings):
+    print(f"continuing with the plan of the first start{minutes}: {display_path(file)}", flush=True)
+    if all(is_finished(file.parent / task) for task in plan.trainings):
         print(
-            f"it is trained already and will only be evaluated; to start anew {ANOTHER}", flush=True
+            f"training is finished, so the models are only evaluated; to start anew {ANOTHER}",
+            flush=True,
         )
     return plan
 
 
 def default_folder(source: str, quick: bool) -> Path:
-    """Return quickstart in the folder of runs for the sample, quickstart_NAME for one's own images."""
-    name = "" if source == SAMPLE else "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
+    """Return quickstart in the folder of runs for the sample, else quickstart_NAME."""
+    name = ""
+    if source != SAMPLE:
+        name = "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
     return runs_folder(working_folder()).absolute() / f"quickstart{name}{'_quick' * quick}"

@@ -1,11 +1,10 @@
-"""Images on the device: normalisation and augmentation, pure functions of given random draws.
+"""Normalisation and augmentation of images on the device, as pure functions of random draws.
 
 Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
 
-Mixup and CutMix: images of two samples in one, and their labels in proportion. Partners are the
-neighbours 2k and 2k + 1 of the global batch. The order of samples is random, so they are random
-pairs; and a pair never lies on two ranks, whatever their number: a rank's share only has to be
-even.
+Mixup and CutMix combine the images of two samples, and their labels in proportion. The partners are
+the neighbours 2k and 2k + 1 of the global batch, which are random pairs because the order of
+samples is random. A pair is never split between ranks as long as each rank's batch is even.
 """
 
 import math
@@ -24,12 +23,13 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import Key, generator
 
-# share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
+# fraction of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
 ERASE_AREA = (0.02, 0.33)
 ERASE_ASPECT = (0.3, 3.3)  # height / width
 
 
-# of your own: (images uint8 or float [n, C, H, W], uniform draws [n, 8]) -> images of the same kind
+# Augmentations of user code: (images uint8 or float [n, C, H, W], uniform draws [n, 8]) -> images
+# of the same type and shape
 AUGMENTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 
 
@@ -54,8 +54,9 @@ class Augment(Config):
 
 
 def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:
-    """uint8 [n, C, H, W] without alpha -> [-1, 1] (x / 127.5 - 1), as `ImageSpec.to_float`, which
-    knows others.
+    """Convert uint8 [n, C, H, W] without alpha to [-1, 1] (x / 127.5 - 1).
+
+    `ImageSpec.to_float` converts images of all pixel formats.
     """
     return ImageSpec(images.shape[1], *images.shape[2:]).to_float(images, channels_last)
 
@@ -66,10 +67,10 @@ def random_flip(
 ) -> torch.Tensor:
     """Mirror the images left-right where `flips` is true."""
     if images.device.type != "cpu":
-        # never waits for the device
+        # `where` does not wait for the device, as `nonzero` does.
         return torch.where(flips[:, None, None, None], images.flip(3), images)
     mirrored = images.clone()
-    for row in flips.nonzero()[:, 0].tolist():  # half of them are not touched again
+    for row in flips.nonzero()[:, 0].tolist():  # Only the flipped half is written again.
         mirrored[row] = images[row].flip(2)
     return mirrored
 
@@ -79,10 +80,11 @@ def random_shift(
     # int64 [n, 2]: row and column in 0..2*padding; `padding` leaves the image in place
     offsets: torch.Tensor,
     padding: int,  # px
-    reflect: bool = False,  # below the sides of the images
+    reflect: bool = False,  # only for a padding below the sides of the images
 ) -> torch.Tensor:
-    """Pad every image on all sides, by black pixels or its mirror image, and crop [H, W] at its own
-    offset.
+    """Pad every image on all sides and crop [H, W] at its offset.
+
+    The padding is black, or with `reflect` the mirror image.
     """
     n, channels, height, width = images.shape
     padded = images if reflect else F.pad(images, [padding] * 4, value=_black(images))
@@ -106,8 +108,9 @@ def random_erase(
 
 
 def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """Which pixels of images [n, C, H, W] lie in their boxes, as those of `random_erase`: bool [n,
-    1, H, W].
+    """Return True for pixels of images [n, C, H, W] in their boxes: bool [n, 1, H, W].
+
+    The boxes are int64 [n, 4] as those of `random_erase`.
     """
     top, left, height, width = (boxes[:, column, None] for column in range(4))
     rows = torch.arange(images.shape[2], device=images.device)
@@ -120,9 +123,9 @@ def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
 def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int) -> torch.Tensor:
     """Turn uniform draws [n, 5] into boxes for `random_erase`, int64 [n, 4].
 
-    The draws decide, in this order: whether, area, aspect, row, column. Area is uniform in
-    ERASE_AREA, the logarithm of the aspect uniform in the logarithms of ERASE_ASPECT; sides are cut
-    to the image's.
+    The draws of an image are for, in this order: erase or not, area, aspect, row, column. The area
+    is uniform in ERASE_AREA, and the logarithm of the aspect between those of ERASE_ASPECT. Sides
+    are limited to those of the image.
     """
     area = (ERASE_AREA[0] + draws[:, 1] * (ERASE_AREA[1] - ERASE_AREA[0])) * height * width
     low, high = math.log(ERASE_ASPECT[0]), math.log(ERASE_ASPECT[1])
@@ -135,22 +138,24 @@ def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int
 
 
 def draw_and_apply(
-    images: torch.Tensor,  # uint8 or float [n, C, H, W], a rank's rows of the global batch
+    images: torch.Tensor,  # uint8 or float [n, C, H, W]: rows of the global batch
     config: Augment,
     *,
     seed: int,
     step: int,
     start: int,  # position of the first row in the global batch
     global_batch: int,  # images of all ranks
-    phase: str | None = None,  # tells apart several batches of a step
+    phase: str | None = None,  # part of the key, if a step has several batches
 ) -> torch.Tensor:
-    """Augment a rank's images with draws of key (seed, "augment", step), or (seed, "augment", step,
+    """Augment images with draws of the key (seed, "augment", step), or (seed, "augment", step,
     phase).
 
-    The numbers of the whole global batch are drawn on the images' device and rows [start, start +
-    n) taken, so that the result does not depend on the number of ranks; a setting does not change
-    another's draws. Alternating flips are the loader's (`data.reading.loader.mirror_in_turn`).
-    Raises ValueError if the rows lie outside the global batch.
+    The draws are made for the whole global batch on the images' device, and rows [start, start + n)
+    of them are used, so that the result does not depend on the number of ranks. Each augmentation
+    has its own draws, which do not depend on the other settings. The loader makes alternating flips
+    (`data.reading.loader.alternating_flip_`).
+
+    Raises ValueError for rows outside the global batch.
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(
@@ -172,13 +177,14 @@ def draw_and_apply(
         if config.shift_edge == "reflect" and config.shift >= min(images.shape[2:]):
             side = min(images.shape[2:])
             raise UserError(
-                f"augment.shift {config.shift} with reflected edges: images of {side} px have no such edge; take at "
+                f"augment.shift {config.shift} with reflected edges: images of {side} px have no"
+                " such edge; take at "
                 f"most {side - 1}"
             )
         offsets = _integers(draws[:, 1:3], 2 * config.shift + 1)
         images = random_shift(images, offsets, config.shift, reflect=config.shift_edge == "reflect")
     if config.trivial_augment:
-        # torchvision's transforms take 0.2 s to import
+        # The import of torchvision's transforms takes 0.2 s.
         from duetgan.data.augment import trivial_augment as trivial
 
         rows = slice(start, start + len(images))
@@ -197,15 +203,13 @@ def draw_and_apply(
 
 
 def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
-    """Uniform numbers of [0, 1) to integers 0..ends-1."""
+    """Convert uniform numbers of [0, 1) to integers 0..ends-1."""
     return (uniform * ends).long().clamp(max=ends - 1)
 
 
-def _reflected(places: torch.Tensor, side: int) -> torch.Tensor:
-    """Where places beyond an edge, by less than a side, are found inside: -1 at 1, `side` at side -
-    2.
-    """
-    return (side - 1) - ((side - 1) - places.abs()).abs()
+def _reflected(positions: torch.Tensor, side: int) -> torch.Tensor:
+    """Reflect positions outside 0..side-1, by less than a side: -1 to 1, `side` to side - 2."""
+    return (side - 1) - ((side - 1) - positions.abs()).abs()
 
 
 def _black(images: torch.Tensor) -> int:
@@ -238,16 +242,15 @@ class MixingAugment(Augment):
 
 
 class Mixing(NamedTuple):
-    """How each of n images is mixed with its partner."""
+    """The weights and boxes with which n images are mixed with their partners."""
 
-    own: Tensor  # float32 [n]: its own share of the label, 0 to 1
-    blend: Tensor  # float32 [n]: its own share of every pixel (mixup); 1 where it is not mixed so
-    # int64 [n, 4]: top, left, height, width of the partner's part (CutMix); empty where there is
-    # none
+    label_weights: Tensor  # float32 [n] in [0, 1]: weight of the image's label, not the partner's
+    blend: Tensor  # float32 [n] in [0, 1]: weight of the image's pixels (mixup); 1 without mixup
+    # int64 [n, 4]: top, left, height, width of the partner's part (CutMix); empty without CutMix
     boxes: Tensor
 
     def rows(self, rows: slice) -> "Mixing":
-        return Mixing(self.own[rows], self.blend[rows], self.boxes[rows])
+        return Mixing(self.label_weights[rows], self.blend[rows], self.boxes[rows])
 
 
 def draw_mixing(
@@ -261,55 +264,56 @@ def draw_mixing(
     size: tuple[int, int],  # height and width in px
     device: torch.device,
 ) -> Mixing:
-    """The draws of rows [start, start + count); key (seed, "augment", step, "mixing"), for the
-    whole global batch.
+    """Draw the mixing of rows [start, start + count) of the global batch.
+
+    The key is (seed, "augment", step, "mixing"). The draws are made for the whole global batch.
     """
     numbers = generator(seed, "augment", step, "mixing", device=device)
     uniform = torch.rand(global_batch, 4, generator=numbers, device=device)
     blended = _beta(config.mixup or 1.0, global_batch, numbers)
     pasted = _beta(config.cutmix or 1.0, global_batch, numbers)
     rows = slice(start, start + count)
-    uniform, blended, pasted = uniform[rows], blended[rows], pasted[rows]
+    uniform = uniform[rows]
     mixed = uniform[:, 0] < config.mix_prob
-    to_paste = uniform[:, 1] < (0.5 if config.mixup and config.cutmix else float(config.cutmix > 0))
-    boxes = cut_boxes(pasted, uniform[:, 2:], *size) * (mixed & to_paste)[:, None]
-    left = 1 - (boxes[:, 2] * boxes[:, 3]).float() / (size[0] * size[1])
-    blend = torch.where(mixed & ~to_paste, blended, 1.0)
-    return Mixing(torch.where(to_paste, left, blend), blend, boxes)
+    cutmix_probability = 0.5 if config.mixup and config.cutmix else float(config.cutmix > 0)
+    to_paste = uniform[:, 1] < cutmix_probability
+    boxes = cut_boxes(pasted[rows], uniform[:, 2:], *size) * (mixed & to_paste)[:, None]
+    remaining = 1 - (boxes[:, 2] * boxes[:, 3]).float() / (size[0] * size[1])
+    blend = torch.where(mixed & ~to_paste, blended[rows], 1.0)
+    return Mixing(torch.where(to_paste, remaining, blend), blend, boxes)
 
 
 def _beta(alpha: float, count: int, numbers: torch.Generator) -> Tensor:
-    """Beta(alpha, alpha), float32 [count]: the share of one of two gamma variates in their sum."""
+    """Draw from Beta(alpha, alpha), as a ratio of gamma variates: float32 [count]."""
     gammas = torch.full((count, 2), alpha, device=numbers.device, dtype=widest(numbers.device))
     first, second = torch._standard_gamma(gammas, generator=numbers).unbind(1)
-    both = first + second
-    # a small alpha's variates may both be 0
-    return torch.where(both > 0, first / both, 0.5).float()
+    total = first + second
+    # Both variates of a small alpha may be 0.
+    return torch.where(total > 0, first / total, 0.5).float()
 
 
 def cut_boxes(
-    own: Tensor,  # float [n]: the share of the image that is to stay
+    remaining: Tensor,  # float [n]: fraction of the image outside the box
     centres: Tensor,  # float [n, 2] in [0, 1): row and column
     height: int,
     width: int,
 ) -> Tensor:
-    """CutMix's boxes (1905.04899, equation 2), int64 [n, 4]: of the image's shape, cut off at its
-    borders.
+    """Return CutMix's boxes (1905.04899, equation 2), int64 [n, 4].
+
+    They have the image's aspect and are clipped at its borders.
     """
-    side = (1 - own).clamp(min=0).sqrt()
+    side = (1 - remaining).clamp(min=0).sqrt()
     tall, wide = (side * height).long(), (side * width).long()
     row, column = (centres[:, 0] * height).long(), (centres[:, 1] * width).long()
-    top, left = (row - tall // 2).clamp(min=0), (column - wide // 2).clamp(min=0)
-    bottom, right = (
-        (row - tall // 2 + tall).clamp(max=height),
-        (column - wide // 2 + wide).clamp(max=width),
-    )
+    top, left = row - tall // 2, column - wide // 2
+    bottom, right = (top + tall).clamp(max=height), (left + wide).clamp(max=width)
+    top, left = top.clamp(min=0), left.clamp(min=0)
     return torch.stack([top, left, bottom - top, right - left], dim=1)
 
 
 def partners(values: Tensor) -> Tensor:
-    """Every row's partner: rows 2k and 2k + 1 change places. Raises ValueError for an odd number of
-    rows.
+    """Return every row's partner: rows 2k and 2k + 1 are swapped. Raises ValueError for an odd
+    number of rows.
     """
     if len(values) % 2:
         raise ValueError(f"{len(values)} rows cannot be paired")
@@ -318,10 +322,10 @@ def partners(values: Tensor) -> Tensor:
 
 def mix_images(
     images: Tensor,  # float [n, C, H, W]
-    others: Tensor,  # their partners
+    partner_images: Tensor,
     mixing: Mixing,
 ) -> Tensor:
-    """Mixed images [n, C, H, W] in the images' memory format."""
+    """Mix images with their partners: [n, C, H, W] in the memory format of `images`."""
     blend = mixing.blend[:, None, None, None]
-    share = torch.where(inside(mixing.boxes, images), 0.0, blend).to(images.dtype)  # [n, 1, H, W]
-    return torch.lerp(others, images, share)  # to the bit the images where the share is 1
+    weights = torch.where(inside(mixing.boxes, images), 0.0, blend).to(images.dtype)  # [n, 1, H, W]
+    return torch.lerp(partner_images, images, weights)  # exactly the image where the weight is 1

@@ -1,9 +1,9 @@
-"""TrivialAugment (2103.10158): one of fourteen operations, at a random strength, on every image; a
-batch at once.
+"""TrivialAugment (2103.10158): one of fourteen operations, at a random strength, on each image of
+a batch.
 
 Operations, strengths and rounding are those of torchvision's TrivialAugmentWide on uint8 tensors
-(nearest neighbour, black outside). Its own functions do those that have no strength; the others
-take one for the whole batch.
+(nearest neighbour, black outside). Operations without a strength are torchvision's functions. The
+others are implemented here, because those of torchvision have a single strength for a batch.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from duetgan.utils.memory import upload
 from duetgan.utils.seeding import Key, numpy_generator
 
 BINS = 31  # strengths of an operation
-# Operations whose strength may be negative, and the greatest one (table 1 of the paper, column
-# "wide", as torchvision has it). The geometric ones stand together: they are done in one pass.
+# Operations with positive or negative strength, and its maximum (table 1 of the paper, column
+# "wide", as in torchvision). The geometric ones are contiguous: they are applied in one pass.
 SIGNED = {
     "shear_x": 0.99,
     "shear_y": 0.99,
@@ -30,23 +30,23 @@ SIGNED |= dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.99)
 KINDS = ("identity", *SIGNED, "posterize", "solarize", "autocontrast", "equalize")
 
 
-FLOAT = torch.float32  # of the strengths, as torchvision has them, whatever the default is
+FLOAT = torch.float32  # of the strengths, as in torchvision, independent of torch's default
 STRENGTHS = (
     torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS, dtype=FLOAT) for kind in KINDS])
     .double()
     .numpy()
 )
-# bits kept
+# bits that are kept
 STRENGTHS[KINDS.index("posterize")] = (
     8 - torch.arange(BINS, dtype=FLOAT) / ((BINS - 1) / 6)
 ).round()
-# share of the range: above, inverted
+# fraction of the range above which values are inverted
 STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS, dtype=FLOAT)
 
 
 class Draws(NamedTuple):
-    """What is done to each image; on the host, where the images of an operation are counted without
-    waiting for a device.
+    """The operation of each image. The arrays are on the host, so that the images of an operation
+    are counted without waiting for the device.
     """
 
     kinds: np.ndarray  # int64 [n], positions in KINDS
@@ -54,7 +54,7 @@ class Draws(NamedTuple):
 
 
 def draw(key: tuple[Key, ...], global_batch: int, rows: slice) -> Draws:
-    """The draws of `rows` of a global batch, from those of the whole."""
+    """Draw the operations of the whole global batch, and return those of `rows`."""
     numbers = numpy_generator(*key)
     kinds = numbers.integers(len(KINDS), size=global_batch)
     bins = numbers.integers(BINS, size=global_batch)
@@ -68,29 +68,30 @@ def trivial_augment(
     images: Tensor,  # uint8 [n, 1 or 3, H, W]
     draws: Draws,
 ) -> Tensor:
-    """Apply to each image its operation: uint8 [n, C, H, W]. Raises ValueError for another type."""
+    """Apply its operation to each image: uint8 [n, C, H, W]. Raises ValueError for another type."""
     if images.dtype != torch.uint8:
         raise ValueError(f"TrivialAugment takes uint8 images, not {images.dtype}")
     order = np.argsort(draws.kinds, kind="stable")
     kinds, strengths = draws.kinds[order], draws.strengths[order]
-    places = upload(torch.from_numpy(order), images.device)
-    done = images[places].contiguous()
-    factors = upload(torch.from_numpy(strengths.astype(np.float32)), images.device)[
-        :, None, None, None
-    ]
+    rows = upload(torch.from_numpy(order), images.device)
+    augmented = images[rows].contiguous()
+    factors = upload(torch.from_numpy(strengths.astype(np.float32)), images.device)
+    factors = factors[:, None, None, None]
     first, last = np.searchsorted(kinds, [KINDS.index("shear_x"), KINDS.index("rotate") + 1])
     if last > first:
-        drawn, size = zip(kinds[first:last], strengths[first:last], strict=True), images.shape[2:]
-        maps = np.array(
-            [_inverse_map(KINDS[kind], strength, *size) for kind, strength in drawn], np.float32
-        )
-        done[first:last] = _warp(done[first:last], upload(torch.from_numpy(maps), images.device))
+        height, width = images.shape[2:]
+        maps = np.empty((last - first, 2, 3), np.float32)
+        for row in range(first, last):
+            maps[row - first] = _inverse_map(KINDS[kinds[row]], strengths[row], height, width)
+        geometric = augmented[first:last]
+        augmented[first:last] = _warp(geometric, upload(torch.from_numpy(maps), images.device))
     for number in range(KINDS.index("rotate") + 1, len(KINDS)):
         first, last = np.searchsorted(kinds, [number, number + 1])
         if last > first:
-            done[first:last] = _COLOUR[KINDS[number]](done[first:last], factors[first:last])
-    result = torch.empty_like(done)
-    result[places] = done
+            operation = _COLOUR[KINDS[number]]
+            augmented[first:last] = operation(augmented[first:last], factors[first:last])
+    result = torch.empty_like(augmented)
+    result[rows] = augmented
     return result
 
 
@@ -98,7 +99,7 @@ def trivial_augment(
 
 
 def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[list[float]]:
-    """Where an image's pixels come from: [2, 3], (x, y, 1) -> (x', y'), in px from the middle."""
+    """Return the map to the source of a pixel, [2, 3]: (x, y, 1) -> (x', y'), px from the centre."""
     match kind:
         case "shear_x":  # about the upper left corner
             return [[1, strength, strength * height / 2], [0, 1, 0]]
@@ -108,13 +109,13 @@ def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[li
             return [[1, 0, -int(strength)], [0, 1, 0]]
         case "translate_y":
             return [[1, 0, 0], [0, 1, -int(strength)]]
-    # of a rotation, anticlockwise
+    # rotation, anticlockwise
     sine, cosine = np.sin(np.radians(strength)), np.cos(np.radians(strength))
     return [[cosine, -sine, 0], [sine, cosine, 0]]
 
 
 def _warp(images: Tensor, maps: Tensor) -> Tensor:
-    """Every pixel from the nearest one of its map, black from outside."""
+    """Sample every pixel at the nearest neighbour of its mapped position; black outside."""
     height, width = images.shape[2:]
     x = torch.arange(width, device=images.device, dtype=torch.float32) - (width - 1) / 2
     y = torch.arange(height, device=images.device, dtype=torch.float32) - (height - 1) / 2
@@ -129,35 +130,34 @@ def _warp(images: Tensor, maps: Tensor) -> Tensor:
     return images.flatten(2).gather(2, index.flatten(2)).view(images.shape) * inside[:, None]
 
 
-# --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1] (brightness and the like: 0
-# changes nothing)
+# --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1]; a factor of 0 of SIGNED
+# operations changes nothing
 
 
 def _to_bytes(values: Tensor) -> Tensor:
     return values.clamp_(0, 255).to(torch.uint8)
 
 
-def _blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
-    """(1 + factor) of the image, -factor of the other."""
-    return _to_bytes(images * (1 + factors) - other * factors)
+def _extrapolate(images: Tensor, origin: Tensor, factors: Tensor) -> Tensor:
+    """Move values away from `origin`, by `factors` times their distance."""
+    return _to_bytes(images * (1 + factors) - origin * factors)
 
 
 def _color(images: Tensor, factors: Tensor) -> Tensor:
-    return (
-        images
-        if images.shape[1] == 1
-        else _blend(images, rgb_to_grayscale(images).float(), factors)
-    )
+    if images.shape[1] == 1:
+        return images
+    return _extrapolate(images, rgb_to_grayscale(images).float(), factors)
 
 
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
-    return _blend(
-        images, rgb_to_grayscale(images).mean((1, 2, 3), keepdim=True, dtype=torch.float32), factors
-    )
+    mean = rgb_to_grayscale(images).mean((1, 2, 3), keepdim=True, dtype=torch.float32)
+    return _extrapolate(images, mean, factors)
 
 
 def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
-    """Away from, or towards, the 3x3 blur whose middle weighs 5 and whose edge 1; the border stays."""
+    """Move values, except for the border, away from the 3x3 blur with weight 5 in the centre and 1
+    around it.
+    """
     height, width = images.shape[2:]
     if height <= 2 or width <= 2:
         return images
@@ -177,7 +177,7 @@ _COLOUR = {
     "sharpness": _sharpness,
     # the highest `bits`
     "posterize": lambda images, bits: images & (256 - torch.exp2(8 - bits)).to(torch.uint8),
-    "solarize": lambda images, share: torch.where(images >= 255 * share, 255 - images, images),
+    "solarize": lambda images, level: torch.where(images >= 255 * level, 255 - images, images),
     "autocontrast": lambda images, _: autocontrast(images),
     "equalize": lambda images, _: equalize(images),
 }

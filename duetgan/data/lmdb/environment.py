@@ -1,9 +1,9 @@
-"""Open LMDB files for reading: checked before the first read, one handle per process and file, safe
-under fork.
+"""Open LMDB files for reading: checked before the first read, with one handle per process and file,
+and safe under fork.
 
-py-lmdb refuses to open a file twice in one process, and a handle must not be used across a fork. So
-the readers of a process share one handle per file, which closes when the last of them lets it go,
-and a forked child opens its own.
+py-lmdb refuses to open a file twice in one process, and a handle must not be used across a fork.
+Therefore the readers of a process share one handle per file, which is closed with its last
+reference, and a forked child opens its own.
 """
 
 import ctypes
@@ -33,20 +33,21 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
-# gathered at once: NumPy makes a copy on the way, which should not leave the cache
+# of one gather: NumPy makes an intermediate copy, which should stay in the CPU's cache
 GATHER_BYTES = 512 << 10
 MAGIC = bytes.fromhex("dec0efbe")  # LMDB's, little-endian, 16 bytes into its first page
 
 
 class RawBlocks:
-    """The raw blocks of one resolution that were verified, as places in the mapped file.
+    """Addresses, in the mapped file, of the verified raw blocks of one resolution.
 
-    py-lmdb touches every page of a value at each `get`, so a block is got once.
+    py-lmdb touches every page of a value at each `get`, so that a block should be fetched only
+    once.
     """
 
     def __init__(self, item: np.dtype, count: int) -> None:
-        self.item = item  # an image as one item: NumPy copies it whole
-        # of the blocks' first bytes; -1: not verified yet
+        self.item = item  # a whole image is one item, so that NumPy copies it at once
+        # of the first byte of each block; -1: not verified yet
         self.addresses = np.full(count, -1, np.int64)
         # the records of a block that do not match their checksums
         self.damaged: dict[int, frozenset[int]] = {}
@@ -54,13 +55,13 @@ class RawBlocks:
         self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))
 
     def add(self, block: int, pixels: np.ndarray) -> None:
-        """Note where a block lies: a view into the file, uint8 [bytes]."""
+        """Add a block: `pixels` is a view into the file, uint8 [bytes]."""
         low, high, _ = self._view
         address = pixels.ctypes.data
         first, end = min(low or address, address), max(high, address + pixels.nbytes)
         if (first, end) != (low, high):
-            # All blocks lie in one mapping. Seen as an image that begins at each of its bytes,
-            # whatever blocks a batch comes from, it is one gather.
+            # All blocks are in one mapping. In this view an image starts at each byte, so that a
+            # batch from any blocks is a single gather.
             memory = np.frombuffer(
                 memoryview((ctypes.c_ubyte * (end - first)).from_address(first)), np.uint8
             )
@@ -69,53 +70,56 @@ class RawBlocks:
             )
             images.setflags(write=False)
             self._view = (first, end, images)
-        self.addresses[block] = address  # last: other threads may take it from now on
+        self.addresses[block] = address  # last, because other threads may use it from now on
 
     def copy(
         self,
         blocks: np.ndarray,
         rows: np.ndarray,
         out: np.ndarray,
-        places: np.ndarray | None = None,
+        positions: np.ndarray | None = None,
     ) -> None:
-        """Copy images of verified blocks into `out`, `item` [n], at `places` (default: in order)."""
+        """Copy images of verified blocks into `out`, `item` [n].
+
+        Image i, row `rows[i]` of block `blocks[i]`, is copied to `positions[i]` (default: i).
+        """
         offsets = self.addresses[blocks] + rows * self.item.itemsize
-        # after the addresses: another thread may add a block meanwhile
+        # Read after the addresses: another thread may add a block in between.
         first, _, images = self._view
         offsets -= first
         step = max(1, GATHER_BYTES // self.item.itemsize)
         for start in range(0, len(offsets), step):
             chosen = slice(start, start + step)
-            out[chosen if places is None else places[chosen]] = images[offsets[chosen]]
+            out[chosen if positions is None else positions[chosen]] = images[offsets[chosen]]
 
 
 class Handle:
     """An open file of this process.
 
-    Views into the file are valid as long as the handle lives: whoever uses one keeps a reference to
-    it meanwhile.
+    Views into the file are valid as long as the handle exists. A user of a view must keep a
+    reference to the handle.
     """
 
     def __init__(self, environment: lmdb.Environment) -> None:
         self.environment = environment
         self.pid = os.getpid()
         self.lock = threading.Lock()  # for `transaction`, `raw` and `tars`
-        # one snapshot for the views, as long as the handle lives
+        # one snapshot for all views
         self.transaction = environment.begin(buffers=True)
         self.raw: dict[int, RawBlocks] = {}  # by resolution
-        self.tars: TarFiles | None = None  # that hold the images of an index
+        self.tars: TarFiles | None = None  # the tar files of an index
 
 
 _lock = threading.RLock()
-# By (device, inode). No __del__ closes a file: another thread could take a handle from here while
-# it runs.
+# By (device, inode). No __del__ closes a file: another thread could acquire the handle while it
+# runs.
 _handles: dict[tuple[int, int], tuple[weakref.ref[Handle], lmdb.Environment]] = {}
 
 
 def acquire(path: Path) -> Handle:
-    """The process's handle on `path`; opened and checked if it is not open yet.
+    """Return the process's handle of `path`. Opens and checks the file unless it is open.
 
-    Raises UserError for a file that is missing, is no LMDB file or is truncated.
+    Raises UserError for a file that is missing, truncated or not an LMDB file.
     """
     with _lock:
         status = _status(path)
@@ -124,11 +128,11 @@ def acquire(path: Path) -> Handle:
             reference, environment = _handles[key]
             if (handle := reference()) is not None:
                 return handle
-            _close(key, environment)  # let go in another thread, which has yet to call this
+            _close(key, environment)  # The thread that released the handle has not closed it yet.
         environment = _open(path, status.st_size)
         handle = Handle(environment)
         _handles[key] = (weakref.ref(handle), environment)
-        # threads may be reading until the end
+        # Not at the program's exit: threads may still be reading.
         weakref.finalize(handle, _close, key, environment).atexit = False
         return handle
 
@@ -161,12 +165,12 @@ def _status(path: Path) -> os.stat_result:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is built before it is renamed to `path`."""
+    """Return the path at which a file is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 def is_lmdb(path: Path) -> bool:
-    """Whether a file begins as LMDB's do. Raises UserError if it cannot be read."""
+    """Return True if a file has LMDB's header. Raises UserError if it cannot be read."""
     with (
         bounded.reading(path, "check its permissions"),
         bounded.open_file(path, bounded.ARCHIVE) as file,
@@ -186,8 +190,8 @@ def _open(path: Path, size: int) -> lmdb.Environment:
         environment = lmdb.open(
             str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead
         )
-    # A read beyond the end of a mapped file kills the process (SIGBUS): compare sizes before the
-    # first one.
+    # A read beyond the end of a mapped file kills the process (SIGBUS), so that the size must be
+    # checked first.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:
         environment.close()
@@ -202,10 +206,14 @@ def _open(path: Path, size: int) -> lmdb.Environment:
 
 
 def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
-    """The metadata of an open file. Raises UserError if it is not ours, newer, not finished or
+    """Read the metadata of an open file.
+
+    Raises UserError if the file was made by another program, is of a newer version, unfinished or
     damaged.
     """
-    damaged = explained(lmdb.Error, lambda why: f"{path} is damaged ({why}); copy or pack it again")
+    damaged = explained(
+        lmdb.Error, lambda error: f"{path} is damaged ({error}); copy or pack it again"
+    )
     with damaged, environment.begin() as transaction:
         mark, complete, meta_record = (
             transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY)
@@ -214,11 +222,13 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
     name, _, version = (mark or b"").decode(errors="replace").partition(" ")
     if name != FORMAT or not version.isdecimal():
         raise UserError(
-            f"{path} is an LMDB file but not a packed data set of this program: pack the images again"
+            f"{path} is an LMDB file but not a packed data set of this program: pack the images"
+            " again"
         )
     if version != str(VERSION):
         raise UserError(
-            f"{path} has format version {version[:20]}, this program reads {VERSION}: update it or pack again"
+            f"{path} has format version {version[:20]}, this program reads {VERSION}: update it or"
+            " pack again"
         )
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run duet pack again")
@@ -238,9 +248,7 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
 
 
 def _forked_child() -> None:
-    """Close what the parent had open: closing unmaps the child's own copy and leaves the parent's
-    alone.
-    """
+    """Close the parent's files in the child. This unmaps the child's copy only."""
     global _lock
     _lock = threading.RLock()
     for _, environment in list(_handles.values()):

@@ -1,5 +1,5 @@
-"""The record format of a packed data set, version 1: keys, entries, metadata. docs/lmdb.md is its
-description.
+"""The record format of a packed data set, version 1: keys, entries, metadata. It is described in
+docs/lmdb.md.
 """
 
 import hashlib
@@ -20,8 +20,10 @@ from duetgan.utils.text import set_names
 
 FORMAT = "duet-lmdb"
 VERSION = 1
-FORMAT_KEY, META_KEY, COMPLETE_KEY = b"format", b"meta", b"complete"
-SIGNATURES = 4096  # per record, as of names
+FORMAT_KEY = b"format"
+META_KEY = b"meta"
+COMPLETE_KEY = b"complete"
+SIGNATURES = 4096  # signatures in a record, and names in a record
 Encoding = Literal["raw", "jpeg", "png", "source"]
 ENCODINGS = get_args(Encoding)
 
@@ -29,13 +31,15 @@ BLOCK_IMAGES = 4096  # images per block at most
 # bytes of pixels per raw block at most (an image larger than this has a block of its own)
 BLOCK_BYTES = 8 << 20
 
-# How a payload is decoded: by the rules of data/values.py, or faster because nothing in the file
-# needs them.
-CODEC_RULES, CODEC_JPEG, CODEC_PNG = 0, 1, 2
+# How a payload is decoded: by the rules of data/values.py, or by a faster decoder if the file needs
+# no rule.
+CODEC_RULES = 0
+CODEC_JPEG = 1
+CODEC_PNG = 2
 
 # One image's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of
-# the entry's other 24 bytes followed by the payload. Entries stand in the index of their block and
-# in front of an encoded image.
+# the entry's other 24 bytes followed by the payload. An entry is stored in the index of its block,
+# and before the payload of an encoded image.
 ENTRY = np.dtype(
     [
         ("checksum", "<u4"),
@@ -46,19 +50,19 @@ ENTRY = np.dtype(
         ("codec", "<u4"),
     ]
 )
-# In front of an index record: CRC-32 of the entries that follow, CRC-32 of the raw block beside it
-# (0: no raw block).
+# At the start of an index record: CRC-32 of the entries that follow, CRC-32 of the raw block (0:
+# there is none).
 INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
-# An image's signature, what duplicates are found by: `digest` is the same for equal pixels only;
-# `dhash`, a difference hash, is nearly the same for images that look alike.
+# An image's signature, by which duplicates are found: `digest` is the same only for equal pixels;
+# `dhash`, a difference hash, differs in few bits for similar images.
 SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 
-# In place of an image's bytes, where a file is an index of tar files: the tar's number in `shards`,
-# the first byte.
+# The position of an image in an index of tar files: the tar's number in `shards`, the first byte.
+# It is stored instead of the image's bytes.
 LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
 
-# Keys: of a block (of images, or of SIGNATURES images) or an image, and where there are two numbers
-# of a resolution.
+# Keys. The first number is that of a block (of images, or of SIGNATURES images) or an image; the
+# second one is a resolution.
 PIXELS_KEY = b"pixels/%08d/%05d"  # a raw block of images: uint8 [n, C, H, W]
 IMAGE_KEY = b"picture/%010d/%05d"  # an encoded image: its entry, then the file's bytes
 INDEX_KEY = b"index/%08d/%05d"  # a block's index: INDEX_HEAD, then an ENTRY per image
@@ -69,7 +73,7 @@ Side = Annotated[int, Interval(ge=0, le=MOST_SIDE)]  # px
 
 
 class Split(Stored):
-    """How a file was drawn from a larger set (data/packing)."""
+    """The draw of a file's images from a larger set (data/packing)."""
 
     part: Literal["train", "val"]
     share: Probability
@@ -95,16 +99,19 @@ class Completion(Stored):
 
 
 class Meta(Stored):
-    """What a packed data set says about itself.
+    """The metadata of a packed data set.
 
-    `mean` and `std` are per channel in units of [0, 1], from the pixel format's low to its high,
-    over all pixels of all images at the largest resolution. `resolutions` holds the images' shorter
-    sides in ascending order (several: a pyramid), or 0 where the images have sizes of their own
-    (encoding "source"); `size` is that of the largest where they are no squares. A record's label
-    is the number of a class, or of one of `sets` where an image may have several classes or none:
-    each lists its classes, ascending. `split` says how the file was drawn from a larger set
-    (data/packing), `passport` which generator drew the images (utils/provenance.py), `shards` which
-    tar files hold the images' bytes (data/reading/several_files.py).
+    `mean` and `std` are per channel over all pixels of all images at the largest resolution, scaled
+    so that the pixel format's range, low to high, becomes [0, 1]. `resolutions` has the shorter
+    sides of the images in ascending order (several: a pyramid), or 0 for images of individual sizes
+    (encoding "source"). `size` is the largest size of images that are not square.
+
+    A record's label is the index of a class. If an image may have several classes or none, it is
+    the index of one of `sets`, each an ascending list of classes.
+
+    `split` describes the draw from a larger set (data/packing), `passport` the generator that made
+    the images (utils/provenance.py), and `shards` the tar files that hold the images' bytes
+    (data/reading/several_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -120,7 +127,7 @@ class Meta(Stored):
     std: list[float]
     resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
     source: str  # what was packed, for people
-    fingerprint: str  # empty if the source was not asked
+    fingerprint: str  # hash of the source's images and labels; empty: not computed
     content_hash: str
     # images per block, one number for each resolution
     blocks: list[Annotated[int, Interval(ge=1, le=2**31)]]
@@ -134,8 +141,9 @@ class Meta(Stored):
 
     @classmethod
     def from_json(cls, record: bytes) -> "Meta":
-        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError if it
-        contradicts itself, RecursionError if it is too deep.
+        """Parse a metadata record. Unknown keys, of later minor changes, are ignored.
+
+        Raises ValueError for contradictory fields, and RecursionError for deep nesting.
         """
         meta = cls.read(json.loads(record))
         if "version" not in meta.model_fields_set:
@@ -147,24 +155,25 @@ class Meta(Stored):
 
     def check(self) -> None:
         """Raise ValueError for fields that contradict one another."""
-        for name, wanted in (
+        for name, expected in (
             ("histogram", self.labels),
             ("mean", self.channels),
             ("std", self.channels),
             ("blocks", len(self.resolutions)),
         ):
-            if len(getattr(self, name)) != wanted:
+            if len(getattr(self, name)) != expected:
                 raise ValueError(
-                    f"{name} has {len(getattr(self, name))} values, but must have {wanted}"
+                    f"{name} has {len(getattr(self, name))} values, but must have {expected}"
                 )
         if self.classes and sum(self.histogram) != self.count:
             raise ValueError(
                 f"histogram counts {sum(self.histogram)} images, but count is {self.count}"
             )
-        for labels in self.sets or ():
-            if not all(a < b for a, b in itertools.pairwise([-1, *labels, len(self.classes)])):
+        for label_set in self.sets or ():
+            bounded = [-1, *label_set, len(self.classes)]
+            if bounded != sorted(set(bounded)):
                 raise ValueError(
-                    f"sets has {labels[:20]}, no ascending labels of {len(self.classes)} classes"
+                    f"sets has {label_set[:20]}, no ascending labels of {len(self.classes)} classes"
                 )
         for name in ("mean", "std"):
             for value in () if self.spec.deep else getattr(self, name):
@@ -174,22 +183,22 @@ class Meta(Stored):
         check_encoding(self.spec, self.encoding)
 
     def hash_of(self, digests: Mapping[int, Iterable[bytes]]) -> str:
-        """SHA-256 of a data set: of its head, then of the digest of every block, resolution by
-        resolution.
+        """Return the SHA-256 of a data set: of its head and the digests of all blocks.
 
-        A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be
-        checked side by side.
+        Args:
+            digests: digests of the blocks by resolution. A block's digest is the SHA-256 of its
+                payloads in order, then its entries, so that blocks can be checked in parallel.
         """
-        head: dict[str, Any] = {
+        head: dict[str, object] = {
             "channels": self.channels,
             "classes": self.classes,
             "encoding": self.encoding,
-        }
-        more = {"sets": self.sets, "pixel_format": self.spec.pixel_format}
-        head |= {
             "resolutions": list(digests),
-            **{name: value for name, value in more.items() if value is not None},
         }
+        if self.sets is not None:
+            head["sets"] = self.sets
+        if self.spec.pixel_format is not None:
+            head["pixel_format"] = self.spec.pixel_format
         content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
         for digest in itertools.chain.from_iterable(digests.values()):
             content.update(digest)
@@ -197,51 +206,49 @@ class Meta(Stored):
 
     @property
     def spec(self) -> ImageSpec:
-        """The images at the largest resolution."""
+        """Size, channels and pixel format of the images at the largest resolution."""
         pixels = None if self.pixel_format is None else self.pixel_format.model_dump()
         return ImageSpec.of(self.channels, self.size or self.resolutions[-1], pixels)
 
     @property
     def labels(self) -> int:
-        """How many labels a record may have: classes, or sets of them; 0: unlabelled."""
+        """Number of possible labels: classes, or label sets; 0: unlabelled."""
         return len(self.classes if self.sets is None else self.sets)
 
     @property
     def multi_hot(self) -> np.ndarray:
-        """Which classes each label stands for: bool [labels, classes]."""
-        return (
-            np.eye(self.labels, dtype=bool)
-            if self.sets is None
-            else multi_hot(self.sets, len(self.classes))
-        )
+        """Classes of each label: bool [labels, classes]."""
+        if self.sets is None:
+            return np.eye(self.labels, dtype=bool)
+        return multi_hot(self.sets, len(self.classes))
 
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
-        """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot,
-        float32 [n, K].
+        """Return the input of conditional networks for labels int64 [n].
+
+        It is the labels themselves, or with `sets` multi-hot vectors, float32 [n, K].
         """
-        return (
-            np.asarray(labels) if self.sets is None else self.multi_hot[labels].astype(np.float32)
-        )
+        if self.sets is None:
+            return np.asarray(labels)
+        return self.multi_hot[labels].astype(np.float32)
 
     @property
     def by_class(self) -> list[int]:
-        """Images of each class; an image of several counts for each of them."""
-        return (
-            self.histogram
-            if self.sets is None
-            else (np.array(self.histogram) @ self.multi_hot).tolist()
-        )
+        """Number of images of each class. An image of several classes counts for all of them."""
+        if self.sets is None:
+            return self.histogram
+        counts: list[int] = (np.array(self.histogram) @ self.multi_hot).tolist()
+        return counts
 
     @property
     def label_names(self) -> list[str]:
-        """What each label is called: the class, or the set's classes, joined."""
+        """Name of each label: that of the class, or those of the set's classes, joined."""
         return self.classes if self.sets is None else set_names(self.classes, self.sets)
 
     def check_room(self, size: int, entries: int) -> None:
-        """Raise ValueError for a count of images that a file of `size` bytes and `entries` records
-        cannot hold.
+        """Raise ValueError if a file of `size` bytes and `entries` records is too small for
+        `count`.
 
-        Half of them may be missing: single damaged records can be skipped.
+        Up to half of the records may be missing, because damaged records can be skipped.
         """
         raw = self.encoding == "raw"
         records, least = 0, 0
@@ -253,21 +260,24 @@ class Meta(Stored):
             )
         if records > 2 * entries or least > 2 * size:
             raise ValueError(
-                f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds"
+                f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records"
+                " holds"
             )
 
 
-def multi_hot(sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
-    """Which classes are in each set: bool [sets, classes]."""
-    hot = np.zeros((len(sets), classes), bool)
-    for row, labels in enumerate(sets):
-        hot[row, labels] = True
+def multi_hot(label_sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
+    """Return the classes of each label set: bool [label sets, classes]."""
+    hot = np.zeros((len(label_sets), classes), bool)
+    for row, label_set in enumerate(label_sets):
+        hot[row, label_set] = True
     return hot
 
 
 def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:
-    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding
-    "source", and the largest that of the images.
+    """Raise ValueError for a wrong list of resolutions.
+
+    Each side must be twice the previous one, and the largest that of the images. For encoding
+    "source" the only side is 0.
     """
     doubled = all(larger == 2 * smaller > 0 for smaller, larger in itertools.pairwise(sides))
     if not doubled or (sides[0] == 0) != (encoding == "source") or image.side != sides[-1]:
@@ -278,7 +288,7 @@ def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:
 
 
 def check_encoding(image: ImageSpec, encoding: str) -> None:
-    """Raise ValueError for an encoding that does not keep such values."""
+    """Raise ValueError for an encoding that cannot store such images."""
     png = encoding == "png" and image.channels in (1, 3, 4) and image.depth != "float32"
     if encoding not in ENCODINGS or not (image.plain or encoding == "raw" or png):
         raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")
@@ -287,12 +297,12 @@ def check_encoding(image: ImageSpec, encoding: str) -> None:
 def make_entry(
     payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES
 ) -> np.ndarray:
-    """The entry of an image, as an array of shape [1] and type ENTRY."""
+    """Return the entry of an image, an array of shape [1] and type ENTRY."""
     entry = np.array([(0, len(payload), label, height, width, codec)], ENTRY)
     entry["checksum"] = entry_checksum(entry[0], payload)
     return entry
 
 
 def entry_checksum(entry: np.void, payload: bytes | memoryview) -> int:
-    """CRC-32 of label, shape, size and codec, then the payload."""
+    """Return the CRC-32 of size, label, shape and codec, then the payload."""
     return zlib.crc32(payload, zlib.crc32(entry.tobytes()[4:]))

@@ -35,38 +35,41 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     """Images and labels of a packed file by index, at one of its resolutions (default: the
     largest).
 
-    `resolution` is the images' shorter side in px, or 0 where they have sizes of their own. With
-    `tolerant` the whole images of a damaged raw block can still be read.
+    `resolution` is the images' shorter side in px, or 0 for images of individual sizes. With
+    `tolerant` the intact images of a damaged raw block can still be read.
 
-    Checked at opening: a missing, foreign, truncated, unfinished or newer file raises UserError.
-    Checked at reading: a raw block's checksum when the process first touches it, an encoded image's
-    every time; damage raises DamageError naming the record. May be pickled, used after a fork and
-    from several threads; each process opens the file itself.
+    Opening raises UserError for a file that is missing, made by another program, truncated,
+    unfinished or of a newer version. Reading compares checksums: of a raw block at its first use in
+    the process, of an encoded image every time. A mismatch raises DamageError with the record. A
+    reader may be pickled, used after a fork and by several threads; each process opens the file
+    itself.
     """
 
     def __init__(
         self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False
     ) -> None:
         self.path, self.tolerant = Path(path), tolerant
-        self.first = 0  # number of the first record in a data set of several files, for DamageError
+        # Number of the first record in a data set of several files, for DamageError
+        self.first = 0
         self._handle: Handle | None = acquire(self.path)
         self._labels: np.ndarray | None = None
         self.meta = read_meta(self.path, self._handle.environment)
         if resolution not in (None, *self.meta.resolutions):
-            held = ", ".join(map(str, self.meta.resolutions))
+            stored = ", ".join(map(str, self.meta.resolutions))
             raise UserError(
-                f"{self.path} holds no images of {resolution} px, only of {held}: choose one of them"
+                f"{self.path} holds no images of {resolution} px, only of {stored}: choose one of"
+                " them"
             )
         self.resolution: int = resolution or self.meta.resolutions[-1]
 
     @property
     def classes(self) -> list[str]:
-        """Class names by label; empty if the set is unlabelled."""
+        """Class names by label; empty if the data set is unlabelled."""
         return self.meta.classes
 
     @property
     def spec(self) -> ImageSpec:
-        """The images at this resolution."""
+        """Size, channels and pixel format of the images at this resolution."""
         return self.meta.spec.at(self.resolution)
 
     @property
@@ -78,43 +81,46 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return self.meta.count
 
     def labels(self) -> np.ndarray:
-        """All labels, int64 [count], read-only. Raises DamageError, also for a label that has no
-        class.
+        """Return all labels, int64 [count], read-only.
+
+        Raises DamageError, also for a label without a class.
         """
         if self._labels is None:
             handle = self.handle()
+            parts = []
             with handle.environment.begin(buffers=True) as transaction:
-                blocks = range(self.blocks)
-                parts = [
-                    self.index_record(transaction, block)[1]["label"].astype(np.int64)
-                    for block in blocks
-                ]
+                for block in range(self.blocks):
+                    _, entries = self.index_record(transaction, block)
+                    parts.append(entries["label"].astype(np.int64))
             labels = np.concatenate(parts)
             unknown = np.flatnonzero((labels < 0) | (labels >= max(1, self.meta.labels)))
             if len(unknown):
-                what = f"label {labels[unknown[0]]} has no class, the file has {len(self.classes)} classes"
-                raise self.damage(unknown.tolist(), what)
+                label, classes = labels[unknown[0]], len(self.classes)
+                reason = f"label {label} has no class, the file has {classes} classes"
+                raise self.damage(unknown.tolist(), reason)
             labels.setflags(write=False)
             self._labels = labels
         return self._labels
 
     def signatures(self) -> np.ndarray:
-        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises
-        DamageError.
+        """Return the signatures by which duplicates are found: SIGNATURE [count].
+
+        See data/lmdb/format.py. Raises DamageError.
         """
         parts = []
-        for records, value in self._beside(SIGNATURE_KEY, "signatures"):
+        for records, value in self._read_groups(SIGNATURE_KEY, "signatures"):
             if len(value) != len(records) * SIGNATURE.itemsize:
                 raise self.damage(records, "its signatures are missing or have another length")
             parts.append(np.frombuffer(value, SIGNATURE))
         return np.concatenate(parts)
 
     def names(self) -> list[str]:
-        """The images' names in the source that was packed, "" where it had none. Raises
-        DamageError.
+        """Return the images' names in the packed source, "" for images without a name.
+
+        Raises DamageError.
         """
         names: list[str] = []
-        for records, value in self._beside(NAME_KEY, "names"):
+        for records, value in self._read_groups(NAME_KEY, "names"):
             try:
                 stored = json.loads(value) if value else [""] * len(records)
                 if not isinstance(stored, list) or not all(
@@ -128,16 +134,18 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             names += stored
         return names
 
-    def _beside(self, key: bytes, what: str) -> Iterator[tuple[range, bytes]]:
-        """The records that hold something of SIGNATURES images each, without their checksums; b""
-        if there is none.
+    def _read_groups(self, key: bytes, content: str) -> Iterator[tuple[range, bytes]]:
+        """Read the values of `key`, each for a group of SIGNATURES images.
+
+        Yields the images of a group and the value without its checksum; b"" if it is missing.
+        `content` is its name in messages.
         """
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):
                 records = range(start, min(len(self), start + SIGNATURES))
                 value = bytes(self._get(transaction, key % (start // SIGNATURES), records))
                 if value and zlib.crc32(value[4:]) != int.from_bytes(value[:4], "little"):
-                    raise self.damage(records, f"the checksum of its {what} does not match")
+                    raise self.damage(records, f"the checksum of its {content} does not match")
                 yield records, value[4:]
 
     @property
@@ -146,12 +154,13 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return -(-len(self) // self.block)
 
     def block_range(self, block: int) -> range:
-        """The records of a block."""
+        """Return the records of a block."""
         return range(block * self.block, min(len(self), (block + 1) * self.block))
 
     def index_record(self, transaction: lmdb.Transaction, block: int) -> tuple[np.void, np.ndarray]:
-        """A block's index: its head (INDEX_HEAD) and its entries (ENTRY [n]). Raises DamageError,
-        also for a size that the file cannot hold.
+        """Read the index of a block: its head (INDEX_HEAD) and its entries (ENTRY [n]).
+
+        Raises DamageError, also for an impossible image size.
         """
         records = self.block_range(block)
         value = self._get(transaction, INDEX_KEY % (block, self.resolution), records)
@@ -167,14 +176,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         else:
             wrong = (height == 0) | (width == 0) | (height.astype(np.float64) * width > MOST_PIXELS)
         if wrong.any():
-            raise self.damage(
-                [records[place] for place in np.flatnonzero(wrong).tolist()], "its size cannot be"
-            )
+            damaged = (np.flatnonzero(wrong) + records.start).tolist()
+            raise self.damage(damaged, "its size cannot be")
         return head, entries
 
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
-        """The images of a raw block as a view into the file: [n, C, H, W]; valid within the
-        transaction.
+        """Return the images of a raw block, a view into the file: [n, C, H, W].
+
+        It is valid within the transaction.
         """
         records = self.block_range(block)
         shape = (len(records), *self.spec.shape)
@@ -185,10 +194,12 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     @contextmanager
     def encoded(self, index: int) -> Iterator[tuple[np.void, memoryview, tuple[int, int]]]:
-        """The entry, the checked payload and the height and width of an encoded image, valid in the
-        block; an ImageError that is raised there becomes a DamageError.
+        """Yield the entry, the payload, and the height and width of an encoded image.
+
+        They are valid inside the `with` block. An ImageError that is raised there becomes a
+        DamageError.
         """
-        # kept: its views end with it, and another thread may close the data set
+        # The reference keeps the views valid if another thread closes the reader.
         handle = self.handle()
         with handle.environment.begin(buffers=True) as transaction:
             value = self._get(
@@ -200,7 +211,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 entry, payload = np.frombuffer(value, ENTRY, 1)[0], value[ENTRY.itemsize :]
                 if self.meta.shards is not None:
                     payload = self._of_tar(self.meta.shards, int(entry["size"]), payload)
-                # The length first: a damaged one could lead beyond the end of the file.
+                # Compare the length first: a damaged one could exceed the end of the file.
                 if (
                     len(payload) != entry["size"]
                     or entry_checksum(entry, payload) != entry["checksum"]
@@ -211,9 +222,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 raise self.damage([index], str(error)) from None
 
     def _of_tar(self, shards: list[Shard], size: int, link: memoryview) -> memoryview:
-        """An image's bytes from its place in a tar. Raises ImageError, and UserError for a tar that
-        was changed.
-        """
+        """Read an image's bytes in a tar. Raises ImageError, and UserError for a changed tar."""
         if len(link) != LINK.itemsize:
             raise ImageError("its place in the shards is missing")
         number, start = np.frombuffer(link, LINK, 1)[0].tolist()
@@ -227,7 +236,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return memoryview(handle.tars.read(Member("", number, start, size)))
 
     def damaged_in_raw_block(self, transaction: lmdb.Transaction, block: int) -> Iterator[int]:
-        """The records of a raw block whose own checksum does not match."""
+        """Yield the records of a raw block whose image does not match its checksum."""
         _, entries = self.index_record(transaction, block)
         images = self.raw_block(transaction, block)
         for record, entry, image in zip(self.block_range(block), entries, images, strict=True):
@@ -235,7 +244,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 yield record
 
     def damage(self, records: Sequence[int], reason: str) -> DamageError:
-        """The error for damaged records."""
+        """Return the error for damaged records."""
         if self.meta.shards is None:
             return DamageError(self.path, records, reason, self.first)
         name = self.names()[records[0]] if len(records) == 1 else ""
@@ -244,9 +253,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         )
 
     def close(self) -> None:
-        """Let the file go; it is closed when no reader of the process uses it. The next read opens
-        it again.
-        """
+        """Release the file, which is closed with its last reader. The next read opens it again."""
         self._handle = None
 
     def __exit__(self, *error: object) -> None:
@@ -256,9 +263,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return {**self.__dict__, "_handle": None, "_labels": None}
 
     def handle(self) -> Handle:
-        """The file opened by this process; when it is opened anew it must still hold the same data
-        set.
-        """
+        """Return this process's handle. Raises UserError if a file opened again has changed."""
         handle = self._handle
         if handle is None or handle.pid != os.getpid():
             handle = acquire(self.path)
@@ -270,8 +275,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return handle
 
     def _get(self, transaction: lmdb.Transaction, key: bytes, records: range) -> memoryview:
-        """The value of a key as a view into the file; empty if there is none. `records` are those
-        it holds.
+        """Return the value of a key, a view into the file; empty if the key is missing.
+
+        Raises DamageError with `records`, those of the value.
         """
         try:
             return memoryview(transaction.get(key, b""))
@@ -279,16 +285,15 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             raise self.damage(records, str(error)) from None
 
     def gather(
-        self, records: np.ndarray, out: np.ndarray, places: np.ndarray | None = None
+        self, records: np.ndarray, out: np.ndarray, positions: np.ndarray | None = None
     ) -> None:
-        """Copy raw images into `out`, [n, C, H, W] of the file's depth, at `places` (default: in
-        order), by one gather.
+        """Copy raw images into `out`, [n, C, H, W] of the file's depth, by one gather.
 
-        Raises DamageError: for any damage in a block, or with `tolerant` for damaged `records`
-        only.
+        Record i is copied to `out[positions[i]]` (default: `out[i]`). Raises DamageError for any
+        damage in a block, or with `tolerant` only for damaged `records`.
         """
         blocks, rows = np.divmod(records, self.block)
-        handle = self.handle()  # kept until the copy is made: the file is unmapped with it
+        handle = self.handle()  # The reference keeps the file mapped until the copy is made.
         if (raw := handle.raw.get(self.resolution)) is None:
             raw = handle.raw.setdefault(
                 self.resolution, RawBlocks(np.dtype((np.void, self.spec.nbytes)), self.blocks)
@@ -296,18 +301,19 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():
                 self._verify(handle, raw, block, rows[blocks == block])
-        # whatever its type
-        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)
+        # An image of any type is one item.
+        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], positions)
 
     def raw_image(self, record: int) -> np.ndarray:
-        """A raw image: [H, W, C]. Raises DamageError as `gather` does."""
+        """Return a raw image: [H, W, C]. Raises DamageError as `gather` does."""
         image = np.empty((1, *self.spec.shape), self.spec.depth)
         self.gather(np.array([record]), image)
         return image[0].transpose(1, 2, 0)
 
     def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
-        """Compare a raw block's checksum at its first touch; raise DamageError if it does not
-        match, with `tolerant` only if one of `rows` is damaged.
+        """Compare the checksum of a raw block at its first use.
+
+        Raises DamageError if the block is damaged, with `tolerant` only if one of `rows` is.
         """
         if raw.addresses[block] < 0:
             with handle.lock:

@@ -1,4 +1,4 @@
-"""An image as it is stored, and the layout that all of a file have."""
+"""An image ready to be stored, and the common layout of a file's images."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,15 @@ from duetgan.utils.image_spec import ImageSpec, PixelFormat
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How every image of a file is stored. Raises ValueError for what does not fit together."""
+    """The form in which all images of a file are stored.
 
-    spec: ImageSpec  # at the largest resolution; without a size where they have sizes of their own
-    resolutions: tuple[int, ...]  # shorter sides in px, ascending, each twice the one before
+    Raises ValueError for resolutions or an encoding that do not fit the images.
+    """
+
+    spec: ImageSpec  # at the largest resolution; without a size for images of individual sizes
+    resolutions: tuple[int, ...]  # shorter sides in px, ascending, each twice the previous one
     encoding: str = "raw"
-    ranged: bool = True  # low and high are known; if not, the writer finds them (`value_range`)
+    ranged: bool = True  # low and high are given; if not, the writer sets them (`value_range`)
 
     def __post_init__(self) -> None:
         check_sides(self.resolutions, self.encoding, self.spec)
@@ -30,8 +33,9 @@ class Layout:
         smallest: int | None = None,
         ranged: bool = True,
     ) -> "Layout":
-        """For such images, and with `smallest` at half their size and so on down to that shorter
-        side.
+        """Return the layout of such images; with `smallest`, px, of a pyramid down to that side.
+
+        Raises ValueError if the images cannot be halved down to `smallest`.
         """
         sides = [image.side]
         while smallest is not None and sides[0] > smallest and sides[0] % 2 == 0:
@@ -42,7 +46,7 @@ class Layout:
 
     @property
     def document(self) -> dict[str, Any]:
-        """As Meta has it."""
+        """Fields of Meta."""
         size, pixels = self.spec.resolution, self.spec.pixel_format
         return {
             "channels": self.spec.channels,
@@ -64,17 +68,18 @@ class Record:
     sums: np.ndarray
     pixels: int  # in those sums
     signature: np.ndarray  # SIGNATURE [1]
-    digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
-    enlarged: bool = False  # the image in the source was smaller than asked for
-    cut: int = 0  # bits that its values used, of an image of 16 bits a value of which 8 are kept
-    on_white: bool = False  # it was transparent, and is stored on a white ground
-    # of the values, see `value_ends`; of 8 bits not looked for
+    digest: bytes = b""  # SHA-256 of the image in its source; empty: not computed
+    enlarged: bool = False  # True if the image in the source was smaller
+    cut: int = 0  # bits used by the values, if only 8 of 16 bits are stored
+    on_white: bool = False  # True if it was transparent, and is stored on white
+    # smallest and largest value, see `value_ends`; not computed for 8 bits
     ends: tuple[float, float] = (0.0, 0.0)
 
 
 def value_ends(image: np.ndarray) -> tuple[float, float]:
-    """Where the values of a deep image begin and end: of floats the quantiles 0.001 and 0.999 of
-    all channels.
+    """Return the smallest and the largest value of a deep image.
+
+    For floats these are the quantiles 0.001 and 0.999 over all channels.
     """
     if image.dtype == np.float32:
         low, high = np.quantile(image, (0.001, 0.999))
@@ -83,9 +88,10 @@ def value_ends(image: np.ndarray) -> tuple[float, float]:
 
 
 def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
-    """The low and high of a file whose images' `value_ends` lie within these: of integers 0 and the
-    largest number of as many bits, so that 12 bits are known again in each part of a set; of floats
-    as they are.
+    """Return the low and high of a file with `value_ends` from `low` to `high`.
+
+    For integers these are 0 and the largest number of the same number of bits, so that for example
+    12 bits give the same range in each part of a data set. For floats they are unchanged.
     """
     if depth == "uint16":
         return 0.0, float((1 << max(1, int(high).bit_length())) - 1)
@@ -95,8 +101,9 @@ def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
 def mean_and_std(
     sums: np.ndarray, pixels: int, low: float = 0.0, high: float = 255.0
 ) -> tuple[list[float], list[float]]:
-    """Per channel, in units of [0, 1], from added `pixel_sums` of so many pixels; the population's
-    deviation.
+    """Return mean and population deviation per channel, scaled so that low..high becomes [0, 1].
+
+    `sums` is the sum of `pixel_sums`, [2, C], over `pixels` pixels.
     """
     mean, square = sums / pixels
     deviation = np.sqrt(np.maximum(square - mean**2, 0))

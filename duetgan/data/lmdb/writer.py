@@ -1,5 +1,5 @@
-"""Write a packed data set: `LMDBWriter` builds the file beside its target and renames it when it is
-complete.
+"""Write a packed data set: `LMDBWriter` writes a hidden file next to its target, and renames it
+when it is complete.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -45,18 +44,19 @@ from duetgan.utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
-LAST_KEYS = b"picture/"  # no key sorts after these
-FIRST_MAP = 64 << 20  # bytes; doubled whenever it is full
+LAST_KEYS = b"picture/"  # these keys sort after all others
+FIRST_MAP = 64 << 20  # bytes; doubled when it is full
 
 
 class _Level:
-    """The block that is being filled at one resolution."""
+    """The incomplete block at one resolution."""
 
     def __init__(self, side: int, layout: Layout) -> None:
-        self.side, self.block = side, BLOCK_IMAGES
+        self.side = side
+        self.block = BLOCK_IMAGES
         if layout.encoding == "raw":
             self.block = max(1, min(BLOCK_IMAGES, BLOCK_BYTES // layout.spec.at(side).nbytes))
-        self.digests: list[bytes] = []  # of its blocks so far
+        self.digests: list[bytes] = []  # of the complete blocks
         self.start()
 
     def start(self) -> None:
@@ -66,17 +66,20 @@ class _Level:
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another process writes there
+    with contextlib.suppress(OSError):  # another process has files in it
         folder.rmdir()
 
 
 class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
-    """Write images one after the other; `finish` makes the file appear under its name.
+    """Write images one by one. `finish` completes the file and gives it its name.
 
     Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with`
-    block without `finish` removes it; one left by a killed process is overwritten by the next run.
-    Raises UserError if the target exists and `overwrite` is false, if another process is writing
-    it, and if the disk is full; ValueError for a passport that could not be read back.
+    block without `finish` removes it. The next run overwrites a file left by a killed process.
+
+    Raises:
+        UserError: if the target exists and `overwrite` is false, if another process is writing it,
+            or if the disk is full.
+        ValueError: for a passport that could not be read back.
     """
 
     def __init__(
@@ -85,47 +88,45 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         layout: Layout,
         *,
         classes: Sequence[str],  # names by label; empty: unlabelled
-        # of classes, by label; None: a label is a class
-        sets: Sequence[Sequence[int]] | None = None,
+        # classes by label; None: a label is a class
+        label_sets: Sequence[Sequence[int]] | None = None,
         resize_filter: str = "none",
         source: str = "",
         passport: Provenance | None = None,  # of generated images
         split: Split | None = None,
-        # tar files that hold the images: the file becomes their index
+        # tar files with the images: the file becomes their index
         shards: list[Shard] | None = None,
         overwrite: bool = False,
     ) -> None:
         check_target(Path(path), overwrite)
         if passport is not None:
             Generated.read(passport, "passport")
-        # a link stays and points to the new file
-        self.split, self.path = split, replaceable(Path(path))
-        self.layout, self.classes = layout, list(classes)
-        self.sets = None if sets is None else list(map(list, sets))
-        self.labels = len(self.classes if self.sets is None else self.sets)
-        self._about: dict[str, Any] = {
-            "resize_filter": resize_filter,
-            "source": source,
-            "passport": passport,
-            "shards": shards,
-        }
+        self.path = replaceable(Path(path))  # the target of a link: the link remains
+        self.split = split
+        self.layout = layout
+        self.classes = list(classes)
+        self.label_sets = None if label_sets is None else list(map(list, label_sets))
+        self.labels = len(self.classes if self.label_sets is None else self.label_sets)
+        self._resize_filter = resize_filter
+        self._source = source
+        self._passport = passport
+        self._shards = shards
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
-        self.count = 0  # images so far
-        self.histogram = np.zeros(self.labels, np.int64)  # images so far by label
-        # None: of a record the digest is not known
+        self.count = 0  # images added
+        self.histogram = np.zeros(self.labels, np.int64)  # images added, by label
+        # None: a record has no digest
         self._fingerprint: hashlib._Hash | None = hashlib.sha256()
-        # of 8 bits exact for up to 10**14 pixels
-        self._sums = np.zeros(
-            (2, layout.spec.channels), np.float64 if layout.spec.deep else np.int64
-        )
-        self._pixels = 0  # in them
-        self._ends = (math.inf, -math.inf)  # of the values so far
-        self._signatures: list[np.ndarray] = []  # since the last record of them
-        self._names: list[str] = []  # likewise
+        # int64 is exact for up to 10**14 pixels of 8 bits
+        dtype = np.float64 if layout.spec.deep else np.int64
+        self._sums = np.zeros((2, layout.spec.channels), dtype)
+        self._pixels = 0  # number of pixels in the sums
+        self._ends = (math.inf, -math.inf)  # smallest and largest value added
+        self._signatures: list[np.ndarray] = []  # not written yet
+        self._names: list[str] = []  # not written yet
         self._partial = partial_path(self.path)
-        self._undo = contextlib.ExitStack()  # what removes the file, the last of it first
+        self._undo = contextlib.ExitStack()  # removes the file
         try:
             self._open()
         except BaseException:
@@ -137,14 +138,14 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         with writing(self._partial):
             for folder in reversed(missing):
                 self._undo.callback(_remove_empty, folder)
-            replaceable(self._partial)  # a pipe would hang
+            replaceable(self._partial)  # Opening a named pipe would block.
             self._lock = self._undo.enter_context(self._partial.open("ab"))
         if not hold(self._lock):
             raise UserError(
                 f"{self.path} is being written by another process: wait or choose another name"
             )
         self._undo.callback(self._partial.unlink, missing_ok=True)
-        os.truncate(self._partial, 0)  # what a killed run has left
+        os.truncate(self._partial, 0)  # A killed run may have left records.
         with writing(self.path, lmdb.Error):
             self._environment = lmdb.open(
                 str(self._partial), subdir=False, lock=False, sync=False, map_size=FIRST_MAP
@@ -156,8 +157,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     def add_record(
         self, record: Record, name: str = "", place: tuple[int, int] | None = None
     ) -> None:
-        """Append an image, with its name in the source if it has one, and in an index its place in
-        the shards (LINK) instead of its bytes. Raises ValueError for a label without a class.
+        """Append an image.
+
+        `name` is its name in the source. An index stores `place`, its position in the shards
+        (LINK), instead of its bytes. Raises ValueError for a label without a class.
         """
         if not 0 <= record.label < max(1, self.labels):
             raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
@@ -169,7 +172,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             if self.layout.encoding == "raw":
                 level.pixels.append(payload)
             else:
-                stored = np.array(place, LINK).tobytes() if self._about["shards"] else payload
+                stored = np.array(place, LINK).tobytes() if self._shards else payload
                 self._put(IMAGE_KEY % (self.count, level.side), level.entries[-1] + stored)
         if not record.digest:
             self._fingerprint = None
@@ -221,13 +224,13 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             self._commit()
 
     def _commit(self) -> None:
-        """Write the batch in one transaction; a full map is doubled and the batch replayed."""
+        """Write the batch in one transaction. If the map is full, double it and try again."""
         with writing(self.path, lmdb.Error):
             try:
                 with self._environment.begin(write=True) as transaction:
                     for key, value in self._batch:
-                        # Images have the last keys and come in order: appending keeps pages full.
-                        # The rest is small.
+                        # Images have the last keys, in ascending order. Appending them keeps pages
+                        # full; other records are few.
                         if not transaction.put(key, value, append=key.startswith(LAST_KEYS)):
                             raise RuntimeError(f"{key!r} is not the last key")
             except lmdb.MapFullError:
@@ -236,15 +239,18 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._batch, self._batch_bytes = [], 0
 
     def finish(self) -> Meta:
-        """Write metadata and completion record, sync, rename. Raises ValueError if no image was
-        added.
+        """Write metadata and completion record, sync and rename the file.
+
+        Raises ValueError if no image was added.
         """
         meta = self.complete()
         self.publish()
         return meta
 
     def complete(self, split: Split | None = None) -> Meta:
-        """`finish` up to the renaming, which `publish` does: for files that are to appear together."""
+        """Do all of `finish` except for the renaming by `publish`, so that several files can appear
+        together. Raises ValueError if no image was added.
+        """
         if not self.count:
             raise ValueError("no images were added")
         for level in self._levels:
@@ -260,7 +266,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         meta = Meta(
             count=self.count,
             classes=self.classes,
-            sets=self.sets,
+            sets=self.label_sets,
             **layout.document,
             histogram=self.histogram.tolist(),
             mean=mean,
@@ -269,7 +275,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             content_hash="",
             blocks=[level.block for level in self._levels],
             split=split or self.split,
-            **self._about,  # as they were given
+            resize_filter=self._resize_filter,
+            source=self._source,
+            passport=self._passport,
+            shards=self._shards,
         )
         meta = meta.model_copy(update={"content_hash": meta.hash_of(digests)})
         record = meta.to_json()
@@ -285,14 +294,14 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
         self._environment.close()
         with writing(self.path, lmdb.Error), self._partial.open("rb+") as file:
-            # pages that were reserved but never written
+            # The last pages may be allocated but not written.
             if os.fstat(file.fileno()).st_size < needed:
                 file.truncate(needed)
             os.fsync(file.fileno())
         return meta
 
     def publish(self) -> None:
-        """Give the file that is complete its name."""
+        """Rename the complete file to its target."""
         with writing(self.path, lmdb.Error):
             os.replace(self._partial, self.path)
             sync_folder(self.path.parent)
@@ -304,10 +313,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise UserError if `path` must not be written. Of a link counts what it points to."""
+    """Raise UserError if `path`, or the target of a link, must not be written."""
     if path.is_dir():
         raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")
-    with explained(bounded.Refused, lambda why: f"{path} {why}: choose another name"):
+    with explained(bounded.Refused, lambda error: f"{path} {error}: choose another name"):
         replaceable(path)
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name or add --overwrite")

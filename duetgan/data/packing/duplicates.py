@@ -20,28 +20,28 @@ from duetgan.utils.files import write_atomic
 from duetgan.utils.images import save_captioned
 from duetgan.utils.text import listed
 
-SHOWN = 20  # pairs in a PNG
-CELL = 128  # px of an image there
-LISTED = 5  # groups and pairs in the report for people, and members of a group there
+MAX_DRAWN = 20  # pairs in a PNG
+CELL = 128  # px of an image in it
+LISTED = 5  # groups, pairs, and members of a group in the text report
 
-Name = Callable[[int], str]  # of a record, for people
+Name = Callable[[int], str]  # record -> its name for the user
 
 
 @dataclass(frozen=True)
 class Group:
-    """Exact duplicates: ascending records of the first file, and of the second (none within one
-    file).
+    """Exact duplicates: ascending records of the first file, and of the second file if there is
+    one.
     """
 
     records: list[int]
     other_records: list[int]
-    labels_differ: bool  # their classes have different names: a labelling error
+    labels_differ: bool  # True for classes with different names, a labelling error
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Near duplicates: a record of the first file and one of the second (within one file, of the
-    first).
+    """Near duplicates: a record of the first file, and one of the second file or, if there is none,
+    of the first.
     """
 
     record: int
@@ -52,49 +52,52 @@ class Pair:
 
 @dataclass(kw_only=True)
 class Report:
-    """The duplicates within a file, or the images that it and another one share."""
+    """Duplicates within a file, or images that are in two files."""
 
     file: str
     images: int
     other_file: str | None
     other_images: int | None
-    # images that are there before, or images of the other file that are in the first
+    # duplicates of an earlier image, or images of the second file that are in the first
     exact_duplicates: int
-    # they can be found: both files have the same channels and size of images
+    # True if exact duplicates can be found: the files have images of the same channels and size
     exact_comparable: bool
     exact: list[Group]  # in the order of their first records
-    near: list[Pair] | None = None  # most alike first; None: not searched
+    near: list[Pair] | None = None  # in descending order of correlation; None: not searched
     candidates: int = 0  # pairs whose pixels were compared
-    not_compared: int = 0  # pairs, because too many images look alike
+    not_compared: int = 0  # pairs left out because too many images are similar
     textureless: int = 0  # images without texture, for which near duplicates were not searched
-    names: tuple[Name, Name]  # of the first file's records, and of the other's
+    names: tuple[Name, Name]  # of the records of the first and the second file
 
     def document(self) -> dict[str, object]:
-        """The report for programs; `names` are those of the records in it, by their numbers."""
-        pairs, both = self.near or [], range(2)
-        records = [
-            {record for group in self.exact for record in (group.records, group.other_records)[i]}
-            for i in both
-        ]
-        records[0].update(pair.record for pair in pairs)
-        records[1 if self.other_file else 0].update(pair.other_record for pair in pairs)
-        names, others = (
-            {record: self.names[i](record) for record in sorted(records[i])} for i in both
-        )
-        return asdict(self) | {"names": names, "other_names": others}
+        """Return the report as JSON values, with the names of its records by number."""
+        records: set[int] = set()
+        second: set[int] = set()  # records of the second file
+        for group in self.exact:
+            records.update(group.records)
+            second.update(group.other_records)
+        for pair in self.near or []:
+            records.add(pair.record)
+            (second if self.other_file else records).add(pair.other_record)
+        name, other_name = self.names
+        return asdict(self) | {
+            "names": {record: name(record) for record in sorted(records)},
+            "other_names": {record: other_name(record) for record in sorted(second)},
+        }
 
 
 def exact(signatures: np.ndarray) -> list[np.ndarray]:
-    """Groups of images with the same pixels: ascending indices, at least two; in the order of their
-    first.
+    """Group images with the same pixels.
+
+    Returns the ascending indices of each group of two or more, in the order of their first ones.
     """
     _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
     members = np.flatnonzero(counts[group] > 1)
-    return [members[some] for some in of_equal_number(group[members])]
+    return [members[indices] for indices in group_equal(group[members])]
 
 
-def of_equal_number(numbers: np.ndarray) -> list[np.ndarray]:
-    """Ascending indices of the numbers that are equal; in the order of their first."""
+def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
+    """Return the ascending indices of each group of equal numbers, in the order of their first."""
     order = np.argsort(numbers, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
     return sorted(groups, key=lambda indices: int(indices[0]))
@@ -102,71 +105,77 @@ def of_equal_number(numbers: np.ndarray) -> list[np.ndarray]:
 
 def find(
     reader: LMDBReader,
-    other: LMDBReader | None = None,
+    second: LMDBReader | None = None,
     *,
     similar: bool = False,
-    # of `reader`'s records; None: what the file says, else their numbers
+    # of the records of `reader`; None: the name in the file, else the number
     item_name: Name | None = None,
 ) -> Report:
-    """Duplicates within a packed file, or images that it and another one share, for example
-    training and held-out data. Raises DamageError.
+    """Find duplicates within a packed file, or images that are also in the file `second`.
+
+    With `similar` near duplicates are searched for as well. Raises DamageError.
     """
-    second = other or reader
-    signatures, others = reader.signatures(), other.signatures() if other else None
-    names = {one: one.meta.label_names for one in (reader, second)}
+    second_reader = second or reader
+    signatures = reader.signatures()
+    second_signatures = second.signatures() if second else None
+    label_names, second_names = reader.meta.label_names, second_reader.meta.label_names
 
-    def differ(here: Sequence[int], there: Sequence[int]) -> bool:
-        """Whether records have several class names; an unlabelled image agrees with all."""
-        sides = [
-            (one, records) for one, records in ((reader, here), (second, there)) if one.classes
-        ]
-        return (
-            len({names[one][one.labels()[record]] for one, records in sides for record in records})
-            > 1
-        )
+    def labels_differ(records: Sequence[int], second_records: Sequence[int]) -> bool:
+        """Return True for different class names. An unlabelled image agrees with all."""
+        names: set[str] = set()
+        if reader.classes:
+            names.update(label_names[label] for label in reader.labels()[records])
+        if second_reader.classes:
+            names.update(second_names[label] for label in second_reader.labels()[second_records])
+        return len(names) > 1
 
-    count, groups = len(signatures), []
-    for indices in exact(signatures if others is None else np.concatenate([signatures, others])):
-        here, there = (
-            indices[indices < count].tolist(),
-            (indices[indices >= count] - count).tolist(),
-        )
-        if other is None or (here and there):
-            groups.append(Group(here, there, differ(here, there)))
-    specs = [one.meta.spec for one in (reader, second)]
+    count = len(signatures)
+    groups = []
+    duplicates = 0
+    joined = signatures
+    if second_signatures is not None:
+        joined = np.concatenate([signatures, second_signatures])
+    for indices in exact(joined):
+        records = indices[indices < count].tolist()
+        second_records = (indices[indices >= count] - count).tolist()
+        if second is None or (records and second_records):
+            groups.append(Group(records, second_records, labels_differ(records, second_records)))
+            duplicates += len(second_records) if second else len(records) - 1
+    specs = (reader.meta.spec, second_reader.meta.spec)
     report = Report(
         file=str(reader.path),
         images=count,
-        other_file=str(other.path) if other else None,
-        other_images=len(other) if other else None,
-        exact_duplicates=sum(
-            len(group.other_records) if other else len(group.records) - 1 for group in groups
-        ),
+        other_file=str(second.path) if second else None,
+        other_images=len(second) if second else None,
+        exact_duplicates=duplicates,
         exact_comparable=specs[0] == specs[1],
         exact=groups,
-        names=(_with_class(reader, item_name), _with_class(second, None if other else item_name)),
+        names=(
+            _with_class(reader, item_name),
+            _with_class(second_reader, None if second else item_name),
+        ),
     )
     if similar:
-        candidates = near(signatures, others)
+        candidates = near(signatures, second_signatures)
         size = min(spec.side or 64 for spec in specs)
         pairs, correlations = confirm(
-            candidates, partial(visible_image, reader), partial(visible_image, second), size
+            candidates, partial(visible_image, reader), partial(visible_image, second_reader), size
         )
-        order = np.argsort(-correlations, kind="stable")
-        alike = zip(pairs[order].tolist(), correlations[order].tolist(), strict=True)
-        report.near = [Pair(i, j, correlation, differ([i], [j])) for (i, j), correlation in alike]
-        report.candidates, report.not_compared = len(candidates.pairs), candidates.left_out
+        report.near = []
+        for row in np.argsort(-correlations, kind="stable"):
+            i, j = pairs[row].tolist()
+            report.near.append(Pair(i, j, float(correlations[row]), labels_differ([i], [j])))
+        report.candidates = len(candidates.pairs)
+        report.not_compared = candidates.left_out
         report.textureless = candidates.textureless
     return report
 
 
 def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
-    """The names of records, with their classes."""
-    labels, classes, stored = (
-        reader.labels(),
-        reader.meta.label_names,
-        [] if item_name else reader.names(),
-    )
+    """Return a function of a record that gives its name and class."""
+    labels = reader.labels()
+    classes = reader.meta.label_names
+    stored = [] if item_name else reader.names()
 
     def name(record: int) -> str:
         text = item_name(record) if item_name else stored[record] or str(record)
@@ -176,7 +185,7 @@ def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
 
 
 def lines(report: Report, limit: int | None = LISTED) -> list[str]:
-    """The report for people: counts, then `limit` groups and pairs (None: all), those with
+    """Return the text report: counts, then `limit` groups and pairs (None: all), those with
     different labels first.
     """
     name, other_name = report.names
@@ -192,7 +201,8 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     text = _listed(f"{head} in {_count(len(groups), 'group')}", groups, "group", limit)
     if not report.exact_comparable:
         text.append(
-            "exact duplicates cannot be found: the files differ in the channels or the size of their images"
+            "exact duplicates cannot be found: the files differ in the channels or the size of"
+            " their images"
         )
     if report.near is None:
         return text
@@ -203,7 +213,8 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     text += _listed(f"{_count(len(pairs), 'pair')} of near duplicates", pairs, "pair", limit)
     if report.textureless:
         text.append(
-            f"near duplicates were not searched for {_count(report.textureless, 'image')} without texture"
+            f"near duplicates were not searched for {_count(report.textureless, 'image')} without"
+            " texture"
         )
     if report.not_compared:
         text.append(
@@ -213,62 +224,62 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
 
 
 def write_lines(path: Path, text: Sequence[str]) -> None:
-    """A text file; names that are not UTF-8 are escaped."""
+    """Write a text file. Names that are not UTF-8 are escaped."""
     write_atomic(path, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
 
 
-def shortened(shown: list[str], everything: list[str], path: Path) -> list[str]:
-    """What is shown of a text, and where all of it is: in a file, if that is more. One of an
-    earlier run goes.
+def shortened(excerpt: list[str], everything: list[str], path: Path) -> list[str]:
+    """Return the excerpt of a text. If it is shorter than the text, write the text to `path` and
+    add a line with the path; otherwise remove the file of an earlier run.
     """
-    if shown == everything:
+    if excerpt == everything:
         path.unlink(missing_ok=True)
-        return shown
+        return excerpt
     write_lines(path, everything)
-    return [*shown, f"all of them: {path}"]
+    return [*excerpt, f"all of them: {path}"]
 
 
-def _listed(head: str, items: list[tuple[str, bool]], what: str, limit: int | None) -> list[str]:
-    """A head line with the number of items with different labels, and the first items, those with
-    different labels before the others.
+def _listed(head: str, items: list[tuple[str, bool]], noun: str, limit: int | None) -> list[str]:
+    """Return a head line with the number of items with different labels, then `limit` items, those
+    with different labels first.
     """
     wrong = sum(differ for _, differ in items)
-    head += f", {wrong:,} of them with different labels" if wrong else ""
-    shown = sorted(items, key=lambda item: not item[1])[:limit]
-    more = (
-        [f"  and {_count(len(items) - len(shown), what)} more"] if len(items) > len(shown) else []
-    )
-    return [
-        head,
-        *(f"  {text}{': different labels' if differ else ''}" for text, differ in shown),
-        *more,
-    ]
+    if wrong:
+        head += f", {wrong:,} of them with different labels"
+    text = [head]
+    for item, differ in sorted(items, key=lambda item: not item[1])[:limit]:
+        text.append(f"  {item}{': different labels' if differ else ''}")
+    remaining = len(items) - (len(text) - 1)
+    if remaining:
+        text.append(f"  and {_count(remaining, noun)} more")
+    return text
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def save_sheet(report: Report, reader: LMDBReader, other: LMDBReader, path: Path) -> None:
-    """Draw up to SHOWN pairs side by side with their records and classes: exact duplicates, those
-    with different labels first, and near ones from the most to the least alike; there is at least
-    one. Raises DamageError.
+def save_sheet(report: Report, reader: LMDBReader, second: LMDBReader, path: Path) -> None:
+    """Draw up to MAX_DRAWN pairs side by side with their records and classes.
+
+    Exact duplicates come first, those with different labels before others, then near duplicates in
+    descending order of correlation. There must be at least one pair. Raises DamageError.
     """
     pairs = report.near or []
-    groups = sorted(report.exact, key=lambda group: not group.labels_differ)[
-        : max(SHOWN // 2, SHOWN - len(pairs))
-    ]
-    chosen = [
-        (group.records[0], (group.other_records or group.records[1:])[0], "exact")
-        for group in groups
-    ]
-    places = np.linspace(0, len(pairs) - 1, min(SHOWN - len(groups), len(pairs))).astype(int)
-    for pair in (pairs[place] for place in places):
+    groups = sorted(report.exact, key=lambda group: not group.labels_differ)
+    groups = groups[: max(MAX_DRAWN // 2, MAX_DRAWN - len(pairs))]
+    chosen = []
+    for group in groups:
+        other_record = (group.other_records or group.records[1:])[0]
+        chosen.append((group.records[0], other_record, "exact"))
+    count = min(MAX_DRAWN - len(groups), len(pairs))
+    for index in np.linspace(0, len(pairs) - 1, count).astype(int):
+        pair = pairs[index]
         chosen.append((pair.record, pair.other_record, f"{pair.correlation:.3f}"))
     images, captions = [], []
     gap = np.full((3, CELL, 8), 255, np.uint8)
     for record, other_record, kind in chosen:
-        left, right = visible_image(reader, record), visible_image(other, other_record)
+        left, right = visible_image(reader, record), visible_image(second, other_record)
         images.append(np.concatenate([thumbnail(left, CELL), gap, thumbnail(right, CELL)], axis=2))
         captions.append(f"{kind}: {report.names[0](record)}\n{report.names[1](other_record)}")
     save_captioned(images, captions, path, columns=4)

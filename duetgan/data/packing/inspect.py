@@ -22,13 +22,13 @@ from duetgan.utils.text import columns
 
 COLUMNS = 10
 MAX_ROWS = 20
-# px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
+# px; smaller images are enlarged by an integer factor, those above twice this are scaled down to it
 CELL = 64
 BAR = 40  # characters of the longest bar of the histogram
 
 
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
-    """The description for people, with a bar per class."""
+    """Return the description of a file as text, with a bar for each class."""
     document = document | ({} if meta.passport else {"passport": "none, real images"})
     rows = [
         (key, _text(value))
@@ -46,23 +46,23 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
     return text + columns(bars, "><><").splitlines()
 
 
-def labels_document(sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
-    """Of `sets` of labels: how many images have none, one or several, and each set; the histogram
-    of the classes.
+def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
+    """Describe label sets: the images with none, one or several labels, those with each set, and
+    those of each class.
     """
-    if sets is None:
+    if label_sets is None:
         return {}
-    counts = (
-        np.bincount(np.minimum(list(map(len, sets)), 2), meta.histogram, minlength=3)
-        .astype(int)
-        .tolist()
-    )
-    pairs = zip(
-        ([meta.classes[label] for label in labels] for labels in sets), meta.histogram, strict=True
-    )
-    each = [{"labels": labels, "count": count} for labels, count in pairs]
-    held = dict(zip(("none", "one", "several"), counts, strict=True))
-    return {"labels_an_image": held, "label_sets": each, "histogram": meta.by_class}
+    sizes = np.minimum(list(map(len, label_sets)), 2)
+    none, one, several = np.bincount(sizes, meta.histogram, minlength=3).astype(int).tolist()
+    documents = []
+    for label_set, count in zip(label_sets, meta.histogram, strict=True):
+        names = [meta.classes[label] for label in label_set]
+        documents.append({"labels": names, "count": count})
+    return {
+        "labels_an_image": {"none": none, "one": one, "several": several},
+        "label_sets": documents,
+        "histogram": meta.by_class,
+    }
 
 
 def _text(value: object) -> str:
@@ -76,45 +76,41 @@ def _text(value: object) -> str:
 
 
 def save_grid(reader: LMDBReader, path: Path) -> None:
-    """Draw a row of images per class with its name, spread evenly over the class (the first
-    MAX_ROWS classes), or the first images if unlabelled.
+    """Draw a row of images for each of the first MAX_ROWS classes, evenly spaced in the class; of
+    an unlabelled file the first images.
     """
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
     first = np.arange(min(len(reader), COLUMNS * 8))
     rows = np.split(first, np.arange(COLUMNS, len(first), COLUMNS))
     if heads := reader.classes[:MAX_ROWS]:
-        classes = [
-            np.flatnonzero(shows[reader.labels()])
-            for shows in reader.meta.multi_hot.T[: len(heads)]
-        ]
-        spread = [
-            np.linspace(0, len(members) - 1, min(COLUMNS, len(members))).astype(int)
-            for members in classes
-        ]
-        rows = [members[places] for members, places in zip(classes, spread, strict=True)]
-    images = [
-        [thumbnail(visible_image(reader, index), cell) for index in row.tolist()] for row in rows
-    ]
+        rows = []
+        for has_class in reader.meta.multi_hot.T[: len(heads)]:
+            members = np.flatnonzero(has_class[reader.labels()])
+            count = min(COLUMNS, len(members))
+            rows.append(members[np.linspace(0, len(members) - 1, count).astype(int)])
+    images = []
+    for row in rows:
+        images.append([thumbnail(visible_image(reader, index), cell) for index in row.tolist()])
     save_table(images, path, row_heads=heads, cell=cell, gap=2)
 
 
 @dataclass
 class Damage:
-    """Damaged records and why; `content` says what contradicts the metadata although every record
-    is intact.
-    """
+    """The damage of a file."""
 
-    records: dict[int, str] = field(default_factory=dict)
-    content: str = ""
+    records: dict[int, str] = field(default_factory=dict)  # damaged record -> reason
+    content: str = ""  # contradiction between intact records and the metadata
 
     def __bool__(self) -> bool:
         return bool(self.records or self.content)
 
 
 def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
-    """Check every index, block and record at every resolution, decode encoded images, compare
-    labels and hash with the metadata. `workers`: threads, default one per core.
+    """Check every index, block and record at every resolution.
+
+    Encoded images are decoded, and labels and hash are compared with the metadata. `workers` is the
+    number of threads (default: one per core).
     """
     damage, sides = Damage(), reader.meta.resolutions
     levels = [LMDBReader(reader.path, resolution=side or None) for side in sides]
@@ -125,9 +121,9 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
         progress = Bar(
             pool.map(check_block, *zip(*jobs, strict=True)), "verifying", len(jobs), unit="block"
         )
-        for (level, _), (of_block, digest, damaged) in zip(jobs, progress, strict=True):
+        for (level, _), (block_labels, digest, damaged) in zip(jobs, progress, strict=True):
             damage.records |= damaged
-            labels[level.resolution].append(of_block)
+            labels[level.resolution].append(block_labels)
             digests[level.resolution].append(digest)
     try:
         reader.signatures()
@@ -144,8 +140,8 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
 def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list[bytes]]) -> str:
     if any((part != labels[0]).any() for part in labels):
         return "the labels differ between the resolutions"
-    known = labels[0][(labels[0] >= 0) & (labels[0] < meta.labels)]
-    if np.bincount(known, minlength=meta.labels).tolist() != meta.histogram:
+    valid = labels[0][(labels[0] >= 0) & (labels[0] < meta.labels)]
+    if np.bincount(valid, minlength=meta.labels).tolist() != meta.histogram:
         return "the labels do not give the histogram in the metadata"
     if meta.hash_of(digests) != meta.content_hash:
         return "the content hash does not match"
@@ -153,10 +149,14 @@ def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list
 
 
 def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict[int, str]]:
-    """Check one block at the reader's resolution: its labels (none if its index is damaged), the
-    SHA-256 of its payloads and entries, and its damaged records with the reason.
+    """Check a block at the reader's resolution.
+
+    Returns its labels (empty if its index is damaged), the SHA-256 of its payloads and entries, and
+    its damaged records with the reason.
     """
-    labels, digest, damaged = np.empty(0, np.int64), hashlib.sha256(), {}
+    labels = np.empty(0, np.int64)
+    digest = hashlib.sha256()
+    damaged: dict[int, str] = {}
     with reader.handle().environment.begin(buffers=True) as transaction:
         try:
             head, entries = reader.index_record(transaction, block)
@@ -192,8 +192,8 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
 
 
 def report(damage: Damage, reader: LMDBReader) -> None:
-    """Raise UserError if there is damage, naming the first record; two lines on stderr say more,
-    `--json` all.
+    """Raise UserError with the first damaged record, if there is damage. Up to two lines on stderr
+    have details; `--json` prints all.
     """
     if not damage:
         return
@@ -207,15 +207,16 @@ def report(damage: Damage, reader: LMDBReader) -> None:
             runs[-1].append(record)
         else:
             runs.append([record])
-    text = [
-        f"record {run[0]}{f' to {run[-1]}' * (len(run) > 1)}: {damage.records[run[0]]}"
-        for run in runs
-    ]
+    text = []
+    for run in runs:
+        end = f" to {run[-1]}" if len(run) > 1 else ""
+        text.append(f"record {run[0]}{end}: {damage.records[run[0]]}")
     if len(text) > 2:
         text[1:] = [f"and {len(damage.records) - len(runs[0]):,} more records; --json lists all"]
     print("\n".join(text), file=sys.stderr)
     first = runs[0][0]
     raise UserError(
-        f"{reader.path}: {len(damage.records):,} of {len(reader):,} records are damaged, the first is"
+        f"{reader.path}: {len(damage.records):,} of {len(reader):,} records are damaged, the first"
+        " is"
         f" record {first} ({damage.records[first]}): copy or pack the file again"
     )

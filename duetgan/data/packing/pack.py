@@ -21,29 +21,34 @@ from duetgan.data.packing.split import (
     list_skipped,
     publish_both,
     strata,
-    to_share,
+    to_fraction,
     val_path,
-    write_apart,
     write_parts,
+    write_without,
 )
 from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import Problem, Source
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar
 
-KEPT_BYTES = 128 << 20  # of freed memory
-# what --on-error skip leaves out at most, whichever is more
-SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01
+KEPT_BYTES = 128 << 20  # of freed memory that malloc keeps
+# limits of --on-error skip; the larger one applies
+SKIPPED_IMAGES = 100
+SKIPPED_FRACTION = 0.01
 
 
 class _Skipped:
-    """What is left out: nothing, or up to a cap."""
+    """The problems of skipped images: none, or up to a limit."""
 
     def __init__(self, source: Source, on_error: str, cap: int | None, remedy: str) -> None:
         if cap is not None and on_error == "stop":
             raise UserError("--max-skipped is for --on-error skip: add it or drop --max-skipped")
-        self._source, self._stop, self._remedy = source, on_error == "stop", remedy
-        self.cap = max(SKIPPED_IMAGES, int(SKIPPED_SHARE * len(source))) if cap is None else cap
+        self._source = source
+        self._stop = on_error == "stop"
+        self._remedy = remedy
+        if cap is None:
+            cap = max(SKIPPED_IMAGES, int(SKIPPED_FRACTION * len(source)))
+        self.cap = cap
         self.problems: list[Problem] = []
         self.add(*source.problems)
 
@@ -51,32 +56,36 @@ class _Skipped:
         """Count problems. Raises UserError if they must not be skipped."""
         self.problems += problems
         if self._stop and problems:
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise UserError(f"{problems[0]}{more}: fix it, or {self._remedy}")
+            remaining = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise UserError(f"{problems[0]}{remaining}: fix it, or {self._remedy}")
         if len(self.problems) > self.cap:
-            over = f"{len(self.problems):,} images or folders cannot be used, --max-skipped is {self.cap:,}"
             raise UserError(
-                f"{self._source.name}: {over}; the first: {self.problems[0]}: fix them or raise --max-skipped"
+                f"{self._source.name}: {len(self.problems):,} images or folders cannot be used,"
+                f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: fix them or raise"
+                " --max-skipped"
             )
 
     def check(self, writer: LMDBWriter, dropped: int) -> None:
-        """Raise UserError if so much was left out that a class or everything is missing."""
-        name, classes = self._source.name, self._source.classes
-        count, histogram = writer.count, self._source.by_class(writer.histogram)
-        what = f"could be used, {len(self.problems)} skipped"
-        what += f", {dropped} dropped as duplicates" if dropped else ""
-        what += f"; the first: {self.problems[0]}" if self.problems else ""
-        given = self._source.by_class(
-            np.bincount(self._source.labels(), minlength=len(writer.histogram))
-        )
-        if not count or (lost := (given > 0) & (histogram == 0)).any():
-            of_class = f" of class {classes[int(lost.argmax())]}" if count else ""
-            raise UserError(f"{name}: no image{of_class} {what}")
+        """Raise UserError if no image, or none of a class, was written."""
+        source = self._source
+        counts = np.bincount(source.labels(), minlength=len(writer.histogram))
+        lost = (source.by_class(counts) > 0) & (source.by_class(writer.histogram) == 0)
+        if writer.count and not lost.any():
+            return
+        of_class = f" of class {source.classes[int(lost.argmax())]}" if writer.count else ""
+        text = f"could be used, {len(self.problems)} skipped"
+        if dropped:
+            text += f", {dropped} dropped as duplicates"
+        if self.problems:
+            text += f"; the first: {self.problems[0]}"
+        raise UserError(f"{source.name}: no image{of_class} {text}")
 
 
 def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:
-    """Raise UserError for an empty class, or for one that the file `against` does not have; what it
-    has besides, the source takes: held-out images may have none of a class.
+    """Raise UserError for an empty class, or for classes other than those of the file `against`.
+
+    The source takes the classes of `against` that it does not have: held-out images may have none
+    of a class.
     """
     if against is None:
         source.check_classes()
@@ -84,11 +93,11 @@ def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]
     if against.exists() and any(target.exists() and against.samefile(target) for target in targets):
         raise UserError(f"{against} is the file to be written: name another one to compare with")
     with LMDBReader(against) as reader:
-        theirs = reader.classes
-    if source.classes and theirs:  # unlabelled images contradict no classes
-        source.fill_classes(theirs)
+        classes = reader.classes
+    if source.classes and classes:  # Unlabelled images fit all classes.
+        source.fill_classes(classes)
         require_same_classes(
-            source.name, source.classes, str(against), theirs, "labels would not mean the same"
+            source.name, source.classes, str(against), classes, "labels would not mean the same"
         )
 
 
@@ -101,32 +110,30 @@ def pack(
     workers: int | None = None,  # threads besides this one; None: one a core
     # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
     max_skipped: int | None = None,
-    # a packed file whose classes must be the same and whose images are searched here
+    # a packed file with the same classes; images that are also in it are reported
     against: Path | None = None,
     duplicates: bool = True,  # report equal images
-    similar: bool = False,  # and those that look alike
+    similar: bool = False,  # report similar images
     drop_duplicates: bool = False,  # keep only the first of equal images
-    # a packed file of the same classes: what it holds or looks like it is left out
+    # a packed file with the same classes; images that are in it, or similar, are omitted
     apart: Path | None = None,
-    # hold this share of the images out, into a file of its own
-    val_share: str | float | None = None,
-    val_dest: str | Path | None = None,  # that file; None: `val_path`
+    val_share: str | float | None = None,  # fraction of the images to hold out, in a second file
+    val_dest: str | Path | None = None,  # the second file; None: `val_path`
     seed: int = 0,  # of the draw of held-out images
     remedy: str = "pass --on-error skip to leave it out",  # for an image that cannot be used
-    **how: Any,  # the images are brought into the file: data.records.make_plan
+    **plan_options: Any,  # see data.records.make_plan
 ) -> Summary:
-    """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on
-    `workers`.
+    """Pack a source into the file `dest`, or with `val_share` into two files.
 
-    Raises UserError for anything that is wrong with source, images, options or target; then nothing
-    is left behind and existing files are as they were.
+    The files do not depend on `workers`. Raises UserError for invalid sources, images, options or
+    targets. Existing files are then unchanged, and new ones removed.
     """
     started = time.perf_counter()
-    share = None if val_share is None else to_share(val_share)
-    targets = _targets(source, Path(dest), share, val_dest)
+    fraction = None if val_share is None else to_fraction(val_share)
+    targets = _targets(source, Path(dest), fraction, val_dest)
     skipped = _Skipped(source, on_error, max_skipped, remedy)
     _check_classes(source, against or apart, targets)
-    plan = make_plan(source, **how)
+    plan = make_plan(source, **plan_options)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         *writers, whole = _open_writers(stack, source, plan, targets, overwrite, apart is not None)
@@ -138,18 +145,15 @@ def pack(
         def name(record: int) -> str:
             return source.item_name(written.rows[record])
 
-        if share is not None:
-            metas, report = write_parts(whole.path, written.records, writers, share, seed, name)
+        if fraction is not None:
+            metas, report = write_parts(whole.path, written.records, writers, fraction, seed, name)
             publish_both(writers)
         elif apart is not None:
-            metas = [write_apart(whole.path, written, writers[0], apart, skipped.check)]
+            metas = [write_without(whole.path, written, writers[0], apart, skipped.check)]
         packed = time.perf_counter()
-        search = duplicates or similar
-        text = (
-            _find_duplicates(whole.path, targets[0], against, similar, name, report)
-            if search
-            else None
-        )
+        text = None
+        if duplicates or similar:
+            text = _find_duplicates(whole.path, targets[0], against, similar, name, report)
     return Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
@@ -166,20 +170,23 @@ def pack(
 
 
 def _targets(
-    source: Source, dest: Path, share: Fraction | None, val_dest: str | Path | None
+    source: Source, dest: Path, fraction: Fraction | None, val_dest: str | Path | None
 ) -> list[Path]:
-    """The files to be written: one, or of training and held-out images. Raises UserError if that
-    cannot be.
+    """Return the files to write: one, or that of training and that of held-out images.
+
+    Raises UserError if no image can be held out, or for a wrong `val_dest`.
     """
     targets = [dest]
-    if share is not None:
-        labels = strata(source.labels(), source.sets, share)
+    if fraction is not None:
+        labels = strata(source.labels(), source.label_sets, fraction)
         if len(labels) < 2 or np.bincount(labels).max() < 2:
-            what = (
-                "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
-            )
+            images = f"{len(labels):,} images, each of another class"
+            if len(labels) == 1:
+                images = "1 image"
             raise UserError(
-                f"{source.name}: --val-share {float(share)} needs two images of a class, there is {what}; add some"
+                f"{source.name}: --val-share {float(fraction)} needs two images of a class, there"
+                " is"
+                f" {images}; add some"
             )
         targets.append(val_path(dest) if val_dest is None else Path(val_dest))
         if targets[0].absolute() == targets[1].absolute():
@@ -199,14 +206,16 @@ def _open_writers(
     overwrite: bool,
     hidden: bool,
 ) -> list[LMDBWriter]:
-    """Writers of the targets, which the stack closes; of two, or `hidden`, the last one is of a
-    hidden file for all.
+    """Open writers of the targets, which the stack closes.
+
+    With two targets, or `hidden`, there is an additional last writer, of a hidden file for all
+    images.
     """
     new_writer = functools.partial(
         LMDBWriter,
         layout=plan.layout,
         classes=source.classes,
-        sets=source.sets,
+        label_sets=source.label_sets,
         resize_filter=plan.resize_filter,
         source=source.name,
         passport=source.passport,
@@ -231,9 +240,12 @@ def _write(
     drop: bool,
     keep: bool,
 ) -> Written:
-    """Write every usable image, with `drop` without exact duplicates; `keep` what a split needs."""
+    """Write every usable image; with `drop` without exact duplicates.
+
+    With `keep` the result has the records, without their payloads, which a split needs.
+    """
     written = Written()
-    labels: dict[int, int] = {}  # by the digest of their pixels, for `drop`
+    labels: dict[int, int] = {}  # by the digest of the pixels, for `drop`
     with contextlib.closing(images):
         for row, record in enumerate(Bar(images, "packing", len(source), unit="image")):
             if isinstance(record, ImageError):
@@ -264,23 +276,26 @@ def _find_duplicates(
     against: Path | None,
     similar: bool,
     name: Name,  # of its records
-    known: Report | None,  # what was found within the file, look-alikes included
+    existing: Report | None,  # on duplicates within the file, similar ones included
 ) -> list[str]:
-    """The report on equal images, and `similar` ones, within the file, and between it and
-    `against`. What is too long for people goes into a file beside `dest`; one that an earlier run
-    left is removed.
+    """Return the report on duplicates within the file, and between it and `against`.
+
+    A long report is written to a file next to `dest`; that of an earlier run is removed.
     """
     try:
         with LMDBReader(path) as reader:
-            report = known or find(reader, similar=similar, item_name=name)
+            report = existing or find(reader, similar=similar, item_name=name)
             reports = [dataclasses.replace(report, near=report.near if similar else None)]
             if against is not None:
-                with LMDBReader(against) as other:
-                    reports.append(find(reader, other, similar=similar, item_name=name))
-        reports = [dataclasses.replace(report, file=str(dest)) for report in reports]
-        text, all_of_it = (
-            [line for report in reports for line in lines(report, most)] for most in (LISTED, None)
-        )
-        return shortened(text, all_of_it, dest.with_name(f"{dest.stem}.duplicates.txt"))
-    except Exception as error:  # the file is complete and good: a fault in the search must not look like the pack's
+                with LMDBReader(against) as second:
+                    reports.append(find(reader, second, similar=similar, item_name=name))
+        excerpt: list[str] = []
+        everything: list[str] = []
+        for report in reports:
+            report.file = str(dest)
+            excerpt += lines(report, LISTED)
+            everything += lines(report, None)
+        return shortened(excerpt, everything, dest.with_name(f"{dest.stem}.duplicates.txt"))
+    # The file is complete: an error in the search must not look like one of packing.
+    except Exception as error:
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]

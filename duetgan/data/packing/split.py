@@ -1,7 +1,7 @@
-"""Hold images out: by class, with look-alikes on one side, keyed by content (docs/lmdb.md);
-summarise a packing.
+"""Split a packed file into training and held-out images (docs/lmdb.md), and summarise packing.
 
-A packed file is split into two, which is the last part of `duet pack --val-share`.
+The split is stratified by class, keeps similar images in one part, and depends on the images'
+content. It is the last step of `duet pack --val-share`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,182 +15,199 @@ from duetgan.data.lmdb.format import Meta, Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import Name, Report, find, of_equal_number, shortened
+from duetgan.data.packing.duplicates import Name, Report, find, group_equal, shortened
 from duetgan.data.sources import Problem
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import columns, listed
 
 LISTED = 10  # names in the summary
-LARGEST = Fraction(1, 2)  # share that may be held out
+LARGEST = Fraction(1, 2)  # held-out fraction
 
 
 def val_path(dest: Path) -> Path:
-    """Where the held-out images of `dest` go unless told: `x/photos.lmdb` -> `x/photos-val.lmdb`."""
+    """Return the default path of held-out images: `x/photos.lmdb` -> `x/photos-val.lmdb`."""
     return dest.with_name(f"{dest.stem}-val{dest.suffix}")
 
 
-def to_share(value: str | float) -> Fraction:
-    """The share as it was written, so that 0.1 is a tenth. Raises UserError unless it lies in (0,
-    0.5].
+def to_fraction(value: str | float) -> Fraction:
+    """Convert --val-share to an exact fraction, so that 0.1 is a tenth.
+
+    Raises UserError unless it is in (0, 0.5].
     """
     try:
-        share = Fraction(str(value))
+        fraction = Fraction(str(value))
     except (ValueError, ZeroDivisionError):
-        share = Fraction(0)
-    if not 0 < share <= LARGEST:
+        fraction = Fraction(0)
+    if not 0 < fraction <= LARGEST:
         raise UserError(
             f"--val-share {value}: give a share above 0 and up to {float(LARGEST)}, for example 0.1"
         )
-    return share
+    return fraction
 
 
-def quotas(counts: Sequence[int], share: Fraction) -> list[int]:
-    """How many of each class are held out, for `counts` images a class.
+def quotas(counts: Sequence[int], fraction: Fraction) -> list[int]:
+    """Return the number of images to hold out of each class, for `counts` images of each class.
 
-    Together they are `share` of all, rounded; each class gets its part rounded down, and what is
-    left goes to the largest remainders (Hare's quota), the first class first where they are equal.
-    Then every class of two or more images gets at least one and keeps at least one. A class of one
-    image keeps it and does not count.
+    The total is `fraction` of all images, rounded. Each class gets its part rounded down, and the
+    classes with the largest remainders (Hare's quota), the first ones among equals, get one more.
+    Then every class of two or more images has at least one image in each part. A class with a
+    single image keeps it for training and is not counted.
     """
     counts = [int(count) if count > 1 else 0 for count in counts]
-    parts = [share * count for count in counts]
-    wanted = [int(part) for part in parts]
-    left = int(share * sum(counts) + Fraction(1, 2)) - sum(wanted)
-    for label in sorted(range(len(counts)), key=lambda label: wanted[label] - parts[label])[:left]:
-        wanted[label] += 1
-    return [
-        min(max(number, 1), count - 1) if count else 0
-        for number, count in zip(wanted, counts, strict=True)
-    ]
+    parts = [fraction * count for count in counts]
+    numbers = list(map(int, parts))
+    missing = int(fraction * sum(counts) + Fraction(1, 2)) - sum(numbers)
+    by_remainder = sorted(range(len(counts)), key=lambda label: numbers[label] - parts[label])
+    for label in by_remainder[:missing]:
+        numbers[label] += 1
+    for label, count in enumerate(counts):
+        if count:
+            numbers[label] = min(max(numbers[label], 1), count - 1)
+    return numbers
 
 
-def strata(labels: np.ndarray, sets: Sequence[Sequence[int]] | None, share: Fraction) -> np.ndarray:
-    """What is held out evenly, int64 [n]: the classes; of sets of labels those with images enough
-    for a held-out one, and the rarer sets as one.
+def strata(
+    labels: np.ndarray, label_sets: Sequence[Sequence[int]] | None, fraction: Fraction
+) -> np.ndarray:
+    """Return the stratum of each image, int64 [n]: a class, or a label set.
+
+    All sets with too few images for a held-out one are a single stratum.
     """
-    if sets is None:
+    if label_sets is None:
         return labels
-    rare = np.bincount(labels, minlength=len(sets)) < float(1 / share)
-    return np.where(rare[labels], len(sets), labels)
+    rare = np.bincount(labels, minlength=len(label_sets)) < float(1 / fraction)
+    return np.where(rare[labels], len(label_sets), labels)
 
 
 def look_alikes(count: int, report: Report) -> list[np.ndarray]:
-    """The records of each group of images that look alike, ascending; a record that has none is a
-    group of its own.
+    """Group records that are connected by a chain of exact and near duplicates.
 
-    Groups join what a chain of exact and near duplicates connects. They come in the order of their
-    first records.
+    Returns the ascending records of each group, in the order of their first ones. A record without
+    duplicates is a group.
     """
     from scipy.sparse import coo_array  # slow to import
     from scipy.sparse.csgraph import connected_components
 
-    edges = [(group.records[0], other) for group in report.exact for other in group.records[1:]]
-    edges += [(pair.record, pair.other_record) for pair in report.near or []]
+    edges = [(pair.record, pair.other_record) for pair in report.near or []]
+    for group in report.exact:
+        edges += [(group.records[0], record) for record in group.records[1:]]
     rows, columns = np.array(edges, np.int64).reshape(-1, 2).T
     graph = coo_array((np.ones(len(rows), bool), (rows, columns)), shape=(count, count))
-    return of_equal_number(connected_components(graph, directed=False)[1])
+    return group_equal(connected_components(graph, directed=False)[1])
 
 
 def draw(
     groups: Sequence[np.ndarray],  # records that stay together
     labels: np.ndarray,  # int64 [n]
-    digests: Sequence[bytes],  # of each record's content
-    share: Fraction,
+    digests: Sequence[bytes],  # of the content of each record
+    fraction: Fraction,
     seed: int,
 ) -> np.ndarray:
-    """Whether each record is held out, bool [n]; a function of contents, labels and seed alone.
+    """Draw the held-out records, bool [n]; a function of contents, labels and seed only.
 
-    The groups are drawn in the order of their keys (seed, "split", smallest digest in hex). One is
-    held out if all of it fits into what is left of its classes' quotas. A class that then has none
-    gets the smallest group that leaves an image of each of its classes for training, if there is
-    one.
+    The groups are drawn in the order of their keys (seed, "split", smallest digest in hex). A group
+    is held out if it fits into the remaining quotas of its classes. A class without held-out images
+    then gets the smallest group that leaves an image of each of its classes for training, if there
+    is one.
 
-    A record's key does not depend on the others: where images are added, few change sides.
+    The key of a record does not depend on other records, so that few images change sides when
+    images are added.
     """
-    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does without
+    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
 
     counts = np.bincount(labels, minlength=1)
-    left = np.array(quotas(counts.tolist(), share))
-    wanting = left > 0
-    drawn = sorted(
-        groups,
-        key=lambda group: seed_of(seed, "split", min(digests[record] for record in group).hex()),
-    )
-    held = np.zeros(len(labels), bool)
+    remaining = np.array(quotas(counts.tolist(), fraction))
+    with_quota = np.flatnonzero(remaining)
 
-    def needs(group: np.ndarray) -> np.ndarray:
-        return np.bincount(labels[group], minlength=len(counts))
+    def key(group: np.ndarray) -> int:
+        return seed_of(seed, "split", min(digests[record] for record in group).hex())
 
+    def class_counts(records: np.ndarray) -> np.ndarray:
+        return np.bincount(labels[records], minlength=len(counts))
+
+    drawn = sorted(groups, key=key)
+    held_out = np.zeros(len(labels), bool)
     for group in drawn:
-        if (needs(group) <= left).all():
-            held[group] = True
-            left -= needs(group)
-    for label in np.flatnonzero(wanting):
-        kept = counts - np.bincount(labels[held], minlength=len(counts))
-        if kept[label] == counts[label]:
-            of_class = [group for group in drawn if not held[group[0]] and label in labels[group]]
-            if fitting := [
-                group for group in of_class if ((needs(group) == 0) | (needs(group) < kept)).all()
-            ]:
-                held[min(fitting, key=len)] = True
-    return held
+        if (class_counts(group) <= remaining).all():
+            held_out[group] = True
+            remaining -= class_counts(group)
+    for label in with_quota:
+        training = counts - class_counts(held_out)
+        if training[label] < counts[label]:
+            continue
+        fitting = []
+        for group in drawn:
+            if not held_out[group[0]] and label in labels[group]:
+                numbers = class_counts(group)
+                if ((numbers == 0) | (numbers < training)).all():
+                    fitting.append(group)
+        if fitting:
+            held_out[min(fitting, key=len)] = True
+    return held_out
 
 
 def write_parts(
     whole: Path,  # the packed file
     records: Sequence[Record],  # its records without their payloads
     writers: Sequence[LMDBWriter],  # for training and held-out images
-    share: Fraction,
+    fraction: Fraction,
     seed: int,
     name: Name,  # of its records, for the report
 ) -> tuple[list[Meta], Report]:
-    """Draw which images are held out, and copy each record to its file. Both files are complete
-    afterwards and wait for `publish_both`. Returns their metadata, and the report on duplicates in
-    the whole.
+    """Draw the held-out images, and copy each record to its file.
 
-    Raises UserError if nothing can be held out.
+    Both files are then complete and get their names by `publish_both`. Returns their metadata, and
+    the report on duplicates in the whole file. Raises UserError if nothing can be held out.
     """
     with LMDBReader(whole) as reader:
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
         groups = look_alikes(meta.count, report)
-        labels = strata(reader.labels(), meta.sets, share)
-        held = draw(groups, labels, [record.digest for record in records], share, seed)
-        if not held.any():
-            alike = f"(the largest group has {max(map(len, groups)):,} of {meta.count:,})"
+        labels = strata(reader.labels(), meta.sets, fraction)
+        held_out = draw(groups, labels, [record.digest for record in records], fraction, seed)
+        if not held_out.any():
+            largest = max(map(len, groups))
             raise UserError(
-                f"{meta.source}: the images of each class look alike {alike}, so none can be held out; add others, or"
+                f"{meta.source}: the images of each class look alike (the largest group has"
+                f" {largest:,} of {meta.count:,}), so none can be held out; add others, or"
                 " pack held-out images of their own"
             )
-        _copy(reader, records, writers, held)
+        _copy(reader, records, writers, held_out)
     split = Split(
-        part="train", share=float(share), seed=seed, whole=meta.fingerprint, images=meta.count
+        part="train", share=float(fraction), seed=seed, whole=meta.fingerprint, images=meta.count
     )
     parts = (split, split.model_copy(update={"part": "val"}))
     return [writer.complete(part) for writer, part in zip(writers, parts, strict=True)], report
 
 
-def write_apart(
-    whole: Path, written: "Written", writer: LMDBWriter, apart: Path, check: Callable[..., None]
+def write_without(
+    whole: Path,
+    written: "Written",
+    writer: LMDBWriter,
+    excluded: Path,
+    check: Callable[[LMDBWriter, int], None],
 ) -> Meta:
-    """Copy the records but those that the file `apart` holds or that look like its, as far as
-    `check` allows.
+    """Copy the records, except for images that are in the file `excluded` or similar to one of its
+    images. Calls `check` with their number before the file is finished.
     """
-    with LMDBReader(whole) as reader, LMDBReader(apart) as other:
-        found, gone = find(reader, other, similar=True), np.zeros(len(reader), np.int64)
-        gone[[record for group in found.exact for record in group.records]] = 1
-        gone[[pair.record for pair in found.near or []]] = 1
-        _copy(reader, written.records, [writer], gone)
-    written.apart = int(gone.sum())
-    check(writer, written.apart)
+    with LMDBReader(whole) as reader, LMDBReader(excluded) as second:
+        report = find(reader, second, similar=True)
+        is_excluded = np.zeros(len(reader), np.int64)
+        for group in report.exact:
+            is_excluded[group.records] = 1
+        for pair in report.near or []:
+            is_excluded[pair.record] = 1
+        _copy(reader, written.records, [writer], is_excluded)
+    written.excluded = int(is_excluded.sum())
+    check(writer, written.excluded)
     return writer.finish()
 
 
 def _copy(
     reader: LMDBReader, records: Sequence[Record], writers: Sequence[LMDBWriter], parts: np.ndarray
 ) -> None:
-    """Copy each record to the writer of the number in `parts`; beyond the last it is left out."""
-    for writer in writers:  # values of each mean what those of all do
+    """Copy each record to the writer with the index in `parts`; an index without one omits it."""
+    for writer in writers:  # The range of values is that of the whole file.
         writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
     levels = [LMDBReader(reader.path, resolution=side or None) for side in reader.meta.resolutions]
     copies = enumerate(zip(parts, records, reader.names(), strict=True))
@@ -208,9 +225,10 @@ def _payload(level: LMDBReader, index: int) -> bytes:
 
 
 def publish_both(writers: Sequence[LMDBWriter]) -> None:
-    """Give both files their names, the training file last; an old one goes first, so that whatever
-    ends this process between the two leaves no training file, and never one beside held-out images
-    of another draw.
+    """Give both files their names, the training file last.
+
+    An old training file is removed first. If the process ends in between, there is no training
+    file, and never one next to held-out images of another draw.
     """
     training, held_out = writers
     training.path.unlink(missing_ok=True)
@@ -220,38 +238,41 @@ def publish_both(writers: Sequence[LMDBWriter]) -> None:
 
 @dataclass
 class Written:
-    """What is known of the records that were written, beyond what the file holds."""
+    """Facts about the written records that the file does not hold."""
 
-    rows: list[int] = field(default_factory=list)  # their indices in the source
-    # if the file is to be split: all but their payloads
+    rows: list[int] = field(default_factory=list)  # indices in the source
+    # without payloads; only if the file is to be split
     records: list[Record] = field(default_factory=list)
-    enlarged: int = 0  # images that were smaller than asked for and scaled up
-    cut: int = 0  # images of 16 bits a value
-    bits: int = 0  # that their values use at most
+    enlarged: int = 0  # images that were smaller than the file's size and scaled up
+    cut: int = 0  # images of 16 bits of which 8 are stored
+    bits: int = 0  # most bits that their values use
     on_white: int = 0  # transparent images
-    apart: int = 0  # left out because the file of --apart holds them, or images that they look like
-    dropped: int = 0  # exact duplicates of earlier images that were left out
-    dropped_otherwise: int = 0  # of those: with another label than the one that was kept
+    excluded: int = 0  # images omitted because of --apart
+    dropped: int = 0  # omitted exact duplicates of earlier images
+    dropped_otherwise: int = 0  # of these, with another label than the earlier image
 
 
 @dataclass(kw_only=True)
 class Summary:
-    meta: Meta  # of a split the training file's
-    held_out: Meta | None  # with a split
+    """The result of packing."""
+
+    meta: Meta  # of the training file
+    held_out: Meta | None  # of the held-out images
     held_out_path: Path | None
     written: Written
-    problems: list[Problem]  # skipped
-    listed: list[str]  # what is told of them, and where all of them are
-    ignored: list[str]  # no images by their name
-    workers: int  # threads that converted images besides this one
+    problems: list[Problem]  # of skipped images
+    listed: list[str]  # lines about them
+    ignored: list[str]  # files that are no images by their name
+    workers: int  # converting threads besides this one
     seconds: float  # until the file was complete
-    duplicates: list[str] | None  # the report's lines; None: not searched
-    search_seconds: float  # for them, afterwards
+    duplicates: list[str] | None  # lines of the report; None: not searched
+    search_seconds: float  # of the search for duplicates
 
 
 def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
-    """What was skipped, as the summary tells it. The data set is complete by then: what goes wrong
-    is told, no more.
+    """Return the summary's lines about skipped images, and write the full list to a file.
+
+    The data set is already complete, so that an error becomes a line.
     """
     text = list(map(str, problems))
     try:
@@ -261,45 +282,29 @@ def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
 
 
 def first(lines: list[str]) -> list[str]:
-    """Those that the summary has room for."""
+    """Return the first LISTED lines, and one with the number of the remaining lines."""
     return lines if len(lines) <= LISTED else [*lines[:LISTED], f"and {len(lines) - LISTED:,} more"]
 
 
 def summary_lines(summary: Summary, dest: Path) -> list[str]:
-    meta, held_out, written = summary.meta, summary.held_out, summary.written
+    """Return the summary of packing as aligned lines."""
+    meta, held_out = summary.meta, summary.held_out
+    written = summary.written
     count = meta.count + (held_out.count if held_out else 0)
     image, smaller = meta.spec, meta.resolutions[:-1]
     side = f"{image.width}x{image.height}" if image.side else "sizes of their own"
-    search = (
-        ""
-        if summary.duplicates is None
-        else f"; search for duplicates {summary.search_seconds:.1f} s"
-    )
+    speed = f"{summary.seconds:.1f} s, {count / summary.seconds:,.0f} images/s"
+    if summary.duplicates is not None:
+        speed += f"; search for duplicates {summary.search_seconds:.1f} s"
     mean, std = (" ".join(f"{value:.4f}" for value in values) for values in (meta.mean, meta.std))
     rows = [("packed", f"{dest} ({dest.stat().st_size:,} bytes)")]
-    rows += [("", f"a link: {dest.resolve()} was written")] if dest.is_symlink() else []
-    if held_out and held_out.split and summary.held_out_path:
-        rows.append(
-            (
-                "held out",
-                f"{summary.held_out_path} ({summary.held_out_path.stat().st_size:,} bytes)",
-            )
-        )
-        share = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
-        rows.append(("", f"{share}; seed {held_out.split.seed}"))
-        without = [
-            name for name, number in zip(meta.classes, held_out.by_class, strict=True) if not number
-        ]
-        why = "one image each, or all of a class look alike"
-        rows += (
-            [("", f"none of {len(without):,} classes ({why}): {listed(without)}")]
-            if without
-            else []
-        )
+    if dest.is_symlink():
+        rows.append(("", f"a link: {dest.resolve()} was written"))
+    rows += _held_out_rows(summary, count)
     rows += [
         ("source", meta.source),
         ("images", f"{meta.count:,}, {side}, {image.words}"),
-        ("time", f"{summary.seconds:.1f} s, {count / summary.seconds:,.0f} images/s{search}"),
+        ("time", speed),
         ("workers", str(summary.workers) if summary.workers else "0, this thread alone"),
         ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
         ("mean, std", f"{mean}, {std}"),
@@ -307,59 +312,70 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         ("fingerprint", meta.fingerprint[:16]),
     ]
     if smaller:
-        rows.append(
-            (
-                "pyramid",
-                f"also at {', '.join(str(image.at(side).resolution) for side in smaller[::-1])} px",
-            )
-        )
-    rows += (
-        [("enlarged", f"{written.enlarged:,} images were smaller than asked for")]
-        if written.enlarged
-        else []
-    )
-    if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
-        rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
-    dark, most = 0 < written.bits < 16, (1 << written.bits) - 1
-    told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
-    told += (
-        f"; their values end at {most:,}, so they are dark: --depth 16 --range 0,{most} makes {most:,} white"
-        * dark
-    )
-    rows += [("warning" if dark else "16 bits", told)] if written.cut else []
-    if written.on_white:
-        rows.append(
-            (
-                "alpha",
-                f"{written.on_white:,} transparent images are put on white; --channels 4 keeps alpha",
-            )
-        )
-    rows += [("classes", "none, unlabelled")] if not meta.classes else []
-    told = f"{written.apart:,} images that the file of --apart holds, or that look like one of its"
-    rows += [("left out", told)] if written.apart else []
+        sizes = ", ".join(str(image.at(side).resolution) for side in smaller[::-1])
+        rows.append(("pyramid", f"also at {sizes} px"))
+    rows += _conversion_rows(written, meta)
+    if not meta.classes:
+        rows.append(("classes", "none, unlabelled"))
+    if written.excluded:
+        text = "images that the file of --apart holds, or that look like one of its"
+        rows.append(("left out", f"{written.excluded:,} {text}"))
     if written.dropped:
-        other = (
-            f", {written.dropped_otherwise:,} of them with another label"
-            if written.dropped_otherwise
-            else ""
-        )
-        rows.append(
-            ("dropped", f"{written.dropped:,} exact duplicates of images that were kept{other}")
-        )
-    rows += (
-        [("labels", f"several an image, {len(meta.sets):,} sets of them")]
-        if meta.sets is not None
-        else []
-    )
+        text = f"{written.dropped:,} exact duplicates of images that were kept"
+        if written.dropped_otherwise:
+            text += f", {written.dropped_otherwise:,} of them with another label"
+        rows.append(("dropped", text))
+    if meta.sets is not None:
+        rows.append(("labels", f"several an image, {len(meta.sets):,} sets of them"))
     for label, name in enumerate(meta.classes):
         part = f", {held_out.by_class[label]:,} held out" if held_out else ""
         rows.append((f"  {name}", f"{meta.by_class[label]:,}{part}"))
     lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
     rows += [("" if index else "duplicates", line) for index, line in enumerate(lines)]
-    for title, count, listed_lines in (
+    for title, number, listed_lines in (
         ("skipped", len(summary.problems), summary.listed),
         ("ignored", len(summary.ignored), first(summary.ignored)),
     ):
-        rows += [(title, f"{count:,}")] if count else []
+        if number:
+            rows.append((title, f"{number:,}"))
         rows += [("", line) for line in listed_lines]
     return columns(rows, "<").splitlines()
+
+
+def _held_out_rows(summary: Summary, count: int) -> list[tuple[str, str]]:
+    held_out, path = summary.held_out, summary.held_out_path
+    if not (held_out and held_out.split and path):
+        return []
+    part = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
+    rows = [
+        ("held out", f"{path} ({path.stat().st_size:,} bytes)"),
+        ("", f"{part}; seed {held_out.split.seed}"),
+    ]
+    numbers = zip(summary.meta.classes, held_out.by_class, strict=True)
+    if without := [name for name, number in numbers if not number]:
+        reason = "one image each, or all of a class look alike"
+        rows.append(("", f"none of {len(without):,} classes ({reason}): {listed(without)}"))
+    return rows
+
+
+def _conversion_rows(written: Written, meta: Meta) -> list[tuple[str, str]]:
+    """Return the lines about enlarged, colourless, deep and transparent images."""
+    rows = []
+    if written.enlarged:
+        rows.append(("enlarged", f"{written.enlarged:,} images were smaller than asked for"))
+    if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
+        rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
+    if written.cut:
+        title = "16 bits"
+        text = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
+        if 0 < written.bits < 16:
+            title, most = "warning", (1 << written.bits) - 1
+            text += (
+                f"; their values end at {most:,}, so they are dark: --depth 16 --range 0,{most} "
+                f"makes {most:,} white"
+            )
+        rows.append((title, text))
+    if written.on_white:
+        text = "transparent images are put on white; --channels 4 keeps alpha"
+        rows.append(("alpha", f"{written.on_white:,} {text}"))
+    return rows

@@ -1,20 +1,20 @@
-"""What training and evaluation read from: packed files or tar files, at one resolution, decoded by
-threads.
+"""The data set of training and evaluation: images of packed files or tar files at one resolution,
+decoded by threads.
 """
 
+import bisect
 import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from duetgan.data.decode import RandomCrop, crop_into, decode_crop, stored_image
+from duetgan.data.decode import Box, RandomCrop, Size, crop_into, decode_crop, stored_image
 from duetgan.data.errors import DamageError
 from duetgan.data.images import centre_box
 from duetgan.data.lmdb.reader import LMDBReader
@@ -26,34 +26,38 @@ from duetgan.utils.memory import cores
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.seeding import numpy_generator
 
-# of the records, replaced at most before reading stops; ten are always allowed
-DAMAGED_SHARE = 0.01
-CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the last one
+# With more damaged records than this fraction of all, reading stops; ten are always allowed.
+MAX_DAMAGED_FRACTION = 0.01
+CHUNKS = 4  # chunks of a batch per thread, so that no thread waits long for the last one
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Images and labels by index, from one packed file or several shards one after the other, or
-    from tar files.
+    """Images and labels by index, from one packed file, from several concatenated shards, or from
+    tar files.
 
-    Images of one size, `spec`: one that is stored is read as it is, otherwise the next larger one
-    (or the images of sizes of their own) is cropped in the middle and scaled. `crop` takes a random
-    part of every image where `read` is given keys. Raw images of a stored resolution are gathered
-    at memory speed in the calling thread; everything else is decoded by `workers` threads (0: the
-    calling thread). The images do not depend on `workers`. May be pickled and used after a fork;
-    each process opens the files itself.
+    All images have one size, that of `spec`. A stored resolution is read unchanged. For another
+    one, images of the next larger resolution (or of individual sizes) are centre-cropped and
+    scaled. With `crop`, and keys given to `read`, a random part of every image is taken instead.
 
-    `on_damage` "skip" replaces a damaged record by the next whole one of its file, says so once and
-    counts it in `damaged`; it stops at DAMAGED_SHARE. Raises UserError for files that do not fit
-    together or lack the resolution.
+    Raw images of a stored resolution are gathered at memory speed in the calling thread. All other
+    images are decoded by `workers` threads (0: in the calling thread); the result does not depend
+    on their number. A Dataset may be pickled and used after a fork; each process opens the files
+    itself.
+
+    With `on_damage="skip"` a damaged record is replaced by the next intact one of its file,
+    reported once and added to `damaged`, up to MAX_DAMAGED_FRACTION of the records.
+
+    Raises UserError for files that do not belong together, or do not have the resolution.
     """
 
-    synthetic: Any = None  # images that stand beside these in training, see data/reading/mixture.py
+    # Synthetic images of the training set, only in a MixedDataset (data/reading/mixture.py).
+    synthetic: Any = None
 
     def __init__(
         self,
         path: str | Path | Sequence[str | Path],  # see data.reading.several_files.shard_paths
         *,
-        # px, or width x height: 96x64; None: the largest that is stored
+        # px, or WIDTHxHEIGHT such as 96x64; None: the largest that is stored
         resolution: int | str | None = None,
         crop: RandomCrop | None = None,
         workers: int = 0,  # decoding threads
@@ -61,39 +65,34 @@ class Dataset(AbstractContextManager["Dataset"]):
     ) -> None:
         self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
         tolerant = on_damage == "skip"
-        wanted = None if resolution is None else ImageSpec.of(1, resolution).size
-        # a random crop is of the largest
-        self.shards = open_files(path, None if crop else wanted, tolerant=tolerant)
+        size = None if resolution is None else ImageSpec.of(1, resolution).size
+        # A random crop is taken from the largest resolution.
+        self.shards = open_files(path, None if crop else size, tolerant=tolerant)
         self.meta = combined_meta(self.shards)
-        stored = self.shards[0].spec
-        self.spec = (
-            stored
-            if resolution is None
-            else ImageSpec.of(self.meta.channels, resolution, stored.pixel_format)
-        )
-        if (
-            wanted is not None
-            and not crop
-            and self.meta.spec.side
-            and not self.meta.spec.holds(wanted)
-        ):
+        self.spec = self.shards[0].spec
+        if resolution is not None:
+            self.spec = ImageSpec.of(self.meta.channels, resolution, self.spec.pixel_format)
+        stored = self.meta.spec
+        if size is not None and not crop and stored.side and not stored.holds(size):
             raise UserError(
-                f"{self.path}: its images have {self.meta.spec}, less than the {self.spec} asked for;"
+                f"{self.path}: its images have {stored}, less than the {self.spec} asked for;"
                 " choose a lower data.resolution or pack again with a larger --size"
             )
-        self.crop, self.workers, self.on_damage = crop, workers, on_damage
-        # whether batches are copied as they are stored, without decoding or scaling
+        self.crop = crop
+        self.workers = workers
+        self.on_damage = on_damage
+        # True if batches are copied as they are stored, without decoding or scaling
         self.gathers = (
             self.meta.encoding == "raw"
             and crop is None
-            and {shard.spec for shard in self.shards} == {self.spec}
+            and all(shard.spec == self.spec for shard in self.shards)
         )
-        self.damaged: dict[int, str] = {}  # records that were replaced, and why
-        self._ends = np.cumsum([len(shard) for shard in self.shards])
+        self.damaged: dict[int, str] = {}  # replaced records, with the reason
+        self._ends = np.cumsum(list(map(len, self.shards)))
         for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
             shard.first = end - len(shard)
         self._labels: np.ndarray | None = None
-        self._places: np.ndarray | None = None  # of the files' labels among other classes
+        self._new_labels: np.ndarray | None = None  # by label in the files, after `relabel`
         self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
 
     def __len__(self) -> int:
@@ -101,21 +100,24 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     @property
     def classes(self) -> list[str]:
-        """Class names by label; empty if the set is unlabelled."""
+        """Class names by label; empty if the data set is unlabelled."""
         return self.meta.classes
 
     @property
     def resolution(self) -> int | str:
-        """The images' size as configurations hold it; 0 where they have sizes of their own."""
+        """Size of the images in the form of the config; 0 if they have individual sizes."""
         return self.spec.resolution
 
     @property
     def replaced(self) -> set[int]:
-        """Records in whose place another was read because they are damaged (`on_damage` "skip")."""
+        """Damaged records that were replaced by others (`on_damage="skip"`)."""
         return set(self.damaged)
 
     def labels(self) -> np.ndarray:
-        """The class of every image, as `label_numbers`; UserError where an image may have several."""
+        """Return the class index of every image: int64 [count], read-only.
+
+        Raises UserError if images may have several classes, and DamageError.
+        """
         if self.meta.sets is not None:
             raise UserError(
                 f"{self.path}: its images have several labels each; this needs one label an image"
@@ -123,32 +125,40 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self.label_numbers()
 
     def label_numbers(self) -> np.ndarray:
-        """All labels, places in `classes` or of `meta.sets`: int64 [count], read-only. Raises
-        DamageError.
+        """Return all labels, indices into `classes` or `meta.sets`: int64 [count], read-only.
+
+        Raises DamageError.
         """
         if self._labels is None:
             labels = np.concatenate([shard.labels() for shard in self.shards])
-            self._labels = labels if self._places is None else self._places[labels]
-            self._labels.setflags(write=False)
+            if self._new_labels is not None:
+                labels = self._new_labels[labels]
+            labels.setflags(write=False)
+            self._labels = labels
         return self._labels
 
     def relabel(self, classes: Sequence[str]) -> None:
-        """Labels become those of their names among `classes`, which hold all of the files'. Raises
-        DamageError.
+        """Make labels indices into `classes`, which must include all classes of the files.
+
+        Raises DamageError.
         """
-        self._places = np.array([classes.index(name) for name in self.classes])
+        self._new_labels = np.array([classes.index(name) for name in self.classes])
         self._labels = None
         histogram = np.bincount(self.labels(), minlength=len(classes)).tolist()
         self.meta = self.meta.model_copy(update={"classes": list(classes), "histogram": histogram})
 
     def signatures(self) -> np.ndarray:
-        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises
-        DamageError.
+        """Return the signatures by which duplicates are found: SIGNATURE [count].
+
+        See data/lmdb/format.py. Raises DamageError.
         """
         return np.concatenate([shard.signatures() for shard in self.shards])
 
     def image(self, index: int) -> tuple[np.ndarray, int]:
-        """One image as it is stored, [H, W, C], and its label. Raises IndexError, DamageError."""
+        """Return an image as it is stored, [H, W, C], and its label.
+
+        Raises IndexError and DamageError.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard = self._shard(index)
@@ -160,47 +170,59 @@ class Dataset(AbstractContextManager["Dataset"]):
         out: np.ndarray | None = None,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Images [n, C, H, W] and label numbers int64 [n] of the given records, in the given order.
+        """Read records, in the order of `indices`.
 
-        The images' type is `spec.depth`. `out`, if given, is filled and returned: [n, C, H, W],
-        C-contiguous or, where images are decoded, in memory as [n, H, W, C]. With `keys` the crop
-        is random: it depends on the sample's key alone. Unlabelled images have label 0. Raises
-        IndexError outside 0..len-1, DamageError for a damaged record, UserError without a
-        resolution, ValueError for an `out` that does not fit.
+        Args:
+            indices: int64 [n].
+            out: filled and returned, [n, C, H, W]: C-contiguous or, if images are decoded, with
+                the memory layout [n, H, W, C].
+            keys: with keys and `crop` the crop is random and depends only on the sample's key.
+
+        Returns:
+            Images [n, C, H, W] of type `spec.depth`, and labels int64 [n], see `label_numbers`;
+            unlabelled images have label 0.
+
+        Raises:
+            IndexError: for an index outside 0..len-1.
+            DamageError: for a damaged record.
+            UserError: if images have individual sizes and no resolution is set.
+            ValueError: for an `out` of another shape, type or memory layout.
         """
-        wanted = np.asarray(indices, dtype=np.int64)
-        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"record {wanted.min()}..{wanted.max()} of {len(self)}")
+        requested = np.asarray(indices, dtype=np.int64)
+        if len(requested) and (requested.min() < 0 or requested.max() >= len(self)):
+            raise IndexError(f"record {requested.min()}..{requested.max()} of {len(self)}")
         if not self.resolution:
             raise UserError(
-                f"{self.path}: its images have sizes of their own; set data.resolution to read them at one size, or"
-                " pack with --size N"
+                f"{self.path}: its images have sizes of their own; set data.resolution to read them"
+                " at one size, or pack with --size N"
             )
-        shape = (len(wanted), *self.spec.shape)
+        shape = (len(requested), *self.spec.shape)
         images = np.empty(shape, self.spec.depth) if out is None else out
-        fits = images.shape == shape and images.dtype == self.spec.depth
-        if not fits or not (
-            images.flags.c_contiguous
-            or (not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous)
-        ):
+        if not self._accepts(images, shape):
             raise ValueError(
-                f"out is {images.dtype} {images.shape}, expected contiguous {self.spec.depth} {shape}"
+                f"out is {images.dtype} {images.shape}, expected contiguous {self.spec.depth}"
+                f" {shape}"
             )
-        # a damaged index has no labels to go on with: it always stops reading
+        # A damaged index always stops reading: its labels are lost.
         labels = self.label_numbers()
-        while len(wanted):
-            chosen = self._without_damage(wanted)
+        while len(requested):
+            chosen = self._without_damage(requested)
             try:
                 self._fill(chosen, images, keys)
                 return images, labels[chosen]
             except DamageError as error:
-                self._note_damage(error)
+                self._record_damage(error)
         return images, np.empty(0, np.int64)
 
+    def _accepts(self, images: np.ndarray, shape: tuple[int, ...]) -> bool:
+        if images.shape != shape or images.dtype != self.spec.depth:
+            return False
+        if images.flags.c_contiguous:
+            return True
+        return not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous
+
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Image uint8 [C, H, W] and label: with `__getitems__` what torch.utils.data asks of a data
-        set.
-        """
+        """Return an image [C, H, W] and its label, for torch.utils.data."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
@@ -218,88 +240,86 @@ class Dataset(AbstractContextManager["Dataset"]):
         else:
             numbers = np.searchsorted(self._ends, chosen, side="right")
             for number in np.unique(numbers).tolist():
-                places = np.flatnonzero(numbers == number)
+                rows = np.flatnonzero(numbers == number)
                 shard = self.shards[number]
-                shard.gather(chosen[places] - shard.first, images, places)
+                shard.gather(chosen[rows] - shard.first, images, rows)
 
     # --- images that must be decoded or scaled
 
     def _decode(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:
-        """Fill `images` in this thread or, in pieces, in the pool's."""
+        """Fill `images` in this thread or, in chunks, in the thread pool."""
         if self.workers == 0 or len(chosen) == 1:
-            self._decode_piece(chosen, images, keys, range(len(chosen)))
+            self._decode_rows(chosen, images, keys, range(len(chosen)))
             return
-        size = -(-len(chosen) // (self.workers * CHUNKS))
-        pieces = [
-            range(start, min(start + size, len(chosen))) for start in range(0, len(chosen), size)
-        ]
         if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):
             self._threads = (os.getpid(), self.workers, ThreadPoolExecutor(self.workers, "decode"))
-        jobs = [
-            self._threads[2].submit(self._decode_piece, chosen, images, keys, piece)
-            for piece in pieces
-        ]
-        wait(jobs)  # for all of them, before an error is raised
+        pool = self._threads[2]
+        size = -(-len(chosen) // (self.workers * CHUNKS))
+        jobs = []
+        for start in range(0, len(chosen), size):
+            rows = range(start, min(start + size, len(chosen)))
+            jobs.append(pool.submit(self._decode_rows, chosen, images, keys, rows))
+        wait(jobs)  # No thread may still write to `images` when an error is raised.
         for job in jobs:
             job.result()
 
-    def _decode_piece(
-        self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range
+    def _decode_rows(
+        self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, rows: range
     ) -> None:
-        for place in piece:
-            index = int(chosen[place])
-            shard, out = self._shard(index), images[place]
+        for row in rows:
+            index = int(chosen[row])
+            key = () if keys is None else keys.of(row, index)
+            shard = self._shard(index)
             record = index - shard.first
-            box: Any = centre_box  # of height and width, and those wanted: the part of the image
-            if self.crop is not None and keys is not None:
-                box = partial(self.crop.box, draws=numpy_generator(*keys.of(place, index)))
             if shard.meta.encoding == "raw":
                 pixels = shard.raw_image(record)
-                crop_into(
-                    pixels, box(*pixels.shape[:2], wanted=self.spec.size), out, self.spec.alpha
-                )
+                height, width, _ = pixels.shape
+                crop_into(pixels, self._box((height, width), key), images[row], self.spec.alpha)
                 continue
             with shard.encoded(record) as (entry, payload, size):
-                decode_crop(
-                    payload, entry["codec"], box(*size, wanted=self.spec.size), size, out, self.spec
-                )
+                box = self._box(size, key)
+                decode_crop(payload, entry["codec"], box, size, images[row], self.spec)
+
+    def _box(self, size: Size, key: tuple[int | str, ...]) -> Box:
+        """Return the part that is read of an image of this size; random with `crop` and a key."""
+        if self.crop is None or not key:
+            return centre_box(*size, self.spec.size)
+        return self.crop.box(*size, numpy_generator(*key), self.spec.size)
 
     # --- damaged records
 
-    def _without_damage(self, wanted: np.ndarray) -> np.ndarray:
-        """The records to read: the next whole one of the same file in place of each damaged one."""
+    def _without_damage(self, requested: np.ndarray) -> np.ndarray:
+        """Replace each damaged record by the next intact one of the same file."""
         if not self.damaged:
-            return wanted
-        chosen = wanted.copy()
-        for place in np.flatnonzero(np.isin(wanted, list(self.damaged))).tolist():
-            record = int(wanted[place])
+            return requested
+        chosen = requested.copy()
+        for row in np.flatnonzero(np.isin(requested, list(self.damaged))).tolist():
+            record = int(requested[row])
             shard = self._shard(record)
-            others = itertools.chain(
-                range(record, shard.first + len(shard)), range(shard.first, record)
-            )
-            whole = next((record for record in others if record not in self.damaged), None)
-            if whole is None:
+            end = shard.first + len(shard)
+            candidates = itertools.chain(range(record, end), range(shard.first, record))
+            intact = next((index for index in candidates if index not in self.damaged), None)
+            if intact is None:
                 raise shard.damage(range(len(shard)), "no record of this file is whole")
-            chosen[place] = whole
+            chosen[row] = intact
         return chosen
 
-    def _note_damage(self, error: DamageError) -> None:
-        """Count damaged records that are to be skipped; raise `error` if damage stops reading or is
-        too much.
-        """
+    def _record_damage(self, error: DamageError) -> None:
+        """Add the damaged records to `damaged`. Raises `error` unless they may be skipped."""
         new = [record for record in error.records if record not in self.damaged]
-        allowed = max(10, int(DAMAGED_SHARE * len(self)))
+        allowed = max(10, int(MAX_DAMAGED_FRACTION * len(self)))
         if self.on_damage == "stop" or not new or len(self.damaged) + len(new) > allowed:
             raise error
         self.damaged |= dict.fromkeys(new, error.reason)
         say(
-            f"warning: {error}; skipped, the next intact record replaces it ({len(self.damaged)} so far)"
+            f"warning: {error}; skipped, the next intact record replaces it ({len(self.damaged)} so"
+            " far)"
         )
 
-    # --- life
+    # --- closing and pickling
 
     def close(self) -> None:
-        """Let the files go and end the threads. The next read opens the files again."""
+        """Close the files and end the threads. The next read opens the files again."""
         if self._threads is not None and self._threads[0] == os.getpid():
             self._threads[2].shutdown()
         self._threads = None
@@ -314,34 +334,37 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
-    """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one,
-    else as they are stored. Only images with sizes of their own, and a pyramid that has it, are
-    brought to the model's resolution unasked; others are to be refused where they do not fit.
-    Classes in another order, and a classifier's where some have no images, are put into the model's
-    order. Raises UserError for values of another kind or range.
+    """Open images in the form in which a checkpoint's model was trained on such images.
+
+    The resolution is `data.resolution` of the checkpoint's config. If that is not set, images of
+    individual sizes, and pyramids that store it, are read at the model's resolution; others are
+    read as stored, and the caller refuses those that do not fit. Labels are put into the model's
+    class order where the classes are the same; those of a classifier may lack images.
+
+    Raises UserError for images of another pixel format.
     """
-    trained, resolution = (
-        (checkpoint["config"].get("data") or {}).get("resolution"),
-        checkpoint["shape"]["resolution"],
-    )
+    resolution = (checkpoint["config"].get("data") or {}).get("resolution")
+    model_resolution = checkpoint["shape"]["resolution"]
+    model_spec = ImageSpec.read(checkpoint["shape"])
     dataset = Dataset(path)
-    wanted, found = ImageSpec.read(checkpoint["shape"]), dataset.meta.spec
-    if wanted.pixel_format != found.pixel_format:
+    spec = dataset.meta.spec
+    if model_spec.pixel_format != spec.pixel_format:
         raise UserError(
-            f"{path}: its images are {found.words}, those of the model's training {wanted.words}; pack them alike, "
-            "with --range where that differs"
+            f"{path}: its images are {spec.words}, those of the model's training"
+            f" {model_spec.words}; pack them alike, with --range where that differs"
         )
-    stored = [found.at(side).resolution for side in dataset.meta.resolutions]
-    if trained is None and (stored == [0] or resolution in stored):
-        trained = resolution
-    if trained is not None:
-        dataset = Dataset(path, resolution=trained, workers=cores())
-    classes, given = checkpoint.get("classes", []), set(dataset.classes)
-    fits = given == set(classes) or (
-        checkpoint.get("task") == "classifier" and given < set(classes)
-    )
-    if given and fits and dataset.classes != classes and dataset.meta.sets is None:
-        dataset.relabel(classes)
+    stored = [spec.at(side).resolution for side in dataset.meta.resolutions]
+    if resolution is None and (stored == [0] or model_resolution in stored):
+        resolution = model_resolution
+    if resolution is not None:
+        dataset = Dataset(path, resolution=resolution, workers=cores())
+    model_classes = checkpoint.get("classes", [])
+    classes = set(dataset.classes)
+    same = classes == set(model_classes)
+    if checkpoint.get("task") == "classifier":
+        same = same or classes < set(model_classes)
+    if classes and same and dataset.classes != model_classes and dataset.meta.sets is None:
+        dataset.relabel(model_classes)
     return dataset
 
 
@@ -349,7 +372,7 @@ def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Datase
 
 
 class Stage(NamedTuple):
-    """From a step on, up to the next stage's: images of one resolution in batches of one size."""
+    """Resolution and batch size from a step on, up to the first step of the next stage."""
 
     first_step: int
     resolution: int  # px of the shorter side
@@ -357,57 +380,61 @@ class Stage(NamedTuple):
 
 
 def checked_stages(stages: Sequence[tuple[int, int, int]], world_size: int) -> list[Stage]:
-    """Raises UserError for a batch size that the ranks cannot share, ValueError for steps that do
-    not rise from 0.
+    """Return the stages as tuples with names.
+
+    Raises UserError for a batch size that the number of ranks does not divide, and ValueError for
+    first steps that do not ascend from 0.
     """
     checked = [Stage(*stage) for stage in stages]
     firsts = [stage.first_step for stage in checked]
-    if firsts and (firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts))):
+    if firsts and (firsts[0] != 0 or firsts != sorted(set(firsts))):
         raise ValueError(f"stages that begin at steps {firsts}")
     for stage in checked:
         if stage.batch_size < 1 or stage.batch_size % world_size:
             raise UserError(
-                f"the batches of {stage.batch_size} images of {stage.resolution} px are not divisible by "
-                f"{world_size} processes; make progressive.batch_sizes and batch_size multiples of {world_size}"
+                f"the batches of {stage.batch_size} images of {stage.resolution} px are not"
+                " divisible by "
+                f"{world_size} processes; make progressive.batch_sizes and batch_size multiples of"
+                f" {world_size}"
             )
     return checked
 
 
-def at_resolution(reader: Dataset, side: int) -> Dataset:
-    """The images of `reader` scaled to another shorter side, read in the same manner; itself at its
-    own.
+def at_resolution(dataset: Dataset, side: int) -> Dataset:
+    """Return the data set with its images scaled to this shorter side, in px.
 
-    Raises UserError if the files have changed since `reader` was opened.
+    Returns `dataset` itself if it has that side. Raises UserError if the files have changed since
+    `dataset` was opened.
     """
-    if side == reader.spec.side:
-        return reader
-    other = Dataset(
-        [shard.path for shard in reader.shards],
-        resolution=reader.spec.at(side).resolution,
-        crop=reader.crop,
-        workers=reader.workers,
-        on_damage=reader.on_damage,
+    if side == dataset.spec.side:
+        return dataset
+    scaled = Dataset(
+        [shard.path for shard in dataset.shards],
+        resolution=dataset.spec.at(side).resolution,
+        crop=dataset.crop,
+        workers=dataset.workers,
+        on_damage=dataset.on_damage,
     )
-    if other.meta.content_hash != reader.meta.content_hash:
+    if scaled.meta.content_hash != dataset.meta.content_hash:
         raise UserError(
-            f"{reader.path}: was changed during the training; put it back, or use a new run folder"
+            f"{dataset.path}: was changed during the training; put it back, or use a new run folder"
         )
-    return other
+    return scaled
 
 
-def stages_text(reader: Dataset, resolutions: Sequence[int]) -> str:
-    """What the plan says of the resolutions that are read: stored ones, and those that are scaled
-    while training.
-    """
-    stored = reader.meta.resolutions
-    if reader.crop is not None or stored == [0]:
-        what = "random crops" if reader.crop is not None else "images of sizes of their own"
-        return f"{_sides(resolutions)} scaled from {what}"
-    found = [side for side in resolutions if side in stored]
-    texts = [f"{_sides(found)} as stored"] if found else []
-    missing = [side for side in resolutions if side not in stored]
+def stages_text(dataset: Dataset, resolutions: Sequence[int]) -> str:
+    """Describe for the plan which resolutions are read as stored, and which are scaled."""
+    stored_sides = dataset.meta.resolutions
+    if dataset.crop is not None:
+        return f"{_sides(resolutions)} scaled from random crops"
+    if stored_sides == [0]:
+        return f"{_sides(resolutions)} scaled from images of sizes of their own"
+    stored = [side for side in resolutions if side in stored_sides]
+    missing = [side for side in resolutions if side not in stored_sides]
+    texts = [f"{_sides(stored)} as stored"] if stored else []
+    # `stored_sides` is ascending: the next larger one is the source of a side.
     for source, sides in itertools.groupby(
-        missing, lambda side: min(other for other in stored if other > side)
+        missing, lambda side: stored_sides[bisect.bisect(stored_sides, side)]
     ):
         texts.append(f"{_sides(list(sides))} scaled from {source} px while reading")
     hint = f" (duet pack --pyramid {min(missing)} stores them)" if missing else ""
@@ -418,30 +445,32 @@ def _sides(resolutions: Sequence[int]) -> str:
     return ", ".join(map(str, resolutions)) + " px"
 
 
-# --- how many threads decode images here (`data.workers: auto`)
+# --- the number of decoding threads (`data.workers: auto`)
 
-MEASURED_IMAGES = 64  # read for one at most
+MEASURED_IMAGES = 64  # at most, in one measurement
 REPEATS = 3
-GAIN = 1.1  # another thread count must be so much faster to be taken
+GAIN = 1.1  # a larger number of threads is chosen if it is faster by this factor
 
 
 def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The number of decoding threads that reads batches fastest, and the images per second of each
-    number tried.
+    """Measure which number of decoding threads reads batches fastest.
 
-    Raw images need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of
-    this process read the same few images; the count grows as long as it pays. The dataset's own
-    number stays as it was.
+    0, 2, 4, ... threads, up to the cores of this process, read the same few images, as long as more
+    threads are faster by GAIN. Raw images need no threads: nothing is measured.
+
+    Returns:
+        The best number, and the images per second by number of threads. `dataset.workers` is as
+        before.
     """
     if dataset.gathers or len(dataset) == 0:
         return 0, {}
     count = min(len(dataset), batch_size, MEASURED_IMAGES)
     records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    before = dataset.workers
+    previous = dataset.workers
     rates: dict[int, float] = {}
     best = 0
     try:
-        for workers in candidates(cores()):
+        for workers in thread_counts(cores()):
             dataset.workers = workers
             rates[workers] = count / _seconds(dataset, records)
             if rates[workers] > GAIN * rates[best]:
@@ -449,18 +478,24 @@ def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, fl
             elif workers:
                 break
     finally:
-        dataset.workers = before
+        dataset.workers = previous
     return best, rates
 
 
-def candidates(limit: int) -> list[int]:
-    """0 and the powers of two from 2 up to the number of cores, which itself is the last."""
-    powers = [2**power for power in range(1, limit.bit_length()) if 2**power < limit]
-    return [0, *powers, *([limit] if limit > 1 else [])]
+def thread_counts(limit: int) -> list[int]:
+    """Return 0, the powers of two from 2 to below `limit`, and `limit` unless it is 1."""
+    counts = [0]
+    threads = 2
+    while threads < limit:
+        counts.append(threads)
+        threads *= 2
+    if limit > 1:
+        counts.append(limit)
+    return counts
 
 
 def _seconds(dataset: Dataset, records: np.ndarray) -> float:
-    """The median time of reading the records; once before, to start the threads."""
+    """Return the median time to read the records, after one read that starts the threads."""
     zeros = np.zeros(len(records), np.int64)
     keys = SampleKeys(0, zeros, zeros)
     times = []

@@ -1,5 +1,5 @@
-"""Batches to the device: an endless training loader whose position is state, and a plain pass for
-evaluation.
+"""Batches on the device: an endless training loader with a position that can be saved, and a plain
+pass for evaluation.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset, Stage, at_resolution, checked_stages
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import refuse
 from duetgan.utils.seeding import numpy_generator
 
-# indices -> a batch on the CPU, of what stands for the images
+# Replaces reading the images: sample indices -> a batch on the CPU, for example of cached features.
 Source = Callable[[np.ndarray], "Batch"]
 
 
@@ -30,115 +30,143 @@ Source = Callable[[np.ndarray], "Batch"]
 class Batch:
     """Images and labels of one rank."""
 
-    # [n, C, H, W] of the reader's depth; of a Source float [n, F, 1, views], the mirror image's the
-    # last
+    # [n, C, H, W] of the data set's depth. A Source of features gives float [n, F, 1, views] with
+    # the mirrored view last.
     images: torch.Tensor
-    # int64 [n]: numbers of classes, or of sets of them (data.lmdb.format.Meta)
+    # int64 [n]: indices of classes, or of label sets (data.lmdb.format.Meta)
     labels: torch.Tensor
-    # bool [n]: which are no real images; None: nothing is mixed in
+    # bool [n]: True for synthetic samples; None: all images are real
     synthetic: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on `device`; asynchronous from pinned memory."""
+        """Copy the batch to `device`, asynchronously from pinned memory."""
         return Batch(*(part.to(device, non_blocking=True) for part in self.parts()))
 
     def parts(self) -> list[torch.Tensor]:
-        return [self.images, self.labels, *([] if self.synthetic is None else [self.synthetic])]
+        tensors = [self.images, self.labels]
+        if self.synthetic is not None:
+            tensors.append(self.synthetic)
+        return tensors
 
 
 def read_batch(
-    reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None
+    dataset: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None
 ) -> Batch:
-    """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read.
-    Decoded images lie in memory as the decoder gives them, channels last.
+    """Read records into new tensors on the CPU.
+
+    Decoded images are channels last in memory, as the decoder writes them.
+
+    Args:
+        dataset: the data set to read from.
+        indices: int64 [n].
+        pin: allocate pinned memory.
+        keys: keys of random crops, see Dataset.read.
     """
-    channels, *size = reader.spec.shape
-    shape = (len(indices), channels, *size) if reader.gathers else (len(indices), *size, channels)
+    channels, height, width = dataset.spec.shape
+    if dataset.gathers:
+        shape = (len(indices), channels, height, width)
+    else:
+        shape = (len(indices), height, width, channels)
     if pin:
-        memory = torch.empty(shape, dtype=getattr(torch, reader.spec.depth), pin_memory=True)
-    else:  # NumPy reuses freed memory where torch maps new pages for every batch
-        memory = torch.from_numpy(np.empty(shape, reader.spec.depth))
-    images = memory if reader.gathers else memory.permute(0, 3, 1, 2)
-    _, labels = reader.read(indices, out=images.numpy(), keys=keys)
+        memory = torch.empty(shape, dtype=getattr(torch, dataset.spec.depth), pin_memory=True)
+    else:  # NumPy reuses freed memory, while torch maps new pages for every batch.
+        memory = torch.from_numpy(np.empty(shape, dataset.spec.depth))
+    images = memory if dataset.gathers else memory.permute(0, 3, 1, 2)
+    _, labels = dataset.read(indices, out=images.numpy(), keys=keys)
     batch = Batch(images, torch.from_numpy(labels))
-    if reader.synthetic is not None:
-        batch.synthetic = torch.from_numpy(indices >= len(reader))
+    if dataset.synthetic is not None:
+        batch.synthetic = torch.from_numpy(indices >= len(dataset))
     return batch
 
 
 def _next_batch(
-    reader: Dataset, sampler: GlobalSampler, sides: Any, source: Source | None, *, pin: bool
+    dataset: Dataset,
+    sampler: GlobalSampler,
+    flip_phases: np.ndarray | None,  # of all images, see `alternating_flip_`; None: no flips
+    source: Source | None,
+    *,
+    pin: bool,
 ) -> Batch:
-    """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's
-    epoch. `sides` as for `mirror_in_turn`; None: no image is mirrored.
-    """
+    """Read the sampler's next batch. Random crops are keyed by seed, epoch and sample."""
     indices, keys = sampler.next_batch()
-    batch = source(indices) if source else read_batch(reader, indices, pin=pin, keys=keys)
-    if sides is not None:
-        mirror_in_turn(batch.images, sides[indices], keys)
-    return Batch(*(part.pin_memory() for part in batch.parts())) if pin else batch
+    batch = source(indices) if source else read_batch(dataset, indices, pin=pin, keys=keys)
+    if flip_phases is not None:
+        alternating_flip_(batch.images, flip_phases[indices], keys)
+    return Batch(*(tensor.pin_memory() for tensor in batch.parts())) if pin else batch
 
 
-def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) -> None:
-    """Mirror images [n, C, H, W] left-right in place where their side, 0 or 1 [n], and epoch add up
-    to an odd number: where sampling is uniform, each is seen both ways in any two epochs in a row
-    (2404.00498, section 3.6). A repeat within an epoch counts as one.
+def alternating_flip_(images: torch.Tensor, phases: np.ndarray, keys: SampleKeys) -> None:
+    """Flip images left-right in place, each in every second epoch (2404.00498, section 3.6).
+
+    An image is flipped where phase, epoch and repeat within the epoch add up to an odd number. With
+    uniform sampling every image is seen in both orientations in any two consecutive epochs.
+
+    Args:
+        images: [n, C, H, W].
+        phases: int [n], 0 or 1 for each image.
+        keys: epochs and repeats of the samples.
     """
-    rows = torch.from_numpy(np.flatnonzero((sides + keys.epochs + keys.repeats) % 2))
-    # which torch cannot write so
-    images = images.view(torch.int16) if images.dtype == torch.uint16 else images
+    rows = torch.from_numpy(np.flatnonzero((phases + keys.epochs + keys.repeats) % 2))
+    if images.dtype == torch.uint16:  # torch cannot index-assign uint16
+        images = images.view(torch.int16)
     images[rows] = images[rows].flip(3)
 
 
 class InfiniteLoader:
-    """Endless iterator over a rank's batches, on the device.
+    """Iterate endlessly over a rank's batches, on the device.
 
-    A background thread reads up to `prefetch` batches ahead (0: none, batches are read when asked
-    for); for an accelerator it reads into pinned memory and copies on a stream of its own.
-    `sampler` always stands where the batches handed out end, whatever has been read ahead, and is
-    the loader's state. `wait_seconds` adds up the time that `next` took; set it to 0 when it has
-    been logged. An error of the thread is raised by `next`.
+    A background thread reads up to `prefetch` batches ahead; with 0, `next` reads the batch. For an
+    accelerator the thread reads into pinned memory and copies on its own stream. `next` raises the
+    thread's errors. The position of `sampler` counts the batches that `next` has returned, not
+    those read ahead, and is the loader's state. `wait_seconds` accumulates the time spent in
+    `next`; the caller resets it to 0 after logging.
 
-    With `stages` resolution and batch size change with the steps (progressive growing), each of
-    `batches_per_step` batches. A stage's images are opened for its first batch and closed after its
-    last. The order of samples goes on.
+    With `stages` (progressive growing) resolution and batch size change with the step, which has
+    `batches_per_step` batches. The files of a stage are opened for its first batch and closed after
+    its last one. The sample order continues across stages.
 
-    Raises UserError for a batch size that the ranks cannot share, ValueError for stages not ordered
-    from step 0 on.
+    Raises:
+        UserError: for a batch size that the number of ranks does not divide.
+        ValueError: for stages that do not start at step 0 or are not in ascending order.
     """
 
     def __init__(
         self,
-        reader: Dataset,  # of the full resolution
-        sampler: GlobalSampler,  # its batch size becomes that of the stage
+        dataset: Dataset,  # at the full resolution
+        sampler: GlobalSampler,  # its batch size is set to that of the stage
         *,
         device: torch.device | str,
         prefetch: int = 2,
-        stages: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size) each
+        stages: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size)
         batches_per_step: int = 1,
-        alternating: bool = False,  # `mirror_in_turn`
+        alternating: bool = False,  # flip by `alternating_flip_`
     ) -> None:
-        self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
-        self.prefetch, self.batches_per_step = prefetch, batches_per_step
+        self.dataset = dataset
+        self.sampler = sampler
+        self.device = torch.device(device)
+        self.prefetch = prefetch
+        self.batches_per_step = batches_per_step
         self.stages = checked_stages(stages, sampler.world_size)
         self.wait_seconds = 0.0
-        self._batches = 0  # handed out
-        self._stage: Stage | None = None  # the one that is open
-        self._images = reader  # of the stage
-        self._source: Source | None = None  # what stands for the images
-        self._damaged: set[int] = set()  # records replaced in stages that are closed
+        self._batches = 0  # returned by `next`
+        self._stage: Stage | None = None  # the open stage
+        self._stage_dataset = dataset
+        self._source: Source | None = None  # replaces reading the images
+        self._damaged: set[int] = set()  # records replaced in closed stages
         self._worker: _Worker | None = None
-        self._sides: np.ndarray | None = None
+        self._flip_phases: np.ndarray | None = None
         if alternating:
-            count = len(reader) + (0 if reader.synthetic is None else len(reader.synthetic))
-            self._sides = numpy_generator(sampler.seed, "flip").integers(2, size=count)
+            count = len(dataset)
+            if dataset.synthetic is not None:
+                count += len(dataset.synthetic)
+            self._flip_phases = numpy_generator(sampler.seed, "flip").integers(2, size=count)
 
     @property
     def step(self) -> int:
-        """The step that the next batch belongs to."""
+        """Step that the next batch belongs to."""
         return self._batches // self.batches_per_step
 
     def __iter__(self) -> "InfiniteLoader":
@@ -152,39 +180,42 @@ class InfiniteLoader:
             batch = self._prefetched()
         else:
             pin = self.device.type != "cpu"
-            batch = _next_batch(
-                self._images, copy.copy(self.sampler), self._sides, self._source, pin=pin
-            )
-            batch = batch.to(self.device) if pin else batch
-        # Advanced only now: a read that failed or was interrupted is not counted.
+            batch = self._batch_reader()(pin=pin)
+            if pin:
+                batch = batch.to(self.device)
+        # Advance after the read, so that one that failed or was interrupted is not counted.
         self.sampler.advance()
         self._batches += 1
         self.wait_seconds += time.perf_counter() - started
         return batch
 
     def read_from(self, source: Source | None) -> None:
-        """Take what stands for the images of the next batches from `source`; None: read the images."""
+        """Take the next batches from `source` instead of the images; None: from the images."""
         if source is not self._source:
             self.close()
             self._source = source
 
     def _enter_stage(self) -> None:
-        """Close the last stage's images and open those of the next batch, if it is another one."""
+        """Open the data set of the next batch's stage, if it is not open yet."""
         stage = max(stage for stage in self.stages if stage.first_step <= self.step)
         if stage != self._stage:
             self.close()
             self.sampler.batch_size = stage.batch_size
-            self._images = at_resolution(self.reader, stage.resolution)
+            self._stage_dataset = at_resolution(self.dataset, stage.resolution)
             self._stage = stage
+
+    def _batch_reader(self) -> Callable[..., Batch]:
+        """Return a function that reads the next batch at each call, without advancing `sampler`."""
+        sampler = copy.copy(self.sampler)
+        return partial(_next_batch, self._stage_dataset, sampler, self._flip_phases, self._source)
 
     def _prefetched(self) -> Batch:
         if self._worker is None:
-            later = [stage.first_step for stage in self.stages if stage.first_step > self.step]
-            left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
-            read = partial(
-                _next_batch, self._images, copy.copy(self.sampler), self._sides, self._source
-            )
-            self._worker = _Worker(read, self.device, self.prefetch, left)
+            remaining = sys.maxsize  # batches of this stage
+            later_stages = [stage for stage in self.stages if stage.first_step > self.step]
+            if later_stages:
+                remaining = min(later_stages).first_step * self.batches_per_step - self._batches
+            self._worker = _Worker(self._batch_reader(), self.device, self.prefetch, remaining)
             weakref.finalize(self, self._worker.stop)
         try:
             return self._worker.next()
@@ -194,57 +225,63 @@ class InfiniteLoader:
 
     @property
     def damaged_records(self) -> set[int]:
-        """Records that this process has replaced because they are damaged (`data.on_damage: skip`)."""
-        return self._damaged.union(self.reader.replaced, self._images.replaced)
+        """Damaged records that this process has replaced (`data.on_damage: skip`)."""
+        return self._damaged.union(self.dataset.replaced, self._stage_dataset.replaced)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The sampler's position after the batches handed out; with stages or a mixture, whose
-        batches depend on the steps, also the step and the batch within it.
+    def state_dict(self) -> dict[str, object]:
+        """Return the sampler's state after the batches that `next` has returned.
+
+        With stages or synthetic images, whose batches depend on the step, the state also has the
+        step and the number of the batch within it.
         """
-        step, batch = divmod(self._batches, self.batches_per_step)
-        counted = self.stages or self.reader.synthetic is not None
-        return self.sampler.state_dict() | ({"step": step, "batch": batch} if counted else {})
+        state = self.sampler.state_dict()
+        if self.stages or self.dataset.synthetic is not None:
+            step, batch = divmod(self._batches, self.batches_per_step)
+            state |= {"step": step, "batch": batch}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; what was read ahead is dropped. The stages may have changed: the
-        step counts.
+        """Continue from `state`, and drop the batches read ahead. The stages may have changed.
 
-        Raises UserError as the sampler does, and for the state of a run without stages if there are
-        some.
+        Raises UserError as the sampler does, and for the state of a run without stages if this
+        loader has stages.
         """
-        if self.stages and "step" not in state:
-            raise UserError(
-                "the order cannot be resumed in stages: the run has been trained without progressive growing; set "
-                "progressive.start to null, or use a new run folder"
-            )
-        if self.stages and state["batch"] >= self.batches_per_step:
-            raise UserError(
-                f"the order cannot be resumed: a step took more than {self.batches_per_step} batches; use the same "
-                "loss.objective, or a new run folder"
+        if self.stages:
+            refuse(
+                (
+                    "step" not in state,
+                    "the order cannot be resumed in stages: the run has been trained without "
+                    "progressive growing; set progressive.start to null, or use a new run folder",
+                ),
+                (
+                    state.get("batch", 0) >= self.batches_per_step,
+                    f"the order cannot be resumed: a step took more than {self.batches_per_step} "
+                    "batches; use the same loss.objective, or a new run folder",
+                ),
             )
         self.close()
         self.sampler.load_state_dict(state)
-        self._batches = int(state.get("step", 0)) * self.batches_per_step + int(
-            state.get("batch", 0)
-        )
+        step = int(state.get("step", 0))
+        self._batches = step * self.batches_per_step + int(state.get("batch", 0))
         self.sampler.batches = self._batches
 
     def close(self) -> None:
-        """Stop the thread and let a stage's files go. A loader used again goes on where the batches
-        handed out end.
+        """Stop the thread and close the files of a stage. `next` continues after the last batch
+        that it returned.
         """
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
-        if self._images is not self.reader:
-            self._damaged |= self._images.replaced
-            self._images.close()
-            self._images, self._stage = self.reader, None
+        if self._stage_dataset is not self.dataset:
+            self._damaged |= self._stage_dataset.replaced
+            self._stage_dataset.close()
+            self._stage_dataset = self.dataset
+            self._stage = None
 
 
 class _Worker:
-    """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can
-    be collected.
+    """The thread that reads ahead. It has no reference to the loader, so that an unused loader is
+    garbage-collected.
     """
 
     def __init__(
@@ -267,19 +304,19 @@ class _Worker:
                 if self._stopped.is_set():
                     return
                 self._ready.put(self._load())
-        except Exception as error:  # handed to the consumer, who raises it
+        except Exception as error:  # `next` raises it in the consumer's thread
             self._ready.put(error)
 
     def _load(self) -> tuple[Batch, torch.Event | None]:
         if self._stream is None:
             return self._read(pin=False), None
-        # else leaving the stream makes a context on GPU 0
+        # Without it, leaving the stream creates a context on GPU 0.
         torch.accelerator.set_device_index(self._device.index or 0)
         with self._stream:
             return self._read(pin=True).to(self._device), self._stream.record_event()
 
     def next(self) -> Batch:
-        """The next batch; the consumer's stream waits for its copy, the consumer does not."""
+        """Return the next batch. The consumer's stream waits for the copy, its thread does not."""
         item = self._ready.get()
         if isinstance(item, Exception):
             raise item
@@ -293,7 +330,7 @@ class _Worker:
 
     def stop(self) -> None:
         self._stopped.set()
-        # room for the batch it may be about to put, its last
+        # The thread may be about to put a last batch, which needs room in the queue.
         with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
@@ -301,7 +338,7 @@ class _Worker:
             self._thread.join()
 
 
-def evaluation_batches(reader: Dataset, batch_size: int) -> Iterator[Batch]:
-    """Every sample once, in order, on the CPU; the last batch may be smaller."""
-    for start in range(0, len(reader), batch_size):
-        yield read_batch(reader, np.arange(start, min(start + batch_size, len(reader))))
+def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
+    """Yield every sample once, in order, on the CPU. The last batch may be smaller."""
+    for start in range(0, len(dataset), batch_size):
+        yield read_batch(dataset, np.arange(start, min(start + batch_size, len(dataset))))

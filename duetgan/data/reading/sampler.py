@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from duetgan.data.reading.weighted_sampling import occurrences, weighted_epochs
+from duetgan.data.reading.weighted_sampling import count_repeats, weighted_epochs
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.seeding import numpy_generator
 
@@ -18,39 +18,50 @@ class SampleKeys(NamedTuple):
 
     seed: int
     epochs: np.ndarray  # int64 [n]
-    repeats: np.ndarray  # int64 [n]: how often the sample has come before in its epoch
-    synthetic: bool = False  # of images that stand beside the real ones (data/reading/mixture.py)
+    repeats: np.ndarray  # int64 [n]: earlier draws of the sample in its epoch
+    synthetic: bool = False  # True for images of `data.synthetic` (data/reading/mixture.py)
 
-    def of(self, place: int, index: int) -> tuple[int | str, ...]:
-        """The key of the sample at `place`: (seed, "augment", epoch, index), and its repeat if it
-        is one; synthetic: (seed, "synthetic", "augment", epoch, ...).
+    def of(self, position: int, index: int) -> tuple[int | str, ...]:
+        """Return the key of the sample at `position` of the batch.
+
+        The key is (seed, "augment", epoch, index), or (seed, "synthetic", "augment", epoch, index)
+        for a synthetic image. A sample drawn again in its epoch has the repeat's number at the end.
         """
-        repeat = int(self.repeats[place])
         kind = ("synthetic", "augment") if self.synthetic else ("augment",)
-        key = (self.seed, *kind, int(self.epochs[place]), index)
+        key = (self.seed, *kind, int(self.epochs[position]), index)
+        repeat = int(self.repeats[position])
         return (*key, repeat) if repeat else key
 
 
-def other_order(why: str) -> UserError:
-    """The error of a state whose order cannot be continued: why not, and what to use instead."""
-    return UserError(f"the sample order cannot be resumed: {why}, or a new run folder")
+def order_error(reason: str) -> UserError:
+    """Return the error of a state whose order cannot be continued.
+
+    Args:
+        reason: what differs, then the remedy. "or a new run folder" is appended.
+    """
+    return UserError(f"the sample order cannot be resumed: {reason}, or a new run folder")
 
 
 class GlobalSampler:
-    """Indices of an endless concatenation of epochs of `count` draws, in global batches.
+    """Sample indices in global batches, from an endless sequence of epochs.
 
-    Epoch e's order is drawn from the key (seed, "order", e), with a `stream` from (seed, stream,
-    "order", e), so that two data sets of one run have orders of their own. It is a permutation;
-    with `shuffle=False` it is 0..count-1. With `weights` sample i appears count * w_i / sum(w)
-    times in every epoch, rounded down or up (see WeightedEpochs); `groups` (the labels) keep each
-    class's total within one of its expected number too. Equal weights are no weights: the plain
-    permutation, and `groups` without weights change nothing.
+    An epoch is a permutation of 0..count-1, drawn from the key (seed, "order", epoch). With
+    `shuffle=False` it is 0..count-1 in order. With `stream` the key is (seed, stream, "order",
+    epoch), so that two data sets of one run have different orders.
 
-    A global batch is the next `batch_size` indices, across an epoch's end where it falls there;
-    rank r of N takes the contiguous slice [r*B/N, (r+1)*B/N) of it. The state is `consumed`, the
-    number of samples that all ranks together have taken, so any number of ranks continues the same
-    sequence. Raises UserError if N does not divide B and for weights that are not `count` finite
-    numbers >= 0, or all 0; ValueError for wrong groups, or weights unshuffled.
+    With `weights` sample i appears count * w_i / sum(w) times in every epoch, rounded down or up
+    (see WeightedEpochs). With `groups`, usually the labels, the total of each group is within one
+    of its expected number too. Equal weights mean the plain permutation, and `groups` have no
+    effect without weights.
+
+    A global batch is the next `batch_size` indices of the sequence and may span two epochs. Rank r
+    of N takes its contiguous slice [r*B/N, (r+1)*B/N). The only state is `consumed`, the number of
+    samples that all ranks together have taken, so a run resumes on any number of ranks.
+
+    Raises:
+        UserError: if the number of ranks does not divide the batch size, or if the weights are not
+            `count` finite numbers of at least 0, or all 0.
+        ValueError: for groups of another shape or type, or weights with `shuffle=False`.
     """
 
     def __init__(
@@ -66,96 +77,118 @@ class GlobalSampler:
         groups: np.ndarray | None = None,  # int [count]
         stream: str | None = None,
     ) -> None:
+        nearest = max(world_size, batch_size // world_size * world_size)
         refuse(
             (count < 1, "the data set is empty: pack some images"),
             (batch_size < 1, f"batch_size {batch_size}: must be at least 1"),
+            (
+                batch_size % world_size,
+                f"batch_size {batch_size} is not divisible by {world_size} processes: try"
+                f" {nearest}",
+            ),
         )
-        if batch_size % world_size:
-            nearest = max(world_size, batch_size // world_size * world_size)
-            raise UserError(
-                f"batch_size {batch_size} is not divisible by {world_size} processes: try {nearest}"
-            )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
-        self.count, self.batch_size, self.seed, self.shuffle = count, batch_size, seed, shuffle
-        self.rank, self.world_size = rank, world_size
-        self._stream = () if stream is None else (stream,)
+        self.count = count
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
         self.consumed = 0  # samples, of all ranks together
         self.batches = 0  # global batches; counted by a mixture (data/reading/mixture.py)
+        self._stream = () if stream is None else (stream,)
+        self._weights_hash = ""
         self._weighted = weighted_epochs(count, shuffle, weights, groups)
-        self._weights_hash = "" if self._weighted is None else self._weighted.digest
-        # Kept of two epochs, and for all shallow copies: a loader's draw an epoch once.
-        self._drawn = lru_cache(maxsize=2)(self._draw)
+        if self._weighted is not None:
+            self._weights_hash = self._weighted.digest
+        # A batch may span two epochs. Shallow copies share the cache: the reading thread of a
+        # loader has a copy of the sampler.
+        self._cached_draw = lru_cache(maxsize=2)(self._draw)
 
     def order(self, epoch: int) -> np.ndarray:
-        """An epoch's order: int64 [count], read-only."""
-        return self._drawn(epoch)[0]
+        """Return the order of an epoch: int64 [count], read-only."""
+        return self._cached_draw(epoch)[0]
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """An epoch's order, and how often each sample has come before in it (of a permutation
-        nothing).
-        """
+        """Return an epoch's order and the repeats in it, which are empty for a permutation."""
         generator = numpy_generator(self.seed, *self._stream, "order", epoch)
+        repeats = np.empty(0, np.int64)
         if self._weighted is not None:
             order = self._weighted.draw(generator)
+            repeats = count_repeats(order)
+        elif self.shuffle:
+            order = generator.permutation(self.count)
         else:
-            order = generator.permutation(self.count) if self.shuffle else np.arange(self.count)
+            order = np.arange(self.count)
         order = order.astype(np.int64, copy=False)
         order.setflags(write=False)
-        return order, order[:0] if self._weighted is None else occurrences(order)
+        return order, repeats
 
     def next_batch(self) -> tuple[np.ndarray, SampleKeys]:
-        """This rank's part of the next global batch: indices, int64 [batch_size // world_size], and
-        their keys.
+        """Return this rank's part of the next global batch, and advance.
+
+        Returns:
+            Indices, int64 [batch_size // world_size], and their keys.
         """
-        share = self.batch_size // self.world_size
-        batch = self.at(self.consumed + self.rank * share, share)
+        rank_batch = self.batch_size // self.world_size
+        batch = self.at(self.consumed + self.rank * rank_batch, rank_batch)
         self.advance()
         return batch
 
     def at(self, position: int, length: int) -> tuple[np.ndarray, SampleKeys]:
-        """`length` indices of the endless sequence from `position` on, and their keys."""
-        indices, epochs, repeats = (np.zeros(length, np.int64) for _ in range(3))
+        """Return `length` indices of the endless sequence from `position` on, and their keys."""
+        indices = np.zeros(length, np.int64)
+        epochs = np.zeros(length, np.int64)
+        repeats = np.zeros(length, np.int64)
         done = 0
         while done < length:
             epoch, first = divmod(position + done, self.count)
-            order, earlier = self._drawn(epoch)
-            part = order[first : first + length - done]
-            here, done = slice(done, done + len(part)), done + len(part)
-            indices[here], epochs[here] = part, epoch
+            order, order_repeats = self._cached_draw(epoch)
+            end = min(self.count, first + length - done)
+            rows = slice(done, done + end - first)
+            indices[rows] = order[first:end]
+            epochs[rows] = epoch
             if self._weighted is not None:
-                repeats[here] = earlier[first : first + len(part)]
+                repeats[rows] = order_repeats[first:end]
+            done = rows.stop
         return indices, SampleKeys(self.seed, epochs, repeats)
 
     def advance(self, batches: int = 1) -> None:
-        """Go on by whole global batches without making their indices."""
+        """Skip whole global batches without computing their indices."""
         self.consumed += batches * self.batch_size
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position (`consumed`) and what the order depends on; independent of ranks and batch size.
+    def state_dict(self) -> dict[str, object]:
+        """Return the position (`consumed`) and everything that the order depends on.
 
-        `weights` is a hash of weights and groups, "" for equal weights.
+        The state does not depend on the number of ranks or the batch size. `weights` is a hash of
+        weights and groups, "" for equal weights.
         """
-        order = {
+        return {
+            "consumed": self.consumed,
             "count": self.count,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "weights": self._weights_hash,
         }
-        return {"consumed": self.consumed} | order
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises UserError if the order would be another one."""
-        if "synthetic" in state:
-            raise other_order("the run has been trained with data.synthetic; use the same")
-        for name in ("count", "seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise other_order(
-                    f"{name} was {state[name]} and is {getattr(self, name)}; use the same data and seed"
-                )
-        # states from before there were weights lack the key
-        if state.get("weights", "") != self._weights_hash:
-            raise other_order(
-                "data.sampling changed (or data.class_rates, data.sample_weights, the labels); use the same sampling"
-            )
+        """Continue from `state`. Raises UserError if the order would be a different one."""
+        if reason := self._mismatch(state):
+            raise order_error(reason)
         self.consumed = int(state["consumed"])
+
+    def _mismatch(self, state: Mapping[str, object]) -> str:
+        if "synthetic" in state:
+            return "the run has been trained with data.synthetic; use the same"
+        for name in ("count", "seed", "shuffle"):
+            value = getattr(self, name)
+            if state[name] != value:
+                return f"{name} was {state[name]} and is {value}; use the same data and seed"
+        # States of versions without weights have no such key.
+        if state.get("weights", "") != self._weights_hash:
+            return (
+                "data.sampling changed (or data.class_rates, data.sample_weights, the labels); "
+                "use the same sampling"
+            )
+        return ""

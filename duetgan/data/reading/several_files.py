@@ -1,10 +1,9 @@
-"""Several files as one data set: which they are and what they say together. Webdataset's tar files
-are read by an index of them, which is a packed file without the images' bytes; a folder or zip of
-images by a packed copy.
+"""Several files as one data set: find the files, and combine their metadata.
 
-Making these reads and decodes every image once, as packing does. Afterwards an image's bytes are
-read from their place in the tar and compared with the checksum in the index
-(docs/data-at-scale.md).
+Tar files (webdataset) are read through an index, a packed file without the images' bytes. A folder
+or zip of images is read from a packed copy. To make the index or the copy, every image is read and
+decoded once, as in packing. Afterwards the bytes of an image in a tar are read from their position
+and compared with the checksum in the index (docs/data-at-scale.md).
 """
 
 import glob
@@ -40,19 +39,24 @@ from duetgan.utils.runlog.run_log import say
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
-MOST_FILES = 100_000  # that one pattern names
+MOST_FILES = 100_000  # of one pattern
 
 
 def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that `path` names: one, several, those of a pattern ("train-*.lmdb",
-    "train-{000..146}.tar") in order of name, or the tar files of a folder. Raises UserError for
-    none, for a folder of tar files of several splits, and for packed files and tar files side by
-    side.
+    """Return the files that `path` names.
+
+    These are one file, several, those of a pattern ("train-*.lmdb", "train-{000..146}.tar") in
+    order of name, or the tar files of a folder.
+
+    Raises UserError if there are none, for a folder of tar files of several splits, and for packed
+    files together with tar files.
     """
+    files: list[Path] = []
     if isinstance(path, (list, tuple)):
         if not path:
             raise UserError("no packed files are given: name at least one")
-        files = [file for item in path for file in shard_paths(item)]
+        for item in path:
+            files += shard_paths(item)
     else:
         files = _paths_of(str(path))
     packed = [file for file in files if not is_tar(file)]
@@ -64,57 +68,62 @@ def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _paths_of(text: str) -> list[Path]:
-    place = Path(text)
-    if place.is_dir() and sharded(place) == SUFFIX:
-        groups, _ = shards_by_split(place, SUFFIX)
+    path = Path(text)
+    if path.is_dir() and sharded(path) == SUFFIX:
+        groups, _ = shards_by_split(path, SUFFIX)
         if len(groups) > 1:
             splits = sorted(groups, reverse=True)
             raise UserError(
-                f"{text} holds shards of {' and '.join(splits)}: give a pattern, {text}/*{splits[0]}*.tar"
+                f"{text} holds shards of {' and '.join(splits)}: give a pattern,"
+                f" {text}/*{splits[0]}*.tar"
             )
         (tars,) = groups.values()
-        check_complete(place, tars)
+        check_complete(path, tars)
         return tars
-    if place.exists():
-        return [place]
+    if path.exists():
+        return [path]
     files: list[str] = []
     for name in expand_braces(text):
-        files += sorted(glob.glob(name)) if any(mark in name for mark in "*?[") else [name]
+        if set(name).isdisjoint("*?["):
+            files.append(name)
+        else:
+            files += sorted(glob.glob(name))
     if not files:
         raise UserError(f"{text}: no file matches this pattern; check it")
     return list(map(Path, files))
 
 
 def expand_braces(text: str) -> list[str]:
-    """The names that a pattern of braces stands for, as a shell makes them: "{08..10}" 08, 09, 10;
-    "{a,b}" a, b.
-    Raises UserError for more than MOST_FILES.
+    """Expand braces as a shell does: "{08..10}" to 08, 09, 10; "{a,b}" to a, b.
+
+    Raises UserError for more than MOST_FILES names.
     """
     parts: list[Sequence[str]] = []
-    # what stands inside braces has the odd places
-    for place, part in enumerate(BRACES.split(text)):
+    for position, part in enumerate(BRACES.split(text)):
+        in_braces = position % 2 == 1
         span = RANGE.fullmatch(part)
-        if place % 2 and span:
+        if in_braces and span:
             numbers = range(int(span[1]), min(int(span[2]), int(span[1]) + MOST_FILES) + 1)
             parts.append([f"{number:0{len(span[1])}d}" for number in numbers])
         else:
-            parts.append(part.split(",") if place % 2 else [part])
+            parts.append(part.split(",") if in_braces else [part])
         if math.prod(map(len, parts)) > MOST_FILES:
             raise UserError(f"{text}: the pattern names more than {MOST_FILES:,} files; check it")
     return list(map("".join, itertools.product(*parts)))
 
 
 def is_tar(path: Path) -> bool:
-    """Whether a file is a tar by its name. Raises UserError for one that is compressed."""
+    """Return True if a file is a tar by its name. Raises UserError for a compressed one."""
     if path.name.lower().endswith(PACKED_TARS):
         raise UserError(
-            f"{path} is compressed, so that no image can be found in it: make it a .tar, as gunzip does"
+            f"{path} is compressed, so that no image can be found in it: make it a .tar, as gunzip"
+            " does"
         )
     return path.suffix.lower() == SUFFIX
 
 
 def open_at_once(path: str | Path | Sequence[str | Path]) -> int:
-    """How many files are open while `path` is read."""
+    """Return the number of files that are open while `path` is read."""
     files = shard_paths(path)
     return min(len(files), OPEN) + 1 if is_tar(files[0]) else len(files)
 
@@ -122,32 +131,37 @@ def open_at_once(path: str | Path | Sequence[str | Path]) -> int:
 def open_files(
     path: str | Path | Sequence[str | Path], size: tuple[int, int] | None, *, tolerant: bool
 ) -> list[LMDBReader]:
-    """Readers of the files that `path` names, of tar files the one of their index, at the stored
-    resolution that serves images of that height and width best: the next larger one; None: the
-    largest.
+    """Open the files that `path` names; tar files have one reader, that of their index.
+
+    Args:
+        path: see `shard_paths`.
+        size: height and width in px. The readers use the smallest stored resolution that is at
+            least as large, or the largest one if there is none; None: the largest.
+        tolerant: see LMDBReader.
     """
     files = shard_paths(path)
-    files = (
-        [index_of(files)]
-        if is_tar(files[0])
-        else [copy_of(file) if is_unpacked(file) else file for file in files]
-    )
-    readers = [LMDBReader(file, tolerant=tolerant) for file in files]
+    if is_tar(files[0]):
+        files = [index_of(files)]
+    readers = []
+    for file in files:
+        packed = copy_of(file) if is_unpacked(file) else file
+        readers.append(LMDBReader(packed, tolerant=tolerant))
     if size is not None:
         for reader in readers:
-            enough = [
-                side for side in reader.meta.resolutions if reader.meta.spec.at(side).holds(size)
-            ]
-            reader.resolution = min(enough, default=reader.resolution)
+            meta = reader.meta
+            sufficient = [side for side in meta.resolutions if meta.spec.at(side).holds(size)]
+            reader.resolution = min(sufficient, default=reader.resolution)
     return readers
 
 
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
-    """The metadata of shards as one data set. Raises UserError if they do not fit together.
+    """Combine the metadata of shards into that of one data set.
 
-    A file of samples among them makes it a synthetic set: the first passport stands for all. `mean`
-    and `std` are those of all pixels where the images have one size, else each file counts by its
-    images.
+    `mean` and `std` weigh each file by its number of images: they are those of all pixels if the
+    images have one size. If a file holds generated images, the first passport is that of the whole
+    data set.
+
+    Raises UserError if the shards do not belong together.
     """
     first = shards[0].meta
     if len(shards) == 1:
@@ -165,28 +179,29 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
             ours, theirs = getattr(first, name), getattr(shard.meta, name)
             if ours != theirs:
                 raise UserError(
-                    f"{shard.path} does not belong to {shards[0].path}: {name} {shorten(str(theirs), 80)} and "
+                    f"{shard.path} does not belong to {shards[0].path}: {name}"
+                    f" {shorten(str(theirs), 80)} and "
                     f"{shorten(str(ours), 80)}; pack them alike"
                 )
     metas = [shard.meta for shard in shards]
     parts = {shard.meta.split.part: shard.path for shard in shards if shard.meta.split}
     if len(parts) > 1:
         raise UserError(
-            f"{parts['val']} holds images held out from training, {parts['train']} training images: give a pattern "
+            f"{parts['val']} holds images held out from training, {parts['train']} training images:"
+            " give a pattern "
             "that leaves one kind out"
         )
     counts = np.array([meta.count for meta in metas])
-    means, deviations = (
-        np.array([getattr(meta, name) for meta in metas]) for name in ("mean", "std")
-    )
-    share = counts / counts.sum()
-    mean = share @ means
-    square = share @ (deviations**2 + means**2)
+    means = np.array([meta.mean for meta in metas])
+    deviations = np.array([meta.std for meta in metas])
+    weights = counts / counts.sum()
+    mean = weights @ means
+    square = weights @ (deviations**2 + means**2)
 
     def joined(name: str) -> str:
         return hashlib.sha256("".join(getattr(meta, name) for meta in metas).encode()).hexdigest()
 
-    together = {
+    combined = {
         "count": int(counts.sum()),
         "histogram": np.sum([meta.histogram for meta in metas], axis=0).astype(int).tolist(),
         "mean": mean.tolist(),
@@ -197,46 +212,48 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
         "split": None,
         "passport": next((meta.passport for meta in metas if meta.passport), None),
     }
-    return first.model_copy(update=together)
+    return first.model_copy(update=combined)
 
 
-# --- an index of tar files, a copy of a folder: kept in the user's cache
+# --- the index of tar files and the copy of a folder, in the user's cache
 
 
 def is_unpacked(path: Path) -> bool:
-    """Whether it is a folder or zip of images."""
+    """Return True for a folder or zip of images."""
     return (path.is_dir() and not (path / "data.mdb").is_file()) or path.suffix.lower() == ".zip"
 
 
 def index_of(shards: Sequence[Path]) -> Path:
-    """The index of tar files, which is made if there is none that fits them. Raises UserError for
-    shards that cannot be trained from as they are.
+    """Return the path of the index of tar files. Makes it, unless an up-to-date one exists.
+
+    Raises UserError for shards that training cannot read without packing.
     """
-    known = []
+    states = []
     for shard in shards:
         with bounded.reading(shard, "give tar files of images"):
             size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
-        known.append(Shard(path=str(shard.absolute()), size=size, changed=changed))
-    path = cache_folder() / "shards" / f"{_digest([shard.path for shard in known])}.lmdb"
-    place = shards[0] if len(shards) == 1 else shards[0].parent
-    return _kept(path, lambda: TarSource(place, SourceOptions(), shards), known)
+        states.append(Shard(path=str(shard.absolute()), size=size, changed=changed))
+    path = cache_folder() / "shards" / f"{_digest([shard.path for shard in states])}.lmdb"
+    location = shards[0] if len(shards) == 1 else shards[0].parent
+    return _cached(path, lambda: TarSource(location, SourceOptions(), shards), states)
 
 
-def copy_of(place: Path) -> Path:
-    """The packed copy of a folder or zip of images, files as they are, made anew where a name, size
-    or time in it has changed. Raises UserError for images that only packing, which has options for
-    it, can make a data set of.
+def copy_of(folder: Path) -> Path:
+    """Return the path of the packed copy of a folder or zip of images.
+
+    The image files are copied unchanged. The copy is made again if the name, size or time of a file
+    has changed. Raises UserError for images that need the options of packing.
     """
-    with bounded.reading(place, "give a folder, or a zip file, of images"):
-        names = walk(place)[0] if place.is_dir() else ["."]
-        states = sorted(
-            (name, *state_of((place / name).stat(follow_symlinks=(place / name).exists())))
-            for name in names
-        )
-    of_place = _digest(str(place.resolve()))
-    path = cache_folder() / "folders" / f"{of_place}-{_digest(states)}.lmdb"
-    path = _kept(path, lambda: open_source(str(place)), None)
-    for older in path.parent.glob(f"{of_place}-*.lmdb"):
+    with bounded.reading(folder, "give a folder, or a zip file, of images"):
+        names = walk(folder)[0] if folder.is_dir() else ["."]
+        states = []
+        for name in sorted(names):
+            file = folder / name
+            states.append((name, *state_of(file.stat(follow_symlinks=file.exists()))))
+    key = _digest(str(folder.resolve()))
+    path = cache_folder() / "folders" / f"{key}-{_digest(states)}.lmdb"
+    path = _cached(path, lambda: open_source(str(folder)), None)
+    for older in path.parent.glob(f"{key}-*.lmdb"):
         if older != path:
             older.unlink(missing_ok=True)
     return path
@@ -246,46 +263,46 @@ def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
-def _kept(path: Path, source: Callable[[], Source], known: list[Shard] | None) -> Path:
-    """The packed file `path` of a source, or the index of the tar files `known`, made unless it is
-    there. Processes that want it at the same time wait for the one that makes it.
+def _cached(path: Path, source: Callable[[], Source], shards: list[Shard] | None) -> Path:
+    """Make the packed file `path` of a source, or the index of tar files, unless it exists.
+
+    Processes that need it at the same time wait for the one that makes it. Returns `path`.
     """
-    if _fits(path, known):
+    if _is_current(path, shards):
         return path
     with explained(
         OSError,
-        lambda why: (
-            f"{path.parent}: {why.strerror}; it is kept there: set {CACHE} to another folder"
+        lambda error: (
+            f"{path.parent}: {error.strerror}; it is kept there: set {CACHE} to another folder"
         ),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("ab")
     with lock:
         hold(lock, wait=True)
-        if not _fits(path, known):
+        if not _is_current(path, shards):
             with source() as opened:
-                _make(path, opened, known)
+                _make(path, opened, shards)
     return path
 
 
-def _fits(path: Path, known: list[Shard] | None) -> bool:
-    """Whether there is a packed file, of an index one of shards in this state."""
+def _is_current(path: Path, shards: list[Shard] | None) -> bool:
+    """Return True if the packed file exists and, if it is an index, its shards have this state."""
     try:
         with LMDBReader(path) as reader:
-            return reader.meta.shards == known
-    except UserError:  # none, or a damaged one
+            return reader.meta.shards == shards
+    except UserError:  # The file is missing or damaged.
         return False
 
 
-def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
-    """Raises UserError for images that only packing, which has options for it, can make a data set
-    of.
-    """
-    from duetgan.data.packing.pack import pack  # not needed where there is a file
+def _make(path: Path, source: Source, shards: list[Shard] | None) -> None:
+    """Pack a source. Raises UserError for images that need the options of packing."""
+    from duetgan.data.packing.pack import pack  # slow to import, and rarely needed
 
-    if known and source.splits:
+    if shards and source.splits:
         raise UserError(
-            f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with --split"
+            f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with"
+            " --split"
         )
     for remark in source.remarks:
         if remark.startswith("warning: "):
@@ -295,9 +312,10 @@ def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
             )
         say(remark)
     remedy = "pack the images with duet pack --on-error skip, which leaves it out"
-    source.shard_states = known
+    source.shard_states = shards
     pack(source, path, encoding="source", overwrite=True, duplicates=False, remedy=remedy)
-    if not known:
+    if not shards:
         say(
-            f"{source.name}: packed once into {path}; duet pack --size N makes a file that is read faster"
+            f"{source.name}: packed once into {path}; duet pack --size N makes a file that is read"
+            " faster"
         )

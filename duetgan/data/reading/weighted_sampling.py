@@ -1,5 +1,5 @@
-"""How often each sample is drawn in an epoch: by weights, of the classes, or from a file; which
-keep their labels.
+"""Weighted sampling: how often each sample is drawn in an epoch, with weights of classes or from a
+file; and the choice of a few labelled images.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from duetgan.utils.errors import UserError, explained
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import did_you_mean
 
-# relative; an expected number of draws as near as this to a whole number is that number
+# An expected number of draws is rounded to a whole number within this relative distance.
 ROUNDING = 1e-12
-FRACTION_BITS = 40  # a draw is counted in units of 2**-40
+FRACTION_BITS = 40  # the unit of fractions of a draw is 2**-40
 
 
 class WeightedEpochs:
@@ -28,15 +28,16 @@ class WeightedEpochs:
 
     Systematic resampling (Kitagawa 1996, "Monte Carlo filter and smoother for non-Gaussian
     nonlinear state space models"; Carpenter, Clifford and Fearnhead 1999, "Improved particle filter
-    for nonlinear problems"): the samples lie side by side on a line in random order, each as long
-    as its expected number of draws, and marks at distance one, shifted by one random number, say
-    which are drawn. On average over epochs each gets exactly its expected number. With groups the
-    samples of a group lie together (groups in random order, samples in random order inside them),
-    so a group's total is within one of its expected number as well. Then the draws are permuted.
+    for nonlinear problems"). The samples are laid on a line in random order, each with its expected
+    number of draws as its length. Marks at distance one, shifted by one random number, select the
+    draws. On average over epochs each sample gets exactly its expected number. With groups, the
+    samples of a group are contiguous (groups in random order, samples in random order inside them),
+    so that the total of a group is within one of its expected number as well. The draws are then
+    permuted.
 
-    Only the fractions of the expected numbers are laid on the line: the whole draws are certain.
-    Lengths are integers (units of 2**-40 of a draw, coarser above four million samples), so that no
-    rounding error can move a mark.
+    Only the fractional parts of the expected numbers are on the line; the whole parts are always
+    drawn. Lengths are integers (units of 2**-40 of a draw, coarser above four million samples), so
+    that no rounding error moves a mark.
     """
 
     def __init__(self, weights: np.ndarray, groups: np.ndarray | None) -> None:
@@ -44,18 +45,18 @@ class WeightedEpochs:
         whole = np.floor(expected)
         fractions = expected - whole
         self._whole = whole.astype(np.int64)  # certain draws of each sample
-        self._marks = len(weights) - int(self._whole.sum())  # further draws in an epoch
-        # the length of one draw
-        self._unit = 1 << min(FRACTION_BITS, 62 - len(weights).bit_length())
+        self._marks = len(weights) - int(self._whole.sum())  # random draws in an epoch
+        self._unit = 1 << min(FRACTION_BITS, 62 - len(weights).bit_length())  # length of a draw
         self._open = np.flatnonzero(fractions)  # the samples that may be drawn once more
         self._lengths = _lengths(fractions[self._open], self._marks, self._unit)
-        self._group_count, self._groups = 0, np.empty(0, np.uint8)
+        self._group_count = 0
+        self._groups = np.empty(0, np.uint8)
         if groups is not None:
-            names, places = np.unique(groups[self._open], return_inverse=True)
+            names, numbers = np.unique(groups[self._open], return_inverse=True)
             self._group_count = len(names)
-            # small integers are sorted faster
-            self._groups = places.astype(np.min_scalar_type(len(names)))
-        digest = hashlib.blake2b(digest_size=16)  # of all that `draw` depends on
+            # NumPy sorts small integers faster.
+            self._groups = numbers.astype(np.min_scalar_type(len(names)))
+        digest = hashlib.blake2b(digest_size=16)  # of everything that `draw` depends on
         for part in (
             np.array([self._unit, self._group_count]),
             self._whole,
@@ -67,15 +68,15 @@ class WeightedEpochs:
         self.digest = digest.hexdigest()
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """An epoch: int64 [n]."""
+        """Draw an epoch: int64 [n]."""
         line = generator.permutation(len(self._open))
         if self._group_count:
-            places = generator.permutation(self._group_count).astype(self._groups.dtype)
-            line = line[np.argsort(places[self._groups[line]], kind="stable")]
+            ranks = generator.permutation(self._group_count).astype(self._groups.dtype)
+            line = line[np.argsort(ranks[self._groups[line]], kind="stable")]
         marks = generator.integers(self._unit) + self._unit * np.arange(self._marks, dtype=np.int64)
         ends = np.cumsum(self._lengths[line])
         copies = self._whole.copy()
-        # each at most once
+        # A sample is selected at most once: it is shorter than the distance of two marks.
         copies[self._open[line[np.searchsorted(ends, marks, side="right")]]] += 1
         return generator.permutation(np.repeat(np.arange(len(copies), dtype=np.int64), copies))
 
@@ -83,7 +84,10 @@ class WeightedEpochs:
 def weighted_epochs(
     count: int, shuffle: bool, weights: np.ndarray | None, groups: np.ndarray | None
 ) -> WeightedEpochs | None:
-    """What draws the epochs, or None where they are permutations."""
+    """Return the weighted epochs of `count` samples, or None if they are plain permutations.
+
+    Raises UserError for weights, and ValueError for groups, that do not fit `count` samples.
+    """
     if groups is not None and (groups.shape != (count,) or groups.dtype.kind not in "iu"):
         raise ValueError(f"groups are {groups.dtype} {groups.shape}, expected integers ({count},)")
     if weights is None:
@@ -99,15 +103,17 @@ def weighted_epochs(
     return None if (weights == weights[0]).all() else WeightedEpochs(weights, groups)
 
 
-def _check_values(weights: np.ndarray, source: str, place: str, first: int = 0) -> None:
-    """Raise UserError naming the first weight that is negative or not finite, counted from `first`;
-    or if all are 0.
+def _check_values(weights: np.ndarray, source: str, unit: str, first: int = 0) -> None:
+    """Raise UserError if a weight is negative or not finite, or if all are 0.
+
+    The message names the first wrong weight by `unit` ("index" or "line"), counted from `first`.
     """
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(bad):
         value = weights[bad[0]]
         raise UserError(
-            f"{source}: {place} {bad[0] + first} is {value}; a weight is a finite number of at least 0"
+            f"{source}: {unit} {bad[0] + first} is {value}; a weight is a finite number of at least"
+            " 0"
         )
     if not weights.any():
         raise UserError(
@@ -116,28 +122,28 @@ def _check_values(weights: np.ndarray, source: str, place: str, first: int = 0) 
 
 
 def _expected_draws(weights: np.ndarray) -> np.ndarray:
-    """n * w_i / sum(w), float64 [n]."""
-    relative = weights / weights.max()  # a sum of huge weights would overflow
-    # The exact sum: NumPy's depends on the machine in its last bits, and the order must not.
+    """Return n * w_i / sum(w), float64 [n]."""
+    relative = weights / weights.max()  # The sum of huge weights would overflow.
+    # The sum is exact: the last bits of NumPy's depend on the machine, and the order must not.
     expected = relative * (len(weights) / math.fsum(relative.tolist()))
     nearest = np.rint(expected)
     return np.where(np.abs(expected - nearest) <= ROUNDING * nearest, nearest, expected)
 
 
 def _lengths(fractions: np.ndarray, marks: int, unit: int) -> np.ndarray:
-    """Fractions of a draw in (0, 1) as int64 lengths in 0..unit whose sum is exactly marks * unit."""
+    """Convert fractions of a draw in (0, 1) to int64 lengths in 0..unit with sum marks * unit."""
     lengths = np.rint(fractions * unit).astype(np.int64)
-    missing = marks * unit - int(lengths.sum())  # rounding: about a unit for each sample
+    missing = marks * unit - int(lengths.sum())  # by rounding: about a unit for each sample
     room = unit - lengths if missing > 0 else lengths
-    taken = np.clip(abs(missing) - (np.cumsum(room) - room), 0, room)
-    return lengths + taken if missing > 0 else lengths - taken
+    correction = np.clip(abs(missing) - (np.cumsum(room) - room), 0, room)
+    return lengths + correction if missing > 0 else lengths - correction
 
 
 def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Weights float64 [n] with which every class is drawn equally often; `labels` are int [n] in
-    0..len(classes)-1.
+    """Return weights float64 [n] with which every class is drawn equally often.
 
-    Raises UserError for an unlabelled set and for a class without images.
+    `labels` are int [n] in 0..len(classes)-1. Raises UserError for an unlabelled data set and for a
+    class without images.
     """
     if not classes:
         raise UserError("data.sampling: the images have no labels to balance; use uniform sampling")
@@ -145,7 +151,8 @@ def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
     if not images.all():
         name = classes[int(np.argmin(images))]
         raise UserError(
-            f"data.sampling: class {name!r} has no images to draw; add some or pack without the class"
+            f"data.sampling: class {name!r} has no images to draw; add some or pack without the"
+            " class"
         )
     return 1.0 / images[labels]
 
@@ -153,8 +160,8 @@ def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
 def class_weights(
     labels: np.ndarray, class_names: Sequence[str], rates: Mapping[str, float]
 ) -> np.ndarray:
-    """Weights float64 [n] with which an image of class c is seen rates[c] times as often as one
-    without a rate.
+    """Return weights float64 [n] with which an image of class c is drawn rates[c] times as often as
+    an image of a class without a rate.
 
     `labels` are int [n] in 0..len(class_names)-1; a rate of 0 leaves the class out. Raises
     UserError for an unknown class, a rate that is negative or not finite, and rates that leave
@@ -168,7 +175,8 @@ def class_weights(
             )
         if not (math.isfinite(rate) and rate >= 0):
             raise UserError(
-                f"data.class_rates: the rate of {name!r} is {rate}; give a finite number of at least 0"
+                f"data.class_rates: the rate of {name!r} is {rate}; give a finite number of at"
+                " least 0"
             )
         by_class[class_names.index(name)] = rate
     weights = by_class[labels]
@@ -177,18 +185,19 @@ def class_weights(
 
 
 def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
-    """A weight for each of `count` images from a file, in the order of the packed set: float64
-    [count].
+    """Read a weight for each of `count` images from a file, in the order of the packed file.
 
-    A .npy file holds numbers [count], any other is text, one number a line. Raises UserError naming
-    the file and line.
+    A .npy file holds numbers [count]; any other file is text with one number per line. Returns
+    float64 [count]. Raises UserError with the file and line.
     """
-    path, binary = Path(path), Path(path).suffix == ".npy"
+    path = Path(path)
+    binary = path.suffix == ".npy"
     with bounded.reading(path, "give a file with a weight for each image"):
         weights = _array_weights(path) if binary else _text_weights(path)
     if len(weights) != count:
         raise UserError(
-            f"{path} has {len(weights)} weights, the data set {count} images: give one for each image"
+            f"{path} has {len(weights)} weights, the data set {count} images: give one for each"
+            " image"
         )
     _check_values(weights, str(path), "index" if binary else "line", first=0 if binary else 1)
     return weights
@@ -197,7 +206,7 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
 def _array_weights(path: Path) -> np.ndarray:
     with explained(
         ImageError,
-        lambda why: f"{path} is not a NumPy file of numbers ({why}); save it with numpy.save",
+        lambda error: f"{path} is not a NumPy file of numbers ({error}); save it with numpy.save",
     ):
         array = npy_array(bounded.read_file(path, bounded.TABLE))
     if array.ndim != 1:
@@ -209,7 +218,7 @@ def _array_weights(path: Path) -> np.ndarray:
 
 def _text_weights(path: Path) -> np.ndarray:
     weights = []
-    # What is not text is not a number either.
+    # Bytes that are not UTF-8 are replaced: they are no number either.
     with io.TextIOWrapper(
         bounded.open_file(path, bounded.TABLE), encoding="utf-8-sig", errors="replace"
     ) as file:
@@ -217,9 +226,9 @@ def _text_weights(path: Path) -> np.ndarray:
             try:
                 weights.append(float(line))
             except ValueError:
-                shown = line.rstrip("\n")[:40]
+                excerpt = line.rstrip("\n")[:40]
                 raise UserError(
-                    f"{path}: line {number}: {shown!r} is not a number; give one number a line"
+                    f"{path}: line {number}: {excerpt!r} is not a number; give one number a line"
                 ) from None
     return np.array(weights, np.float64)
 
@@ -227,11 +236,11 @@ def _text_weights(path: Path) -> np.ndarray:
 def few_labels(
     labels: np.ndarray, per_class: int, seed: int, names: Sequence[str] = ()
 ) -> np.ndarray:
-    """The records, int64 ascending, of `per_class` images of each class; `labels` are int [n].
+    """Choose `per_class` images of each class; `labels` are int [n].
 
-    Those of class k are the first of a permutation with the key (seed, "labels", k): those of a
-    smaller number are among them. Raises UserError for a number below 1 and for a class of fewer
-    images; `names` are for its text.
+    The images of class k are the first of a permutation with the key (seed, "labels", k), so that a
+    smaller choice is part of a larger one. Returns the records, int64 ascending. Raises UserError
+    for a number below 1, and for a class with fewer images, which it calls by `names`.
     """
     if per_class < 1:
         raise UserError(f"{per_class} labels a class: give 1 or more")
@@ -240,15 +249,17 @@ def few_labels(
         if count < per_class:
             name = names[label] if names else label
             raise UserError(
-                f"{per_class} labels a class: class {name} has {count:,} images; give at most as many"
+                f"{per_class} labels a class: class {name} has {count:,} images; give at most as"
+                " many"
             )
-        own = np.flatnonzero(labels == label)
-        rows.append(own[numpy_generator(seed, "labels", label).permutation(len(own))[:per_class]])
+        members = np.flatnonzero(labels == label)
+        order = numpy_generator(seed, "labels", label).permutation(len(members))
+        rows.append(members[order[:per_class]])
     return np.sort(np.concatenate(rows))
 
 
-def occurrences(order: np.ndarray) -> np.ndarray:
-    """How often each entry has come before: [5, 7, 5, 5] -> [0, 0, 1, 2]; int64 [n]."""
+def count_repeats(order: np.ndarray) -> np.ndarray:
+    """Count how often each entry occurs earlier: [5, 7, 5, 5] -> [0, 0, 1, 2]; int64 [n]."""
     by_value = np.argsort(order, kind="stable")
     ordered = order[by_value]
     firsts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))

@@ -1,4 +1,4 @@
-"""Where images come from: `open_source` finds the right reader for what the user names."""
+"""Sources of images: `open_source` chooses the reader for the user's argument."""
 
 import os
 import zipfile
@@ -31,14 +31,14 @@ PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.
 ARCHIVES = (".7z", ".rar")
 
 
-# Sources that go by a name; a folder of that name is written ./NAME.
+# Sources with a name; a folder of the same name is written ./NAME.
 NAMED: dict[str, Callable[[str, Path | None], Source]] = {
     "sample": open_sample,
     "fashion-mnist": open_fashion_mnist,
     "cifar10": open_cifar10,
     "idx": open_idx,
 }
-# What reads a file, or a folder of shards, by its suffix.
+# Readers of a file, or a folder of shards, by its suffix
 READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".lmdb": open_lmdb,
     ".mdb": open_lmdb,
@@ -56,17 +56,17 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".tif": TiffSource,
     ".tiff": TiffSource,
 }
-# of these a file among others is an image, and one alone holds many
+# A single file of this kind has many images; in a folder each file is an image.
 IMAGES = (".npy", ".tif", ".tiff")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
-WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # of these a folder holds no shards
+WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # kinds that are never shards
 
 
 def open_source(
     spec: str,
     *,
     stack: str | None = None,  # see StackSource
-    split: str | None = None,  # these as SourceOptions
+    split: str | None = None,  # this and the following: see SourceOptions
     size: int | str | None = None,
     classes_from: str | None = None,
     root: str | Path | None = None,
@@ -76,11 +76,14 @@ def open_source(
     path_column: str | None = None,
     suffix: str | None = None,
 ) -> Source:
-    """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files,
-    or an LMDB's) or a file (zip, tar, a table in CSV, TSV, JSON lines, Parquet or Arrow, LMDB).
+    """Open a source of images.
 
-    A source without splits is taken whole. Raises UserError if there is nothing there, no images in
-    it, if it is something else, or for an option that does not apply to it.
+    `spec` is a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or of
+    an LMDB), or a file (zip, tar, LMDB, or a table in CSV, TSV, JSON lines, Parquet or Arrow). All
+    images of a source without splits are used.
+
+    Raises UserError if it does not exist, has no images or is of another kind, and for an option
+    that does not apply to it.
     """
     if split not in (None, *SPLITS):
         raise UserError(f"split {split!r}: choose train, test or val")
@@ -99,23 +102,19 @@ def open_source(
         suffix,
     )
     source = _open(spec, options)
-    not_always = {*SourceOptions._fields} - {"split", "size"}
-    chosen = {name: value for name, value in options._asdict().items() if name in not_always} | {
-        "stack": stack
-    }
-    for name, value in chosen.items():
+    values = options._asdict() | {"stack": stack}
+    del values["split"], values["size"]  # These apply to every source.
+    for name, value in values.items():
         if value is not None and name not in source.takes:
             source.__exit__()
             raise UserError(f"--{name.replace('_', '-')} does not apply to {spec}: leave it out")
-    return (
-        source
-        if stack is None or not isinstance(source, ListedSource)
-        else StackSource(source, stack)
-    )
+    if stack is not None and isinstance(source, ListedSource):
+        return StackSource(source, stack)
+    return source
 
 
 def is_source(path: Path) -> bool:
-    """Whether it is a folder, or a file that holds images, and no image itself."""
+    """Return True for a folder, and for a file that contains images but is not an image."""
     suffix = path.suffix.lower()
     return (
         path.is_dir()
@@ -125,13 +124,14 @@ def is_source(path: Path) -> bool:
 
 
 def kinds() -> str:
-    """What `open_source` takes, for messages."""
+    """Return the kinds of sources as text for messages."""
     return f"a folder, a file ({', '.join(READERS)}), a URL, or a name: {', '.join(NAMED)}"
 
 
 def open_images(spec: str) -> Source:
-    """Every image of a folder or a file, wherever it lies in it, without labels. Raises UserError
-    as `open_source`.
+    """Open all images of a folder or a file, without labels, at any depth of the folder.
+
+    Raises UserError as `open_source`.
     """
     options = SourceOptions(label_column=NO_LABELS, split_column=NO_LABELS, classes_from="none")
     return _open(os.path.join(".", spec), options)
@@ -153,13 +153,11 @@ def _open(spec: str, options: SourceOptions) -> Source:
         return RemoteSource(spec, options)
     path = Path(spec).expanduser()
     if not path.exists():
-        near = (
-            [*NAMED, *(item.name for item in path.parent.iterdir())]
-            if path.parent.is_dir()
-            else list(NAMED)
-        )
+        names = list(NAMED)
+        if path.parent.is_dir():
+            names += [item.name for item in path.parent.iterdir()]
         raise UserError(
-            f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {kinds()}"
+            f"{spec}: no such folder or zip file{did_you_mean(path.name, names)}; give {kinds()}"
         )
     if not path.is_dir():
         return _open_file(path, options)
@@ -167,19 +165,15 @@ def _open(spec: str, options: SourceOptions) -> Source:
         return open_lmdb(path / "data.mdb", options)
     if find_idx(path, "test") or find_idx(path, "train"):
         return open_idx(side, path)
-    suffix = (
-        ".arrow"
-        if is_saved(path)
-        else sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
-    )
+    if is_saved(path):
+        return open_arrow(path, options)
+    suffix = sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
     return READERS.get(suffix, open_folder)(path, options)
 
 
 def _open_file(path: Path, options: SourceOptions) -> Source:
-    """By content where that is certain, else by suffix; a damaged file of a known suffix is refused
-    by its reader.
-    """
-    refused = explained(OSError, lambda why: f"{path} {why}; give {kinds()}")
+    """Open a file by its content if that is unique, else by its suffix."""
+    refused = explained(OSError, lambda error: f"{path} {error}; give {kinds()}")
     with refused, bounded.open_file(path, bounded.ARCHIVE) as file:
         is_zip = zipfile.is_zipfile(file)
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
@@ -189,7 +183,8 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
         return READERS[suffix](path, options)
     if path.name.lower().endswith(PACKED_TARS):
         raise UserError(
-            f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as gunzip does"
+            f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as"
+            " gunzip does"
         )
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(

@@ -1,5 +1,5 @@
-"""Images as arrays: .npy and .npz files, TIFF files whose pages are images, and stacks of files
-that hold a channel each.
+"""Sources of arrays: .npy and .npz files, TIFF files whose pages are images, and stacks of files
+with one channel each.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.errors import ImageError, unread
+from duetgan.data.errors import ImageError, read_error
 from duetgan.data.sources.base import (
     ArraySource,
     Source,
@@ -36,7 +36,7 @@ from duetgan.utils.text import listed
 
 
 def open_npy(path: Path, options: SourceOptions) -> ArraySource:
-    """All images of a file, unlabelled; they stay in the file until they are asked for."""
+    """Open all images of a .npy file, unlabelled. The file is memory-mapped."""
     refuse_split(path, options.split)
     with (
         bounded.reading(path, "save it with numpy.save", ImageError),
@@ -50,11 +50,13 @@ def open_npy(path: Path, options: SourceOptions) -> ArraySource:
 
 
 def open_npz(path: Path, options: SourceOptions) -> ArraySource:
-    """The one array of images of a file or of its split, and the one of labels, if there is any:
-    names with `train`, `val` or `test` between underscores are a split's (MedMNIST's train_images,
-    Keras's x_train). Labels are numbers [n], [n, 1] or, of several an image, 0 and 1 [n, classes].
+    """Open the array of images, and that of labels if there is one, of a .npz file or of its split.
+
+    Names with `train`, `val` or `test` between underscores belong to a split (MedMNIST's
+    train_images, Keras's x_train). Labels are numbers [n] or [n, 1], or 0 and 1 [n, classes] for
+    several labels an image. Raises UserError for other arrays.
     """
-    held: dict[str, dict[str, np.ndarray]] = {}
+    by_split: dict[str, dict[str, np.ndarray]] = {}  # "": arrays without a split
     damaged = bounded.reading(
         path, "save it with numpy.savez", *UNPACKING_ERRORS, NotImplementedError
     )
@@ -70,45 +72,42 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
             with archive.open(member) as file:
                 array = npy_array(file.read(member.file_size + 1))
             name = member.filename.removesuffix(".npy")
-            held.setdefault(next(filter(None, map(split_name, name.split("_"))), ""), {})[name] = (
-                array
-            )
-    splits = tuple(sorted(filter(None, held)))
+            split = next(filter(None, map(split_name, name.split("_"))), "")
+            by_split.setdefault(split, {})[name] = array
+    splits = tuple(sorted(filter(None, by_split)))
     if not splits:
         refuse_split(path, options.split, "arrays with its name")
-    arrays = held.get(choose_split(path, options.split, splits) if splits else "", {})
-    images, others = (
-        {n: a for n, a in arrays.items() if (a.ndim > 2) == many} for many in (True, False)
-    )
-    if len(images) != 1 or len(others) > 1:
+    arrays = by_split.get(choose_split(path, options.split, splits) if splits else "", {})
+    images = [name for name, array in arrays.items() if array.ndim > 2]
+    label_arrays = [name for name in arrays if name not in images]
+    if len(images) != 1 or len(label_arrays) > 1:
         raise UserError(
             f"{path}: holds {listed(sorted(arrays))}; give one array of images and one of labels"
         )
     with bounded.reading(path, "save it with numpy.savez", ImageError):
-        pixels = channels_last(next(iter(images.values())), many=True)
-    source, labels = ArraySource(path.name, pixels), next(iter(others.values()), None)
+        pixels = channels_last(arrays[images[0]], many=True)
+    source = ArraySource(path.name, pixels)
     source.splits = splits
-    if labels is None:
+    if not label_arrays:
         return source
-    marks = labels.size > len(pixels)
+    labels = arrays[label_arrays[0]]
+    is_multi_hot = labels.size > len(pixels)
     if (
         len(labels) != len(pixels)
         or labels.dtype.kind not in "iu"
-        or (marks and not np.isin(labels, (0, 1)).all())
+        or (is_multi_hot and not np.isin(labels, (0, 1)).all())
     ):
         raise UserError(
-            f"{path}: {next(iter(others))} is {labels.dtype} {list(labels.shape)}; give whole numbers, a row an image, "
-            "of several 0 and 1"
+            f"{path}: {label_arrays[0]} is {labels.dtype} {list(labels.shape)}; give whole numbers,"
+            " a row an image, of several 0 and 1"
         )
-    if not marks:
+    if not is_multi_hot:
         source.take_labels(path.name, list(map(str, labels.ravel().tolist())))
     else:
-        rows, places = np.unique(labels.astype(bool), axis=0, return_inverse=True)
-        source.classes, source.sets = (
-            list(map(str, range(labels.shape[1]))),
-            [np.flatnonzero(r).tolist() for r in rows],
-        )
-        source._labels = places
+        rows, numbers = np.unique(labels.astype(bool), axis=0, return_inverse=True)
+        source.classes = list(map(str, range(labels.shape[1])))
+        source.label_sets = [np.flatnonzero(row).tolist() for row in rows]
+        source._labels = numbers
     return source
 
 
@@ -120,7 +119,8 @@ class TiffSource(Source):
     def __init__(self, path: Path, options: SourceOptions) -> None:
         super().__init__(path.name, [])
         refuse_split(path, options.split)
-        self.path, self.as_is = path, True
+        self.path = path
+        self.as_is = True
         with (
             bounded.reading(path, "copy or make it again", ImageError),
             contextlib.ExitStack() as stack,
@@ -135,7 +135,7 @@ class TiffSource(Source):
         self.remarks.append(f"{path.name}: each of its {len(self):,} pages is an image")
 
     def content(self, index: int) -> Values:
-        with explained(IndexError, unread):
+        with explained(IndexError, read_error):
             return page_values(self._file.pages[index], self._size)
 
     def item_name(self, index: int) -> str:
@@ -146,8 +146,9 @@ class TiffSource(Source):
 
 
 class StackSource(Source):
-    """Files that hold one channel each, by a pattern of their names such as `{name}_{channel}.tif`:
-    those of a name are an image, its channels in the order of their names.
+    """Images whose channels are in separate files, by a pattern such as `{name}_{channel}.tif`.
+
+    Files with the same `name` are one image, with its channels in the order of their names.
     """
 
     def __init__(self, files: ListedSource, pattern: str) -> None:
@@ -157,7 +158,8 @@ class StackSource(Source):
         for part, group in (("name", "(?P<name>.+?)"), ("channel", "(?P<channel>[^/]+?)")):
             if text.count(rf"\{{{part}\}}") != 1:
                 raise UserError(
-                    f"--stack {pattern}: give {{name}} and {{channel}} once each, as in {{name}}_{{channel}}.tif"
+                    f"--stack {pattern}: give {{name}} and {{channel}} once each, as in"
+                    f" {{name}}_{{channel}}.tif"
                 )
             text = text.replace(rf"\{{{part}\}}", group)
         stacks: dict[str, dict[str, int]] = {}
@@ -169,11 +171,12 @@ class StackSource(Source):
             stacks.setdefault(match["name"], {})[match["channel"]] = index
         channels = sorted({channel for stack in stacks.values() for channel in stack})
         for name, stack in stacks.items():
-            if lacking := sorted(set(channels) - set(stack)):
+            if missing := sorted(set(channels) - set(stack)):
                 raise UserError(
-                    f"{files.name}: {name} has no file of channel {listed(lacking)}: add it"
+                    f"{files.name}: {name} has no file of channel {listed(missing)}: add it"
                 )
-        self.files, self.stacks = files, list(stacks.items())
+        self.files = files
+        self.stacks = list(stacks.items())
         self._labels = files.labels()[[stack[channels[0]] for stack in stacks.values()]]
         self.channel_names = channels
         self.remarks = [

@@ -1,8 +1,8 @@
-"""What a source of images is. A new kind of source is one new file and one line in
-data/sources/__init__.py.
+"""The interface of sources of images, and the rules for labels, splits and shards. A new kind of
+source is one new file and one line in data/sources/__init__.py.
 
-Shards are taken in order of name. Those with a split's name (`train-00000-of-00002.parquet`) are
-its shards; `-of-N` says that there are N of them.
+Shards are sorted by name. Those whose name starts with a split (`train-00000-of-00002.parquet`)
+belong to that split; `-of-N` means that there are N of them.
 """
 
 import itertools
@@ -32,20 +32,20 @@ from duetgan.utils.text import listed, printable
 
 
 class SourceOptions(NamedTuple):
-    """What may be asked of a source; a reader takes those that apply to it."""
+    """The options of sources; a reader uses those that apply to it."""
 
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
-    # px, or WxH: among the resolutions of a source that has several; else the largest
+    # px, or WxH: chosen from a source with several resolutions; else the largest
     size: int | str | None = None
     # "top", "parent", "name" or "none"; None: see data/sources/files.py
     classes_from: str | None = None
     root: Path | None = None  # the folder of a named source, or of the images that a table names
-    # of tables, see data/sources/labels.py; "none": without; None: by the columns' names and values
-    label_column: str | None = None  # or several, divided by commas
+    # of tables, see data/sources/labels.py; "none": no column; None: by the names and values
+    label_column: str | None = None  # one or more names, separated by commas
     label_separator: str | None = None  # between several labels of an image
-    split_column: str | None = None  # or NAME=VALUE,...: the values of held-out images
+    split_column: str | None = None  # NAME, or NAME=VALUE,... with the values of held-out images
     path_column: str | None = None
-    suffix: str | None = None  # that the paths lack
+    suffix: str | None = None  # added to the paths
 
 
 @dataclass(frozen=True)
@@ -61,37 +61,38 @@ class Problem:
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """Images by index, always in the same order. Several threads may read it at once, unless it is
+    """Images by index, in a fixed order. Several threads may read a source at once, unless it is
     `in_order`.
-
-    `spec` says what all images are where that is known beforehand, without a size where they have
-    sizes of their own; with `ranged` also its low and high are those of their values. `as_is`:
-    images are packed with their own channels and depth unless others are asked for. `problems` were
-    found while listing, for example an empty class folder; `ignored` names files that are no images
-    by their name. `splits` names those that the source itself has; one of them is open. `remarks`
-    are lines for people, for example a warning that something looks like labels but is not used.
     """
 
-    in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
-    takes = frozenset[str]()  # of SourceOptions and `stack`: those that not every source takes
+    in_order: ClassVar[bool] = False  # read by one thread, fastest in ascending order
+    takes = frozenset[
+        str
+    ]()  # supported options, of SourceOptions without split and size, and `stack`
+    # True: by default images are packed with their own channels and depth
     as_is: bool = field(default=False, init=False)
+    # True: low and high of `spec` are those of the images' values
     ranged: bool = field(default=False, init=False)
-    # images left out that lie in a folder of that name
+    # number of omitted images in folders called unlabelled
     unlabelled: int = field(default=0, init=False)
-    # tar files: what is packed is their index
+    # tar files, if their index is packed
     shard_states: list[Shard] | None = field(default=None, init=False)
 
-    name: str  # for people and the metadata
+    name: str  # for messages and the metadata
     classes: list[str]  # names by label; empty: unlabelled
+    # common to all images, if known before reading; without a size for individual sizes
     spec: ImageSpec | None = None
-    problems: list[Problem] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    splits: tuple[str, ...] = ()
-    remarks: list[str] = field(default_factory=list)
-    passport: Provenance | None = None  # of generated images, which a packed file goes on telling
-    split: Split | None = None  # likewise, of a part
-    sets: Sequence[Sequence[int]] | None = None  # of classes, by label; None: a label is a class
-    # int64 [n]; a subclass sets it, or has `labels` of its own
+    problems: list[Problem] = field(
+        default_factory=list
+    )  # of listing, such as an empty class folder
+    ignored: list[str] = field(default_factory=list)  # files that are no images by their name
+    splits: tuple[str, ...] = ()  # names of all splits of the source, one of which is open
+    remarks: list[str] = field(default_factory=list)  # lines for the user, such as warnings
+    passport: Provenance | None = None  # of generated images, copied to the packed file
+    split: Split | None = None  # of a part of a larger data set, copied to the packed file
+    # classes by label; None: a label is a class
+    label_sets: Sequence[Sequence[int]] | None = None
+    # int64 [n]; a subclass sets it, or overrides `labels`
     _labels: np.ndarray = field(init=False)
 
     def __len__(self) -> int:
@@ -99,132 +100,148 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def content(self, index: int) -> Content:
-        """A file's bytes, or pixels. Raises ImageError if they cannot be had."""
+        """Return a file's bytes, or pixels. Raises ImageError if they cannot be read."""
 
     def later(self, index: int) -> Callable[[], Content]:
-        """`content` for any thread to call; of a source that must be read in order it is had at
-        once.
+        """Return a function for any thread that returns `content(index)`.
+
+        A source that must be read in order is read immediately.
         """
         if not self.in_order:
             return partial(self.content, index)
-        read = Future[Content]()
+        future = Future[Content]()
         try:
-            read.set_result(self.content(index))
+            future.set_result(self.content(index))
         except ImageError as error:
-            read.set_exception(error)
-        return read.result
+            future.set_exception(error)
+        return future.result
 
     def labels(self) -> np.ndarray:
-        """A label for each image, int64 [n]; zeros if the source is unlabelled."""
+        """Return a label for each image, int64 [n]; zeros if the source is unlabelled."""
         return self._labels
 
     def take_labels(
         self,
         where: str,
-        given: Sequence[str | list[str]],
+        labels: Sequence[str | list[str]],
         places: Sequence[str] = (),
         *,
         whole: bool = True,
     ) -> None:
-        """Labels and classes as `numbered` has them, and where a label is a list `sets`. Raises
-        UserError as that, for a label of a list that is empty or that an image has twice, and where
-        no image has any.
+        """Set labels and classes by `numbered`; if a label is a list, also `label_sets`.
+
+        Args:
+            where: the source, for messages.
+            labels: the label or labels of each image, [n].
+            places: the images, for messages, [n].
+            whole: see `numbered`.
+
+        Raises UserError as `numbered`, and for lists if one has an empty label or a label twice, or
+        if no image has a label.
         """
-        if not any(isinstance(labels, list) for labels in given):
-            self.classes, numbers, remarks = numbered(
-                where, [str(label) for label in given], places, whole=whole
-            )
+        if any(isinstance(label, list) for label in labels):
+            numbers, remarks = self._take_label_lists(where, labels, places)
         else:
-            lists = [
-                labels if isinstance(labels, list) else [labels] if labels else []
-                for labels in given
-            ]
-            owned = [
-                (place, label)
-                for place, labels in zip(places, lists, strict=True)
-                for label in labels
-            ]
-            if not owned:
-                raise UserError(
-                    f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}"
-                )
-            if empty := [place for place, label in owned if not label]:
-                raise UserError(f"{empty[0]}: a label in its list is empty; remove it")
-            at, flat = zip(*owned, strict=True)
-            self.classes, each, remarks = numbered(where, flat, at)
-            left = iter(each)
-            found = [sorted(itertools.islice(left, len(labels))) for labels in lists]
-            for place, labels in zip(places, found, strict=True):
-                if twice := [a for a, b in itertools.pairwise(labels) if a == b]:
-                    raise UserError(
-                        f"{place}: has the label {self.classes[twice[0]]} twice; remove one"
-                    )
-            self.sets = sorted(map(list, set(map(tuple, found))))
-            order = {tuple(labels): number for number, labels in enumerate(self.sets)}
-            numbers = [order[tuple(labels)] for labels in found]
-            several = sum(len(labels) > 1 for labels in found)
-            self.remarks.append(
-                f"{where}: lists of labels: {several:,} of {len(found):,} images have several, {found.count([]):,} none"
-            )
+            texts = list(map(str, labels))
+            self.classes, numbers, remarks = numbered(where, texts, places, whole=whole)
         self.remarks += remarks
         self._labels = np.array(numbers, np.int64)
 
-    def by_class(self, histogram: np.ndarray) -> np.ndarray:
-        """Images of each class, of how many have each label."""
-        return (
-            histogram if self.sets is None else histogram @ multi_hot(self.sets, len(self.classes))
+    def _take_label_lists(
+        self, where: str, labels: Sequence[str | list[str]], places: Sequence[str]
+    ) -> tuple[list[int], list[str]]:
+        """Set classes and `label_sets`. Return the number of each image's set, and remarks."""
+        sizes = []
+        flat: list[str] = []
+        flat_places: list[str] = []
+        for place, label in zip(places, labels, strict=True):
+            if not isinstance(label, list):
+                label = [label] if label else []
+            if "" in label:
+                raise UserError(f"{place}: a label in its list is empty; remove it")
+            sizes.append(len(label))
+            flat += label
+            flat_places += [place] * len(label)
+        if not flat:
+            raise UserError(
+                f"{where}: no image has a label; give some, or pack without: --label-column"
+                f" {NO_LABELS}"
+            )
+        self.classes, flat_numbers, remarks = numbered(where, flat, flat_places)
+        iterator = iter(flat_numbers)
+        numbered_sets = [tuple(sorted(itertools.islice(iterator, size))) for size in sizes]
+        for place, numbers in zip(places, numbered_sets, strict=True):
+            for first, second in itertools.pairwise(numbers):
+                if first == second:
+                    raise UserError(
+                        f"{place}: has the label {self.classes[first]} twice; remove one"
+                    )
+        distinct = sorted(set(numbered_sets))
+        self.label_sets = list(map(list, distinct))
+        index = {numbers: number for number, numbers in enumerate(distinct)}
+        several = sum(size > 1 for size in sizes)
+        self.remarks.append(
+            f"{where}: lists of labels: {several:,} of {len(sizes):,} images have several,"
+            f" {sizes.count(0):,} none"
         )
+        return [index[numbers] for numbers in numbered_sets], remarks
+
+    def by_class(self, histogram: np.ndarray) -> np.ndarray:
+        """Return the number of images of each class from that of each label."""
+        if self.label_sets is None:
+            return histogram
+        return histogram @ multi_hot(self.label_sets, len(self.classes))
 
     def check_classes(self) -> None:
-        kinds = len(self.classes if self.sets is None else self.sets)
+        """Raise UserError for a class without images."""
+        kinds = len(self.classes if self.label_sets is None else self.label_sets)
         counts = self.by_class(np.bincount(self.labels(), minlength=kinds))
         if self.classes and not counts.all():
             raise UserError(
-                f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some, or --against "
+                f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some,"
+                " or --against "
                 "TRAIN.lmdb for held-out images"
             )
 
     def fill_classes(self, classes: Sequence[str]) -> None:
-        """Take these classes where they are the source's and others."""
-        if self.sets is None and set(self.classes) < set(classes):
-            places = [classes.index(name) for name in self.classes]
-            self.classes, self._labels = list(classes), np.array(places)[self._labels]
+        """Use `classes`, if they include all classes of the source and more."""
+        if self.label_sets is None and set(self.classes) < set(classes):
+            numbers = [classes.index(name) for name in self.classes]
+            self._labels = np.array(numbers)[self._labels]
+            self.classes = list(classes)
 
     def item_name(self, index: int) -> str:
-        """Name of an image, also where it cannot be read."""
+        """Return the name of an image for messages."""
         return f"record {index}"
 
     def stored_name(self, index: int) -> str:
-        """Name of an image within the source, which is kept in the packed file; "" if it has none
-        but its number.
+        """Return the name of an image that is stored in the packed file; "" if it has only a
+        number.
         """
         return ""
 
     def place(self, index: int) -> tuple[int, int] | None:
-        """Where an image's bytes lie in tar files: the tar's number, and the first byte in it."""
+        """Return the position of an image in tar files: the tar's number and the first byte."""
         return None
 
     def __exit__(self, *error: object) -> None:
-        """Leave the source; one that holds files open closes them."""
+        """Close the source's files."""
 
 
 class ArraySource(Source):
     def __init__(
         self,
         name: str,
-        images: np.ndarray,  # [n, H, W, C], of any numbers
+        images: np.ndarray,  # [n, H, W, C], of any type of numbers
         labels: np.ndarray | None = None,  # integers [n]
         classes: Sequence[str] = (),
     ) -> None:
         _, height, width, channels = images.shape
         depth: Any = images.dtype.name if images.dtype.name in RANGES else "float32"
-        super().__init__(
-            name, list(classes), ImageSpec(channels, height, width, False, depth, *RANGES[depth])
-        )
-        self.images, self._labels = (
-            images,
-            np.array([0] * len(images) if labels is None else labels, np.int64),
-        )
+        spec = ImageSpec(channels, height, width, False, depth, *RANGES[depth])
+        super().__init__(name, list(classes), spec)
+        self.images = images
+        self._labels = np.array([0] * len(images) if labels is None else labels, np.int64)
 
     def content(self, index: int) -> np.ndarray:
         return np.asarray(self.images[index])
@@ -232,9 +249,9 @@ class ArraySource(Source):
 
 # --- labels
 
-NO_LABELS = "none"  # asked for: pack without labels
-MOST_VALUES = 1000  # different ones, of a column that is taken for labels
-# Words before numbers in files' names that are no classes.
+NO_LABELS = "none"  # value of an option: pack without labels
+MOST_VALUES = 1000  # distinct values of a column of labels
+# Words before the number in a file's name that are no classes
 NUMBERED = {
     "dsc",
     "dscf",
@@ -249,50 +266,53 @@ NUMBERED = {
     "screenshot",
 }
 NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-SHOWN = 4  # classes in a message
+LISTED = 4  # classes in a message
 
 
 def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
-    """A warning if a column of an unlabelled set has the values of labels: few different ones, most
-    several times.
+    """Return a warning if a column of an unlabelled source may hold labels: if it has few distinct
+    values, each on average at least twice. Otherwise the list is empty.
     """
-    return [
-        f"warning: {where}: packed without labels, although the column {name} has {len(counts):,} values for"
-        f" {counts.total():,} images; if they are labels, pass --label-column {name}"
-        for name, counts in columns.items()
-        if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2)
-    ][:1]
+    for name, counts in columns.items():
+        if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2):
+            return [
+                f"warning: {where}: packed without labels, although the column {name} has"
+                f" {len(counts):,} values for {counts.total():,} images; if they are labels, pass"
+                f" --label-column {name}"
+            ]
+    return []
 
 
 def class_of_name(name: str) -> str:
-    """The class in a file's name, what stands before its number: `cat` of `cat.12.jpg`, "" of
+    """Return the class in a file's name, before its number: `cat` for `cat.12.jpg`, "" for
     `12.jpg`.
     """
     return re.sub(r"[\W\d_]+$", "", unicodedata.normalize("NFC", PurePosixPath(name).stem))
 
 
 def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
-    """A warning if the names of unlabelled images begin with one of a few words, as in `cat.0.jpg`,
-    `dog.0.jpg`.
+    """Return a warning if the names of unlabelled images start with one of a few words, as in
+    `cat.0.jpg`, `dog.0.jpg`. Otherwise the list is empty.
     """
     counts = Counter(map(class_of_name, names))
     few = 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2)
     if not few or "" in counts or all(word.lower() in NUMBERED for word in counts):
         return []
     return [
-        f"warning: {where}: packed without labels, although all names begin with one of {len(counts):,} words; for the"
-        f" classes {listed(sorted(counts), SHOWN)} pass --classes-from name"
+        f"warning: {where}: packed without labels, although all names begin with one of"
+        f" {len(counts):,} words; for the"
+        f" classes {listed(sorted(counts), LISTED)} pass --classes-from name"
     ]
 
 
 def numbered(
     where: str, labels: Sequence[str], places: Sequence[str] = (), *, whole: bool = True
 ) -> tuple[list[str], list[int], list[str]]:
-    """The classes of labels, the number of each label, and remarks.
+    """Return the classes of labels, the number of each label, and remarks.
 
-    Classes are in text order, with `whole` in that of numbers if all are whole numbers: UserError
-    for one below 0, with its one of `places`. Labels are compared in Unicode's form NFC: "é" may be
-    one character or two, as macOS writes it, and looks the same.
+    Classes are in the order of text. With `whole`, if all labels are whole numbers, they are in the
+    order of numbers, and UserError is raised for a number below 0, with its one of `places`. Labels
+    are compared in Unicode's form NFC: "é" may be one character, or two as macOS writes it.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     counts = Counter(spelled.values())
@@ -303,25 +323,27 @@ def numbered(
     order = {
         name: number for number, name in enumerate(sorted(counts, key=int if numeric else None))
     }
-    alike = defaultdict(list)
+    similar = defaultdict(list)
     for name in order:
-        alike[" ".join(name.casefold().replace("_", " ").split())].append(printable(name))
-    remarks = [
-        f"{where}: the classes {' and '.join(map(repr, names))} differ only by case or spaces; are they one?"
-        for names in alike.values()
-        if len(names) > 1
-    ]
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
-    return (
-        list(map(printable, order)),
-        [order[spelled[label]] for label in labels],
-        remarks + [remark] * bool(twice),
-    )
+        similar[" ".join(name.casefold().replace("_", " ").split())].append(printable(name))
+    remarks = []
+    for names in similar.values():
+        if len(names) > 1:
+            remarks.append(
+                f"{where}: the classes {' and '.join(map(repr, names))} differ only by case or"
+                " spaces; are they one?"
+            )
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        remarks.append(
+            f"{where}: written in two ways that look the same, and taken as one class each:"
+            f" {listed(twice, LISTED)}"
+        )
+    numbers = [order[spelled[label]] for label in labels]
+    return list(map(printable, order)), numbers, remarks
 
 
 def with_slashes(name: str) -> str:
-    """Return a path as this system has it: tools for Windows write backslashes."""
+    """Return a path with slashes instead of the backslashes of tools for Windows."""
     return name.replace("\\", "/")
 
 
@@ -340,9 +362,10 @@ VAL = (
     "heldout",
     "publictest",
 )
-SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
+# names of a split, in descending order of preference
+SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}
 SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
-SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # what a folder of shards holds
+SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # kinds of shards
 NAMES = "|".join(sorted(SPLIT_NAMES, key=len, reverse=True))
 SPLIT_PREFIX = re.compile(rf"({NAMES})(?=[-_.]|$)")
 SPLIT_INSIDE = re.compile(rf"(?:^|[-_.])({NAMES})(?=[-_.]|$)")
@@ -350,52 +373,51 @@ SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 
 
 def split_name(text: str) -> str:
-    """The name of SPLIT_NAMES that a folder's name, or another text, stands for, or ""."""
+    """Return the name of SPLIT_NAMES in a folder's name or another text, or ""."""
     name = re.sub(r"[\W_]", "", text.lower())
     name = re.sub(r"(set|images?|imgs|data|split|20[0-9]{2})$", "", name)
     return name if name in SPLIT_NAMES else ""
 
 
 def side_of(text: str) -> str:
-    """Return the split that a text stands for: train, test, val, or "" for none."""
+    """Return the split that a text means: train, test, val, or "" for none."""
     name = split_name(text)
-    return next(
-        (side for side, names in (("train", TRAIN), ("test", TEST), ("val", VAL)) if name in names),
-        "",
-    )
+    for side, names in (("train", TRAIN), ("test", TEST), ("val", VAL)):
+        if name in names:
+            return side
+    return ""
 
 
 def first_of(split: str, names: Iterable[str]) -> str | None:
-    """Which of the names stands for the split: the first by SPLITS."""
-    ranks = {
-        name: SPLITS[split].index(split_name(name))
-        for name in names
-        if split_name(name) in SPLITS[split]
-    }
-    return min(sorted(ranks), key=lambda name: ranks[name], default=None)
+    """Return the name of the split, by the order of SPLITS; None if there is none."""
+    preferences = SPLITS[split]
+    matching = sorted(name for name in names if split_name(name) in preferences)
+    return min(matching, key=lambda name: preferences.index(split_name(name)), default=None)
 
 
 def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
-    """The name that stands for the split; None: for train. Raises UserError if there is none."""
+    """Return the name of the split (None: train). Raises UserError if there is none."""
     names = sorted(names)
     if (name := first_of(split or "train", names)) is None:
         raise UserError(
-            f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another --split"
+            f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another"
+            " --split"
         )
     return name
 
 
-def refuse_split(where: str | Path, split: str | None, what: str = "splits") -> None:
-    """Raise UserError for held-out images of what has no splits."""
+def refuse_split(where: str | Path, split: str | None, noun: str = "splits") -> None:
+    """Raise UserError for the test or validation split of a source without splits."""
     if split in ("test", "val"):
         raise UserError(
-            f"{where} has no {what}: leave --split out to take all of it, or add --val-share 0.1"
+            f"{where} has no {noun}: leave --split out to take all of it, or add --val-share 0.1"
         )
 
 
 def sharded(folder: Path, shards: Iterable[str] = SHARDED) -> str:
-    """The suffix of `shards` of a folder that holds such files and neither images nor visible
-    sub-folders; else "".
+    """Return the suffix of a folder's shards, one of `shards`; "" if it has none.
+
+    A folder with images or visible sub-folders has no shards.
     """
     with bounded.reading(folder, "check its permissions"):
         visible = _visible(folder)
@@ -410,10 +432,12 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], list[str]]:
-    """The shards of each split, under "" those of none, and the names of other files, for a file of
-    the suffix or a folder of such files. Raises UserError if only some name a split.
+    """Group the shards at `where`, a file or a folder, by split; "" is for those without a split.
+
+    Returns also the names of files with other suffixes. Raises UserError if only some shards name a
+    split.
     """
-    # A split's name may stand anywhere in a tar's: `imagenet1k-train-0000.tar`.
+    # A tar may have the split anywhere in its name: `imagenet1k-train-0000.tar`.
     split_of = SPLIT_INSIDE.search if suffix == ".tar" else SPLIT_PREFIX.match
     groups: dict[str, list[Path]] = defaultdict(list)
     ignored = []
@@ -426,7 +450,8 @@ def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], li
     if "" in groups and len(groups) > 1:
         first = next(iter(groups[name] for name in groups if name))[0]
         raise UserError(
-            f"{where}: {first.name} names a split, {groups[''][0].name} does not: rename or remove one"
+            f"{where}: {first.name} names a split, {groups[''][0].name} does not: rename or remove"
+            " one"
         )
     return groups, ignored
 
@@ -434,12 +459,13 @@ def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], li
 def choose_shards(
     where: Path, suffix: str, split: str | None
 ) -> tuple[list[Path], tuple[str, ...], list[str]]:
-    """The files of a split (None: train, if there are splits), the splits that there are, and the
-    names of other files; arguments as above. Raises UserError if it has none, or if a shard is
-    missing.
+    """Return the shards of a split (None: train, if there are splits), all splits, and the names of
+    files with other suffixes.
+
+    Raises UserError if the split does not exist, or if a shard is missing.
     """
     groups, ignored = shards_by_split(where, suffix)
-    # A file that is named is meant, whatever its split.
+    # A single file is used whatever split its name has.
     single = "" in groups or (where.is_file() and split in (None, "train"))
     chosen = groups[next(iter(groups)) if single else choose_split(where, split, groups)]
     if where.is_file():
@@ -449,12 +475,12 @@ def choose_shards(
 
 
 def check_complete(where: Path, paths: Sequence[Path]) -> None:
-    """Raise UserError if the files' names say that there are more."""
+    """Raise UserError if a file is missing according to the others' names (`-of-N`)."""
     names, suffix = {path.stem for path in paths}, paths[0].suffix
     for match in filter(None, map(SHARD.fullmatch, sorted(names))):
         for number in range(int(match[3])):
-            wanted = f"{match[1]}-{number:05d}-of-{match[3]}"
-            if wanted not in names:
+            expected = f"{match[1]}-{number:05d}-of-{match[3]}"
+            if expected not in names:
                 raise UserError(
-                    f"{where}: {wanted}{suffix} is missing beside {match[0]}{suffix}: add it"
+                    f"{where}: {expected}{suffix} is missing beside {match[0]}{suffix}: add it"
                 )

@@ -1,13 +1,15 @@
-"""Images in a folder or a zip file, of which nothing is ever extracted to disk; and from the names
-of files to images and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
+"""Images in a folder or a zip file, and the rules that derive images and labels from file names.
 
-- Images at the top and in sub-folders are refused.
-- Split folders may have any case and "set" behind their names (`Test`, `training_set`). Others
-  beside a train and a test folder are left out if they hold no class folders; where it is unclear
-  what the folders are, UserError asks for the split or for `classes_from`. Without such folders
-  everything is taken, unless the split asked for is test.
-- Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a
-  class per folder at the top) or "parent" (a class per name of the folder in which images lie).
+Nothing is extracted from a zip file to disk. The rules of folders and zip files are in
+docs/lmdb.md. In addition:
+
+- Images both at the top and in sub-folders are refused.
+- The names of split folders may have any case, and "set" at the end (`Test`, `training_set`). Other
+  folders next to a train and a test folder are omitted if they have no class folders. If the
+  meaning of the folders is unclear, UserError asks for the split or for `classes_from`. Without
+  split folders all images are used, unless the requested split is test.
+- If there are class folders below each of several folders, UserError asks for `classes_from`: "top"
+  (a class per folder at the top) or "parent" (a class per name of the folders with the images).
 """
 
 import os
@@ -23,7 +25,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from duetgan.data.errors import ImageError, unread
+from duetgan.data.errors import ImageError, read_error
 from duetgan.data.images import SUFFIXES
 from duetgan.data.sources import stylegan
 from duetgan.data.sources.base import (
@@ -44,59 +46,45 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
 
-# A member may hold far more than it declares. zipfile keeps to the bytes asked for with these
-# methods only; bzip2 and LZMA would fill the memory.
+# A member may decompress to far more than it declares. Only with these methods does zipfile stop at
+# the requested number of bytes; bzip2 and LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 CLASSES_FROM = ("top", "parent", "name", "none")
-UNLABELLED = {"unlabelled", "unlabeled"}  # a folder beside class folders that is none
+UNLABELLED = {"unlabelled", "unlabeled"}  # folders next to class folders that are no class
 ARRAY = ".npy"
-# folders that are no class
+# names of folders that are no class
 CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")
-OTHER_IMAGES = frozenset(
-    (
-        *(
-            ".npy",
-            ".jxl",
-            ".jp2",
-            ".j2k",
-            ".psd",
-            ".svg",
-            ".ico",
-            ".tga",
-            ".dds",
-            ".exr",
-            ".hdr",
-            ".dcm",
-            ".nii",
-        ),
-        *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw", ".pcx", ".eps"),
-    )
-)  # that are not read, or not beside others
+# kinds of images that are not read, or not together with others
+UNREAD_IMAGES = frozenset(
+    {".npy", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr"}
+    | {".dcm", ".nii", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw"}
+    | {".pcx", ".eps"}
+)
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # folders in a message
 
 
 def kind_of(name: str) -> bounded.FileLimit:
-    """What a file of a source is read as."""
+    """Return the size limit of a file of a source."""
     return bounded.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else bounded.IMAGE
 
 
 def arrange(
     source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions
 ) -> None:
-    """Sort files, by relative names with "/", into images and classes, which the source takes.
+    """Set the source's images and classes by the names of files, relative and with "/".
 
-    Raises UserError if there is no image, if images lie both at the top and in sub-folders, if the
-    split's folder is missing, or if it is unclear what is a class; and for a `dataset.json` that
-    cannot be read or does not fit.
+    Raises UserError if there is no image, if there are images both at the top and in sub-folders,
+    if the split's folder is missing, or if the classes are unclear; and for an unreadable or wrong
+    `dataset.json`.
     """
     where = source.where
     images, ignored = _images(where, files)
     source.take_names(images)
     source.ignored += ignored
-    source.remarks += _other_images(where, len(images), ignored)
-    if options.classes_from == "none":  # all images, wherever they lie
+    source.remarks += _unread_images(where, len(images), ignored)
+    if options.classes_from == "none":  # all images at any depth
         if options.split:
             raise UserError(
                 f"{where}: --classes-from none takes the images of all splits; leave --split out"
@@ -111,11 +99,13 @@ def arrange(
         and options.classes_from != "top"
         and any("/" in name for name in named)
     ):
-        source.unlabelled, images = len(images) - len(named), named
+        source.unlabelled = len(images) - len(named)
+        images = named
         folders = [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
         source.take_names(images)
         source.remarks.append(
-            f"{where}: {source.unlabelled:,} images without labels are left out: --classes-from none packs all "
+            f"{where}: {source.unlabelled:,} images without labels are left out: --classes-from"
+            " none packs all "
             "without, top makes them a class"
         )
     prefix = _enter(source, folders, options)
@@ -127,14 +117,17 @@ def arrange(
         names = list(map(class_of_name, images))
         if "" in names:
             raise UserError(
-                f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has; rename it"
+                f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has;"
+                " rename it"
             )
     elif len(loose) == len(images):
-        source.remarks += [
-            f"warning: {where}: packed without labels, although {name} lies there; if it holds labels, give it as the"
-            " source"
-            for name in _tables(prefix, ignored)[:1]
-        ] or names_look_like_labels(where, images)
+        if tables := _tables(prefix, ignored):
+            source.remarks.append(
+                f"warning: {where}: packed without labels, although {tables[0]} lies there; if it"
+                " holds labels, give it as the source"
+            )
+        else:
+            source.remarks += names_look_like_labels(where, images)
         return
     elif loose:
         raise UserError(
@@ -154,40 +147,43 @@ def _folder_classes(
     folders: list[str],
     classes_from: str | None,
 ) -> list[str]:
-    """Return each image's class, by its folder; folders without images become problems. Raises
-    UserError for the only folder beside a table that may hold the labels.
+    """Return the class of each image by its folder. Class folders without images become problems.
+
+    Raises UserError if there is a single folder, and a table that may have the labels.
     """
     where, parent = source.where, classes_from == "parent"
     names = [path[-2 if parent else 0] for path in paths]
     for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
-        instead = _what_instead(
-            [file for file in source.ignored if file.startswith(f"{prefix}{name}/")]
-        )
-        source.problems.append(
-            Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}")
-        )
+        files = [file for file in source.ignored if file.startswith(f"{prefix}{name}/")]
+        reason = f"is a class folder without images{_describe_files(files)}"
+        source.problems.append(Problem(f"{where}/{prefix}{name}", reason))
     tables = _tables(prefix, source.ignored)
     if not CONTAINER.fullmatch(names[0].lower()):
         tables = [name for name in tables if name.startswith(f"{prefix}{names[0]}/")]
     if classes_from is None and len(set(names)) == 1 and tables:
         raise UserError(
-            f"{where}: all images lie in {prefix}{names[0]}, beside {tables[0]}: if that holds the labels, give it"
+            f"{where}: all images lie in {prefix}{names[0]}, beside {tables[0]}: if that holds the"
+            " labels, give it"
             f" as the source; else pass --classes-from top (one class, {names[0]}) or none"
         )
     return names
 
 
-def _other_images(where: str, count: int, ignored: list[str]) -> list[str]:
-    """Return a warning where images of kinds that are not read lie among others."""
-    others = [name for name in ignored if PurePosixPath(name).suffix.lower() in OTHER_IMAGES]
-    text = f"warning: {where}: {len(others):,} of {count + len(others):,} images are of kinds that are not read"
-    return [f"{text}{_what_instead(others)}: convert them to PNG"] if others else []
+def _unread_images(where: str, count: int, ignored: list[str]) -> list[str]:
+    """Return a warning if some images are of kinds that are not read; else an empty list."""
+    unread = [name for name in ignored if PurePosixPath(name).suffix.lower() in UNREAD_IMAGES]
+    if not unread:
+        return []
+    return [
+        f"warning: {where}: {len(unread):,} of {count + len(unread):,} images are of kinds that are"
+        f" not read{_describe_files(unread)}: convert them to PNG"
+    ]
 
 
 def _tables(prefix: str, ignored: list[str]) -> list[str]:
-    """Return the tables, which may hold labels, in the folder of the images, below it, or above it."""
-    near = [name for name in ignored if name.startswith(prefix) or prefix.startswith(_folder(name))]
-    return [name for name in near if PurePosixPath(name).suffix.lower() in TABLES]
+    """Return the tables, which may have labels, in, below or above the folder of the images."""
+    tables = [name for name in ignored if PurePosixPath(name).suffix.lower() in TABLES]
+    return [name for name in tables if name.startswith(prefix) or prefix.startswith(_folder(name))]
 
 
 def _folder(name: str) -> str:
@@ -195,8 +191,8 @@ def _folder(name: str) -> str:
 
 
 def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
-    """Raise UserError where class folders lie below every one of several folders, unless told what
-    is a class.
+    """Raise UserError if there are class folders below each of several folders, unless
+    `classes_from` is set.
     """
     tops = sorted({path[0] for path in paths})
     parents = sorted({tuple(path[:-1]) for path in paths})
@@ -209,49 +205,49 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
         return
     inner = sorted({parent[-1] for parent in parents})
     raise UserError(
-        f"{where}: there are folders of images below every folder ({prefix}{'/'.join(parents[0])}, ...): pass"
-        f" --classes-from top for the classes {listed(tops, LISTED)}, or --classes-from parent for the classes"
+        f"{where}: there are folders of images below every folder ({prefix}{'/'.join(parents[0])},"
+        " ...): pass"
+        f" --classes-from top for the classes {listed(tops, LISTED)}, or --classes-from parent for"
+        " the classes"
         f" {listed(inner, LISTED)}; or give one folder alone, for example {where}/{prefix}{tops[0]}"
     )
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The visible files in order of name: images by their suffix, without any the arrays, and the
-    others.
+    """Return the visible files in order of name: the images, and the other files.
+
+    Images are recognised by their suffix. If there are none, arrays are the images.
     """
     names = sorted(name for name in files if not _hidden(name))
     suffixes = {name: PurePosixPath(name).suffix.lower() for name in names if not _leads_out(name)}
     kinds = SUFFIXES if SUFFIXES.intersection(suffixes.values()) else {ARRAY}
-    images, others = (
-        [name for name in names if (suffixes.get(name) in kinds) == wanted]
-        for wanted in (True, False)
-    )
+    images = [name for name in names if suffixes.get(name) in kinds]
+    ignored = [name for name in names if suffixes.get(name) not in kinds]
     if images:
-        return images, others
-    below = next((name for name in others if name.endswith(tuple(SHARDED)) and "/" in name), None)
-    if below is not None:  # a snapshot of the Hugging Face hub
-        inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
-        raise UserError(
-            f"{where} holds no images; its {kind} files lie below: give {where}/{inner}"
-        )
-    raise UserError(
-        f"{where} holds no images{_what_instead(others)}; supported are {' '.join(sorted(SUFFIXES))}"
-    )
+        return images, ignored
+    for name in ignored:
+        if name.endswith(tuple(SHARDED)) and "/" in name:  # a snapshot of the Hugging Face hub
+            inner, kind = name.rpartition("/")[0], SHARDED[PurePosixPath(name).suffix]
+            raise UserError(
+                f"{where} holds no images; its {kind} files lie below: give {where}/{inner}"
+            )
+    supported = " ".join(sorted(SUFFIXES))
+    raise UserError(f"{where} holds no images{_describe_files(ignored)}; supported are {supported}")
 
 
 def _hidden(name: str) -> bool:
-    drawn = name.endswith(".grid.png")  # by duet inspect
-    return drawn or any(
-        (part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/")
-    )
+    if name.endswith(".grid.png"):  # a drawing of duet inspect
+        return True
+    parts = set(name.split("/")) - {".."}
+    return "__MACOSX" in parts or any(part.startswith(".") for part in parts)
 
 
 def _leads_out(name: str) -> bool:
-    """Whether a zip member's name is no place inside the archive; it belongs to no class."""
+    """Return True if a zip member's name is a path outside the archive. It belongs to no class."""
     return name.startswith("/") or ".." in name.split("/")
 
 
-def _what_instead(ignored: list[str]) -> str:
+def _describe_files(ignored: list[str]) -> str:
     if not ignored:
         return " (it is empty)"
     kinds = Counter(PurePosixPath(name).suffix or PurePosixPath(name).name for name in ignored)
@@ -259,7 +255,7 @@ def _what_instead(ignored: list[str]) -> str:
 
 
 def _tops(prefix: str, names: Iterable[str]) -> set[str]:
-    """First parts of the names below `prefix`."""
+    """Return the first parts of the names below `prefix`."""
     return {
         name[len(prefix) :].split("/")[0]
         for name in names
@@ -268,8 +264,9 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
 
 
 def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -> str:
-    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a
-    "/" at its end. The source takes the splits that there are, unless it has some, and remarks.
+    """Return the prefix of the class folders: "", or a split's or a single wrapper folder with "/".
+
+    Sets the source's splits, unless it has some, and adds remarks.
     """
     where, prefix = source.where, ""
     splits: tuple[str, ...] = ()
@@ -283,10 +280,8 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
         ):
             splits = tuple(sorted(filter(split_name, tops)))
             chosen = choose_split(where, options.split, splits)
-            others = sorted({path[0] for path in below} - set(splits))
-            source.remarks += (
-                [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
-            )
+            if omitted := sorted({path[0] for path in below} - set(splits)):
+                source.remarks.append(f"left out: {listed(omitted)}, beside {' and '.join(splits)}")
             prefix += chosen + "/"
             if not any(name.startswith(prefix) for name in source.names):
                 raise UserError(f"{where}: the folder {prefix} holds no images")
@@ -302,36 +297,34 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
 def _are_splits(
     where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions
 ) -> bool:
-    """Whether the folders at the top are splits, maybe with others beside them. Raises UserError if
-    it is unclear.
-    """
+    """Return True if the folders at the top include splits. Raises UserError if it is unclear."""
     named = sorted(filter(split_name, tops))
     if not named or (options.classes_from == "top" and options.split is None):
         return False
-    others = {path[0] for path in paths} - set(named)
-    both = all(first_of(side, named) for side in ("train", "test"))
-    classes = {path[0] for path in paths if len(path) > 2}  # folders with class folders
-    if not others:
-        return both or len(named) == len(tops) or bool(classes)
-    if both and not others & classes and classes:
+    unnamed = {path[0] for path in paths} - set(named)
+    complete = all(first_of(side, named) for side in ("train", "test"))
+    nested = {path[0] for path in paths if len(path) > 2}  # folders with class folders
+    if not unnamed:
+        return complete or len(named) == len(tops) or bool(nested)
+    if complete and nested and not unnamed & nested:
         return True
-    # a class that is called train
-    if not both and not (others <= classes and classes & set(named)):
+    # The named folder may be a class called "train".
+    if not complete and not (unnamed <= nested and nested & set(named)):
         return False
     if options.split is not None:
         return True
-    side = "train" if split_name(named[0]) in TRAIN else "test"  # what --split calls it
+    side = "train" if split_name(named[0]) in TRAIN else "test"  # the value of --split
     raise UserError(
         f"{where}: {' and '.join(named)} may be splits, but there are other folders with images:"
-        f" {listed(sorted(others), LISTED)}; pass --split {side} to take {named[0]} alone, or"
+        f" {listed(sorted(unnamed), LISTED)}; pass --split {side} to take {named[0]} alone, or"
         " --classes-from top if every folder is a class"
     )
 
 
 class ListedSource(Source):
-    """Images that have names; a subclass reads them."""
+    """Images with names; a subclass reads them."""
 
-    between: ClassVar[str] = "/"  # what stands between the source and a file's name, for people
+    separator: ClassVar[str] = "/"  # between the source and a file's name, in messages
     takes = frozenset(("classes_from", "stack"))
 
     def __init__(self, name: str, where: str) -> None:
@@ -340,22 +333,23 @@ class ListedSource(Source):
         self.take_names([])
 
     def take_names(self, names: list[str], labels: Sequence[int] = ()) -> None:
-        """The images in order, with their labels if they have some."""
-        self.names, self._labels = names, np.array(labels or [0] * len(names), np.int64)
+        """Set the images in order, and their labels if they have some."""
+        self.names = names
+        self._labels = np.array(labels or [0] * len(names), np.int64)
         self.as_is = bool(names) and names[0].lower().endswith(ARRAY)
 
     def content(self, index: int) -> bytes:
         return self.read(self.names[index])
 
     def item_name(self, index: int) -> str:
-        return f"{self.where}{self.between}{self.names[index]}"
+        return f"{self.where}{self.separator}{self.names[index]}"
 
     def stored_name(self, index: int) -> str:
         return self.names[index]
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """The bytes of a file. Raises ImageError if they cannot be had."""
+        """Return the bytes of a file. Raises ImageError if they cannot be read."""
 
 
 class LocalSource(ListedSource):
@@ -373,40 +367,42 @@ class LocalSource(ListedSource):
 
 
 def read_file(path: Path) -> bytes:
-    """A file's bytes. Raises ImageError."""
-    with explained((OSError, ValueError), unread):  # ValueError: a name with a null byte
+    """Return a file's bytes. Raises ImageError."""
+    with explained((OSError, ValueError), read_error):  # ValueError: a name with a null byte
         return bounded.read_file(path, kind_of(path.name))
 
 
 def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
-    """A folder of class folders or a flat folder."""
+    """Open a folder of class folders, or a flat folder."""
     source = LocalSource(folder, folder.name or str(folder), str(folder))
     arrange(source, *walk(folder), options)
     return source
 
 
 def walk(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of all files and folders below `folder`, relative to it, with "/"; however deep they
-    lie. Links are followed, but one that leads to a folder above itself is a file.
+    """Return the names of all files and all folders below `folder`, relative to it and with "/".
+
+    Links are followed, but a link to a folder above it counts as a file.
     """
     files: list[str] = []
     folders = [""]
     remedy = "check its permissions, or move its files to another place"
-    with explained(OSError, lambda why: f"{str(why.filename)[:200]}: {why.strerror}; {remedy}"):
-        for above in folders:  # which grows meanwhile
-            with os.scandir(folder / above) as entries:
+    with explained(
+        OSError, lambda error: f"{str(error.filename)[:200]}: {error.strerror}; {remedy}"
+    ):
+        for parent in folders:  # The list grows in the loop.
+            with os.scandir(folder / parent) as entries:
                 for entry in entries:
-                    name = f"{above}/{entry.name}" if above else entry.name
-                    (
-                        folders
-                        if entry.is_dir(follow_symlinks=False) or _leads_on(folder / name)
-                        else files
-                    ).append(name)
+                    name = f"{parent}/{entry.name}" if parent else entry.name
+                    if entry.is_dir(follow_symlinks=False) or _leads_on(folder / name):
+                        folders.append(name)
+                    else:
+                        files.append(name)
     return files, folders[1:]
 
 
 def _leads_on(path: Path) -> bool:
-    """Whether it is a link to a folder in which it does not lie."""
+    """Return True for a link to a folder that does not contain the link."""
     return (
         path.is_symlink() and path.is_dir() and not any(map(path.samefile, path.absolute().parents))
     )
@@ -415,7 +411,7 @@ def _leads_on(path: Path) -> bool:
 class ZipSource(ListedSource):
     """A zip file: class folders, flat, or with StyleGAN's `dataset.json`."""
 
-    between = ":"
+    separator = ":"
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         super().__init__(path.name, str(path))
@@ -424,19 +420,24 @@ class ZipSource(ListedSource):
         ):
             bounded.check(path, bounded.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
-        members = [(with_slashes(member.filename), member) for member in self._archive.infolist()]
-        self._members = {name: member for name, member in members if not name.endswith("/")}
-        folders = [name for name, _ in members if name.endswith("/")]
-        if len(self._members) + len(folders) < len(members):
-            name, times = Counter(
-                name for name, _ in members if not name.endswith("/")
-            ).most_common(1)[0]
+        self._members: dict[str, zipfile.ZipInfo] = {}
+        folders = []
+        counts = Counter[str]()
+        for member in self._archive.infolist():
+            name = with_slashes(member.filename)
+            if name.endswith("/"):
+                folders.append(name)
+            else:
+                self._members[name] = member
+                counts[name] += 1
+        if len(self._members) < counts.total():
+            name, times = counts.most_common(1)[0]
             raise UserError(f"{self.where} holds {name} {times} times: make the zip file again")
         arrange(self, self._members, folders, options)
 
     def read(self, name: str) -> bytes:
         member = self._members[name]
-        with explained(OSError, unread):
+        with explained(OSError, read_error):
             bounded.refuse_large(member.file_size, kind_of(name))
         if stat.S_ISLNK(member.external_attr >> 16):
             raise ImageError("is a symbolic link; put the file itself into the zip file")
@@ -446,9 +447,13 @@ class ZipSource(ListedSource):
             )
         if member.flag_bits & 1:
             raise ImageError("is encrypted; make the zip file without a password")
-        damaged = explained(UNPACKING_ERRORS, lambda why: ImageError(f"cannot be unpacked ({why})"))
-        with damaged, self._archive.open(member) as file:  # the checksum is compared at the end
-            content = file.read(member.file_size + 1)  # a member may hold more than it declares
+        damaged = explained(
+            UNPACKING_ERRORS, lambda error: ImageError(f"cannot be unpacked ({error})")
+        )
+        with damaged, self._archive.open(member) as file:
+            # One byte more than declared: zipfile then reaches the end and compares the checksum,
+            # and a longer member is noticed.
+            content = file.read(member.file_size + 1)
         if len(content) != member.file_size:
             raise ImageError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
         return content

@@ -1,6 +1,6 @@
-"""Which columns hold labels and splits, and what their values mean: one set of rules for CSV, TSV,
-JSON lines, Parquet, Arrow and tar files (docs/lmdb.md). What is ambiguous is refused with the
-option that settles it.
+"""Find the columns of labels and splits, and interpret their values: the rules for CSV, TSV, JSON
+lines, Parquet, Arrow and tar files (docs/lmdb.md). For ambiguous tables UserError names the option
+that decides.
 """
 
 import ast
@@ -25,29 +25,29 @@ LABEL_COLUMNS = (
 )
 POSITIVE = frozenset(("1", "1.0", "true", "yes"))  # of a one-hot column
 NEGATIVE = frozenset(("", "0", "0.0", "false", "no"))
-# "has not" beside 1 (CelebA), "uncertain" beside 0 and 1 (CheXpert)
+# "no" in columns with 1 (CelebA), "uncertain" in columns with 0 and 1 (CheXpert)
 MINUS = frozenset(("-1", "-1.0"))
 NUMBERING = frozenset(("", "id", "index", "unnamed: 0"))  # columns that number the rows
 SPLIT_COLUMNS = frozenset(
     ("split", "set", "subset", "partition", "usage", "fold", "kfold", "phase")
 )
-SEPARATORS = ("|", ";")  # of several labels, wherever they stand
+SEPARATORS = ("|", ";")  # always separate labels
 ONE = "one per image"
 POSSIBLE_SEPARATORS = (",", "/", "+", "&", " ")
 
-# the rows with each value of a column, by its name; see `count`
+# column -> number of rows by value, see `count`
 Counts = Mapping[str, Counter[str]]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of labels and of the split, by name."""
+    """The names of the columns of labels and of the split."""
 
-    labels: Sequence[str] = ()  # none: unlabelled
-    one_hot: bool = False  # a class is a column of 0 and 1
-    assumed: bool = False  # they were neither asked for nor called label
+    labels: Sequence[str] = ()  # empty: unlabelled
+    one_hot: bool = False  # True: each class is a column of 0 and 1
+    assumed: bool = False  # True: neither set by an option nor called "label"
     split: str | None = None
-    # value of the split's column -> train, val or test
+    # value of the split column -> train, val or test
     sides: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -63,9 +63,7 @@ def as_text(value: object) -> str:
 
 
 def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Counter[str]]:
-    """Return how many rows have each value of each column; of a column of many values the first
-    ones.
-    """
+    """Count the rows with each value of each column. At most MOST_VALUES + 1 values are counted."""
     counts = {name: Counter[str]() for name in columns}
     for row in rows:
         for values, text in zip(counts.values(), row, strict=True):
@@ -77,71 +75,72 @@ def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Co
 def find_name(where: str, option: str, name: str, columns: Iterable[str]) -> str:
     """Return the column of this name in any case. Raises UserError if there is none, or several."""
     columns = list(columns)
-    fitting = [name] * (name in columns) or [
-        column for column in columns if column.lower() == name.lower()
-    ]
-    if len(fitting) != 1:
+    matching = [column for column in columns if column.lower() == name.lower()]
+    if name in columns:
+        matching = [name]
+    if len(matching) != 1:
         raise UserError(
             f"{where}: {option} {name}: no such column{did_you_mean(name, columns)}; there are "
             f"{', '.join(columns) or 'none'}"
         )
-    return fitting[0]
+    return matching[0]
 
 
 def choose_columns(
-    source: base.Source,  # takes remarks
+    source: base.Source,  # remarks are added to it
     where: str,
     counts: Counts,
     options: base.SourceOptions,
     *,
-    declared: Iterable[str] = (),  # columns that the file itself calls labels
-    paths: str | None = None,  # the column that names the images
+    declared: Iterable[str] = (),  # label columns according to the file's metadata
+    paths: str | None = None,  # the column of the images' paths
 ) -> Columns:
-    """Return the columns of labels and of the split: those that the options name, else by their
-    names, else by their values. Raises UserError for a name that is not there, and where several
-    columns fit.
+    """Return the columns of labels and of the split.
+
+    They are chosen by the options, else by their names, else by their values. Raises UserError for
+    a missing column, and if several columns are possible.
     """
     labels = _labels_by_name(where, counts, options.label_column, declared)
-    left = {name: values for name, values in counts.items() if name not in (*labels, paths)}
-    split, sides = _split(
-        where, left, options.split_column, labels != [] or options.label_column is not None
-    )
-    if labels or options.label_column is not None:
+    remaining = {name: values for name, values in counts.items() if name not in (*labels, paths)}
+    is_decided = labels != [] or options.label_column is not None
+    split, sides = _split(where, remaining, options.split_column, is_decided)
+    if is_decided:
         one_hot = len(labels) > 1 and all(_is_one_hot(counts[name]) for name in labels)
         assumed = options.label_column is None and labels[0].lower() != LABEL
         return Columns(labels, one_hot, assumed, split, sides)
-    left.pop(split or "", None)
-    if labels := _one_hot_columns(where, left):
+    remaining.pop(split or "", None)
+    if labels := _one_hot_columns(where, remaining):
         return Columns(labels, True, True, split, sides)
-    warnings = base.looks_like_labels(where, left)
-    if len(left) == 1 and paths is not None and warnings:
-        return Columns(list(left), False, True, split, sides)
+    warnings = base.looks_like_labels(where, remaining)
+    if len(remaining) == 1 and paths is not None and warnings:
+        return Columns(list(remaining), False, True, split, sides)
     source.remarks += warnings
-    near = next((name for name in left if did_you_mean(LABEL, [name.lower()])), None)
+    near = next((name for name in remaining if did_you_mean(LABEL, [name.lower()])), None)
     if near is not None and paths is not None:
         raise UserError(
-            f"{where}: no column label (did you mean {near!r}?): pass --label-column {near}, or {NO_LABELS}"
+            f"{where}: no column label (did you mean {near!r}?): pass --label-column {near}, or"
+            f" {NO_LABELS}"
         )
     return Columns(split=split, sides=sides)
 
 
 def _labels_by_name(
-    where: str, counts: Counts, asked: str | None, declared: Iterable[str]
+    where: str, counts: Counts, option: str | None, declared: Iterable[str]
 ) -> list[str]:
-    if asked == NO_LABELS:
+    if option == NO_LABELS:
         return []
-    if asked is not None:
-        names = [asked] if asked in counts else asked.split(",")
+    if option is not None:
+        names = [option] if option in counts else option.split(",")
         return [find_name(where, "--label-column", name.strip(), counts) for name in names]
     usual = [name for name in counts if name.lower() in LABEL_COLUMNS]
     usual.sort(key=lambda name: LABEL_COLUMNS.index(name.lower()))
-    fitting = [name for name in counts if name.lower() == LABEL] or usual or list(declared)
-    if len(fitting) > 1:
+    names = [name for name in counts if name.lower() == LABEL] or usual or list(declared)
+    if len(names) > 1:
         raise UserError(
-            f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, or --label-column"
-            f" {NO_LABELS}; its columns are {', '.join(counts)}"
+            f"{where}: {' and '.join(names)} could be labels: pass --label-column {names[0]}, or"
+            f" --label-column {NO_LABELS}; its columns are {', '.join(counts)}"
         )
-    return fitting
+    return names
 
 
 def _is_one_hot(values: Iterable[str]) -> bool:
@@ -149,8 +148,8 @@ def _is_one_hot(values: Iterable[str]) -> bool:
 
 
 def _one_hot_columns(where: str, counts: Counts) -> list[str]:
-    """Return the columns of 0 and 1 if there are several. Raises UserError if they may be something
-    else.
+    """Return the columns of 0 and 1 if there are several. Raises UserError if it is unclear whether
+    they are the labels.
     """
     columns = {
         name: values
@@ -170,7 +169,8 @@ def _one_hot_columns(where: str, counts: Counts) -> list[str]:
             else f"{listed(rivals, 4)} may hold them too"
         )
         raise UserError(
-            f"{where}: the columns {listed(binary, 4)} may be labels of 0 and 1, but {reason}: pass --label-column"
+            f"{where}: the columns {listed(binary, 4)} may be labels of 0 and 1, but {reason}: pass"
+            " --label-column"
             f" {','.join(binary[:3])}{',...' * (len(binary) > 3)}, another column, or {NO_LABELS}"
         )
     return binary
@@ -184,15 +184,15 @@ def _lower(values: Iterable[str]) -> set[str]:
 
 
 def _split(
-    where: str, counts: Counts, asked: str | None, labelled: bool
+    where: str, counts: Counts, option: str | None, labelled: bool
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the column of the split and what its values stand for. Raises UserError where that is
+    """Return the column of the split and the split of each value. Raises UserError if it is
     unclear.
     """
-    if asked == NO_LABELS:
+    if option == NO_LABELS:
         return None, {}
-    if asked is not None:
-        return _split_by_name(where, counts, *asked.partition("=")[::2])
+    if option is not None:
+        return _split_by_name(where, counts, *option.partition("=")[::2])
     splits: dict[str, dict[str, str]] = {}
     unclear = []
     for column, all_values in counts.items():
@@ -202,19 +202,19 @@ def _split(
         sides = _sides(column, values)
         if sides and (usual or len(set(sides.values())) > 1):
             splits[column] = sides
-        elif sides is None and (
-            usual
-            or len({base.side_of(value) == "train" for value in filter(base.side_of, values)}) == 2
-        ):
-            unclear.append(column)
-    splits = {
-        column: sides for column, sides in splits.items() if column.lower() == "split"
-    } or splits
+        elif sides is None:
+            meanings = set(map(base.side_of, values)) - {""}
+            if usual or ("train" in meanings and len(meanings) > 1):
+                unclear.append(column)
+    called_split = [column for column in splits if column.lower() == "split"]
+    if called_split:
+        splits = {column: splits[column] for column in called_split}
     name: str | None = next(iter([*splits, *unclear]), None)
     flags = [column for column in counts if column != name and _is_one_hot(counts[column])]
     if len(splits) > 1 or (splits and base.side_of(name or "") and flags and not labelled):
         raise UserError(
-            f"{where}: {' and '.join(splits)} may be a split: pass --split-column {name}, or {NO_LABELS}"
+            f"{where}: {' and '.join(splits)} may be a split: pass --split-column {name}, or"
+            f" {NO_LABELS}"
         )
     if unclear and not splits:
         raise _unclear(where, unclear[0], counts[unclear[0]].keys() - {""})
@@ -236,14 +236,12 @@ def _split_by_name(
 
 
 def _sides(name: str, values: Iterable[str]) -> dict[str, str] | None:
-    """Return the side that each value stands for, as in `Usage: Training` and `is_valid: True`;
-    None: not clear.
-    """
+    """Return the split of each value, as in `Usage: Training` and `is_valid: True`; None: unclear."""
     values = sorted(values)
     flag = base.side_of(name.lower().removeprefix("is"))
     if flag and _is_one_hot(values):
-        against = "test" if flag == "train" else "train"
-        return {value: flag if value.lower() in POSITIVE else against for value in values}
+        opposite = "test" if flag == "train" else "train"
+        return {value: flag if value.lower() in POSITIVE else opposite for value in values}
     sides = {value: base.side_of(value) for value in values}
     return sides if all(sides.values()) and len(sides) <= base.MOST_VALUES else None
 
@@ -252,8 +250,10 @@ def _unclear(where: str, name: str, values: Iterable[str]) -> UserError:
     value = min(value for value in values if not base.side_of(value))
     hint = did_you_mean(value.lower(), sorted(base.SPLIT_NAMES))
     return UserError(
-        f"{where}: the column {name} may be a split, but {value!r} is no name of one{hint}; its values are"
-        f" {listed(sorted(values), 4)}: pass --split-column {name}={value} if those rows are held out, or"
+        f"{where}: the column {name} may be a split, but {value!r} is no name of one{hint}; its"
+        " values are"
+        f" {listed(sorted(values), 4)}: pass --split-column {name}={value} if those rows are held"
+        " out, or"
         f" --split-column {NO_LABELS}"
     )
 
@@ -262,55 +262,48 @@ def _unclear(where: str, name: str, values: Iterable[str]) -> UserError:
 
 
 def listed_labels(text: str) -> str | list[str]:
-    """Return the labels of a list, JSON's or Python's (`["cat", "dog"]`), or of Label Studio's
-    `{"choices": [...]}`; else the text itself.
+    """Parse a list of labels in JSON or Python (`["cat", "dog"]`), or Label Studio's
+    `{"choices": [...]}`. Returns any other text unchanged.
     """
     if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
         for read in (json.loads, ast.literal_eval):
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                 content = read(text)
                 content = content.get("choices", 0) if isinstance(content, dict) else content
-                if isinstance(content, list) and all(
-                    isinstance(label, str | int) and not isinstance(label, bool)
-                    for label in content
-                ):
+                if isinstance(content, list) and set(map(type, content)) <= {str, int}:
                     return [str(label).strip() for label in content]
     return text
 
 
 def split_labels(
-    where: str, texts: Sequence[str], asked: str | None
+    where: str, texts: Sequence[str], option: str | None
 ) -> tuple[list[str | list[str]], str]:
-    """Return each text's label, or list of labels where some text has several, and words that say
-    what was assumed. `asked`: the separator, or "none". Raises UserError where it is unclear
-    whether a text is one label.
+    """Return the label of each text, or its list of labels, and a description for the user.
+
+    `option` is the separator, or "none". Raises UserError if it is unclear whether a text is one
+    label.
     """
     values = list(map(listed_labels, texts))
     plain = {value for value in values if isinstance(value, str)} - {""}
-    separator = asked.replace("\\t", "\t") if asked is not None else _separator(where, plain)
+    separator = option.replace("\\t", "\t") if option is not None else _separator(where, plain)
     if separator and separator != NO_LABELS:
-        parted = [
-            value.split(separator) if isinstance(value, str) and value else value
-            for value in values
-        ]
-        values = [
-            [part.strip() for part in value] if isinstance(value, list) else value
-            for value in parted
-        ]
+        for index, value in enumerate(values):
+            if value:
+                parts = value.split(separator) if isinstance(value, str) else value
+                values[index] = [part.strip() for part in parts]
         return values, f'several per image separated by "{separator}"'
     if any(isinstance(value, list) for value in values):
         return values, "lists of several per image"
-    joined = [
-        (sign, value) for sign in POSSIBLE_SEPARATORS for value in sorted(plain) if sign in value
-    ]
-    if not joined or asked is not None:
-        return values, ONE
-    return values, f'{ONE} ("{joined[0][1]}" is one; several: --label-separator "{joined[0][0]}")'
+    if option is None:
+        for sign in POSSIBLE_SEPARATORS:
+            if joined := sorted(value for value in plain if sign in value):
+                return values, f'{ONE} ("{joined[0]}" is one; several: --label-separator "{sign}")'
+    return values, ONE
 
 
 def _separator(where: str, labels: set[str]) -> str:
-    """Return what stands between several labels in one text; "": nothing does. Raises UserError if
-    that is unclear.
+    """Return the separator of several labels in one text; "" if there is none. Raises UserError if
+    it is unclear.
     """
     for sign in (*SEPARATORS, *POSSIBLE_SEPARATORS):
         parts = {
@@ -336,33 +329,31 @@ def take_columns(
     source: base.Source,
     where: str,
     columns: Columns,
-    rows: Sequence[Sequence[str]],  # of the values of `columns.names`
-    places: Sequence[str],
+    rows: Sequence[Sequence[str]],  # values of `columns.names`
+    places: Sequence[str],  # names of the rows, for messages
     options: base.SourceOptions,
 ) -> list[int]:
-    """Give the source the labels of the rows, and problems for those that lack a label or a split;
-    a remark says what was assumed. Return the rows of the chosen split. Raises UserError as
-    `take_labels` and `choose_split`.
+    """Set the source's labels from the rows of the chosen split, and return the indices of these
+    rows.
+
+    Rows without a label or split become problems of the source. A remark describes assumptions.
+    Raises UserError as `take_labels` and `choose_split`.
     """
     width = len(columns.labels)
     values, assumed = _values(
         where, columns, [row[:width] for row in rows], options.label_separator
     )
-    lists = any(isinstance(value, list) for value in values)  # then an empty one is a list of none
+    # With lists an empty value is an image without labels.
+    label_required = width > 0 and not any(isinstance(value, list) for value in values)
     usable = []
     for index, (row, value) in enumerate(zip(rows, values, strict=True)):
-        lacks = (
-            "label"
-            if width and not value and not lists
-            else "split"
-            if columns.split and not row[-1]
-            else ""
-        )
-        if lacks:
-            source.problems.append(base.Problem(places[index], f"has no {lacks}"))
+        if label_required and not value:
+            source.problems.append(base.Problem(places[index], "has no label"))
+        elif columns.split and not row[-1]:
+            source.problems.append(base.Problem(places[index], "has no split"))
         else:
             usable.append(index)
-    if assumed != ONE or columns.split or columns.assumed:  # else nothing was assumed
+    if assumed != ONE or columns.split or columns.assumed:  # otherwise there is no assumption
         names = ", ".join(f'"{name}"' for name in columns.labels)
         text = f"labels from column{'s' * (width > 1)} {names}, {assumed}" if names else "no labels"
         sides = ", ".join(f"{value} -> {side}" for value, side in sorted(columns.sides.items()))
@@ -387,15 +378,16 @@ def take_columns(
 def _values(
     where: str, columns: Columns, rows: Sequence[Sequence[str]], separator: str | None
 ) -> tuple[list[str | list[str]], str]:
-    """Return the label or labels of each row, and words that say what was assumed."""
+    """Return the label or labels of each row, and a description of assumptions."""
     width = len(columns.labels)
     if columns.one_hot:
-        sets = [_of_one_hot(columns.labels, row) for row in rows]
-        single = all(len(labels) == 1 for labels in sets)
-        absent = sorted(set(columns.labels) - set(itertools.chain(*sets)))
+        label_sets = [_of_one_hot(columns.labels, row) for row in rows]
+        single = all(len(labels) == 1 for labels in label_sets)
+        absent = sorted(set(columns.labels) - set(itertools.chain(*label_sets)))
         assumed = f"{ONE if single else 'several per image'} (1: has it)"
-        assumed += f"; left out: {listed(absent)}, which no image has" if absent else ""
-        return [labels[0] if single else labels for labels in sets], assumed
+        if absent:
+            assumed += f"; left out: {listed(absent)}, which no image has"
+        return [labels[0] if single else labels for labels in label_sets], assumed
     cells, assumed = split_labels(where, list(itertools.chain(*rows)), separator)
     if width == 1:
         return cells, assumed
@@ -408,9 +400,7 @@ def _of_one_hot(names: Sequence[str], row: Sequence[str]) -> list[str]:
 
 
 def _joined(cells: Sequence[str | list[str]]) -> list[str]:
-    """Return the labels of a row's columns; one that is empty, or that an earlier column has, is
-    none.
-    """
+    """Return the distinct labels of a row's columns, without empty ones."""
     labels = itertools.chain.from_iterable(
         [cell] if isinstance(cell, str) else cell for cell in cells
     )

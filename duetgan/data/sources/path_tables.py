@@ -1,8 +1,8 @@
-"""Tables that name image files: CSV, TSV, JSON lines, a JSON array of objects, and Parquet or Arrow
-files with a column of paths. Which columns hold labels and splits is decided in labels.py.
+"""Tables with paths of image files: CSV, TSV, JSON lines, a JSON array of objects, and Parquet or
+Arrow files with a column of paths. labels.py chooses the columns of labels and splits.
 
-Rows of the wrong length, with an empty path or label, with a file that is not there, or that repeat
-another are problems, named with their line. Rows that contradict each other are refused.
+Rows of the wrong length, with an empty path or label, with a missing file, or that repeat another
+row are problems, reported with their line. Rows that contradict each other are refused.
 docs/lmdb.md has the other rules.
 """
 
@@ -25,40 +25,44 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
-LABELS = re.compile(r"""[^;|,\s"'\[\]]+""")  # in a text that may hold several
+LABELS = re.compile(r"""[^;|,\s"'\[\]]+""")  # the labels in a text
+# names of the column of paths, in descending order of preference
 PATHS = (
-    *(
-        "path",
-        "file",
-        "filename",
-        "file_name",
-        "filepath",
-        "image",
-        "image_path",
-        "img",
-        "img_path",
-        "fname",
-    ),
-    *("image_name", "image index", "image_id", "id_code", "id", "name"),
-)  # names of the column of paths; the first that is there
-TRIED = 20  # first values of a column, of which one must name a file; folders that are looked into
-DEEPEST = 12  # parts of a path that may be left out
+    "path",
+    "file",
+    "filename",
+    "file_name",
+    "filepath",
+    "image",
+    "image_path",
+    "img",
+    "img_path",
+    "fname",
+    "image_name",
+    "image index",
+    "image_id",
+    "id_code",
+    "id",
+    "name",
+)
+MOST_TRIALS = 20  # values of a column, one of which must be a file; and sub-folders to search
+DEEPEST = 12  # leading parts of a path that may be removed
 
 
 class Table(Protocol):
-    """Rows of text. A row that cannot be used is the reason why."""
+    """Rows of text. For a row that cannot be used there is a reason instead of its values."""
 
     names: list[str]  # of the columns
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
-        """Yield each row's place, for messages, and its values of these columns, or the reason."""
+        """Yield the position of each row, for messages, and its values of `columns`, or a reason."""
 
 
 class CsvTable:
     def __init__(self, path: Path) -> None:
         self.path = path
         _, header = next(self._lines(), (1, []))
-        self.names = [name or f"unnamed: {place}" for place, name in enumerate(header)]
+        self.names = [name or f"unnamed: {number}" for number, name in enumerate(header)]
         for name, times in Counter(map(str.lower, self.names)).items():
             if times > 1:
                 raise UserError(
@@ -70,7 +74,7 @@ class CsvTable:
             )
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
-        places = [self.names.index(name) for name in columns]
+        indices = [self.names.index(name) for name in columns]
         for line, fields in itertools.islice(self._lines(), 1, None):
             if len(fields) != len(self.names):
                 yield (
@@ -78,10 +82,10 @@ class CsvTable:
                     f"has {len(fields)} fields where the header has {len(self.names)}",
                 )
             else:
-                yield f"line {line}", [fields[place] for place in places]
+                yield f"line {line}", [fields[index] for index in indices]
 
     def _lines(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number of each row's first line and its fields; empty lines are left out."""
+        """Yield the number of each row's first line, and its fields. Empty lines are skipped."""
         line = 1
         try:
             with (
@@ -104,14 +108,13 @@ class CsvTable:
             raise UserError(f"{self.path} line {line} cannot be read ({error}); fix it") from None
 
     def _delimiter(self, header: str) -> str:
-        """Return the one by which a column of PATHS is there, else the one that makes most columns."""
+        """Return the delimiter that gives a column of PATHS, else the one with the most columns."""
         if self.path.suffix.lower() == ".tsv":
             return "\t"
 
         def fitness(delimiter: str) -> tuple[bool, int]:
-            names = [
-                name.strip().lower() for name in next(csv.reader([header], delimiter=delimiter), [])
-            ]
+            row = next(csv.reader([header], delimiter=delimiter), [])
+            names = [name.strip().lower() for name in row]
             return not {*PATHS}.isdisjoint(names), len(names)
 
         return max(DELIMITERS, key=fitness)
@@ -129,23 +132,22 @@ class JsonTable:
                 rows = list(enumerate(json.loads(text), start=1))
                 self._unit = "entry"
             else:
-                rows = [
-                    (line, json.loads(row))
-                    for line, row in enumerate(text.split("\n"), start=1)
-                    if row.strip()
-                ]
+                rows = []
+                for line, row in enumerate(text.split("\n"), start=1):
+                    if row.strip():
+                        rows.append((line, json.loads(row)))
                 self._unit = "line"
-        if (
-            odd := next((number for number, row in rows if not isinstance(row, dict)), None)
-        ) is not None:
-            raise UserError(
-                f"{path} {self._unit} {odd} is no JSON object: give one per image, with its path and label"
-            )
-        self._rows = [
-            (number, {name: labels.as_text(value) for name, value in row.items()})
-            for number, row in rows
-        ]
-        self.names: list[str] = list(dict.fromkeys(name for _, row in self._rows for name in row))
+        self._rows: list[tuple[int, dict[str, str]]] = []
+        names: dict[str, None] = {}  # in the order of their first rows
+        for number, row in rows:
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{path} {self._unit} {number} is no JSON object: give one per image, with its"
+                    " path and label"
+                )
+            self._rows.append((number, {name: labels.as_text(row[name]) for name in row}))
+            names |= dict.fromkeys(row)
+        self.names = list(names)
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
         for number, row in self._rows:
@@ -161,10 +163,10 @@ def open_json(path: Path, options: base.SourceOptions) -> "PathTable":
 
 
 class Place(NamedTuple):
-    """How a column's values become files."""
+    """The conversion of a column's values to files."""
 
     column: str
-    skipped: int  # first parts of the values
+    skipped: int  # number of leading parts that are removed
     suffix: str  # added
     folder: Path
 
@@ -176,7 +178,7 @@ class Place(NamedTuple):
 
 
 class PathTable(LocalSource):
-    """The images that a table names. Raises UserError if it cannot be used."""
+    """The images with paths in a table. Raises UserError if it cannot be used."""
 
     takes = frozenset(
         ("label_column", "label_separator", "split_column", "path_column", "root", "suffix")
@@ -198,7 +200,8 @@ class PathTable(LocalSource):
         usable = labels.take_columns(
             self, str(path), columns, [row[2] for row in rows], places, options
         )
-        self.folder, names, numbers = place.folder, [], []
+        self.folder = place.folder
+        names, numbers = [], []
         for index, number in zip(usable, self.labels().tolist(), strict=True):
             where, value, _ = rows[index]
             if os.path.isfile(file := place.file(value)):
@@ -220,30 +223,35 @@ class PathTable(LocalSource):
     def _rows(
         self, table: Table, place: Place, columns: labels.Columns
     ) -> list[tuple[str, str, list[str]]]:
-        """Return each file's place in the table, path and values. Rows that repeat another become
-        problems; UserError for those that contradict it.
+        """Return for each file the position in the table, the path and the values.
+
+        Rows that repeat another become problems. Raises UserError for rows that contradict another.
         """
         first: dict[str, tuple[str, str, list[str]]] = {}
         for where, (path, *values) in self._usable(table, [place.column, *columns.names]):
-            row = where, clean(path), values
-            earlier = first.setdefault(os.path.normpath(place.file(row[1])), row) if path else row
-            for name, value, before in zip(columns.names, values, earlier[2], strict=True):
-                # in whatever order
-                if sorted(LABELS.findall(value)) != sorted(LABELS.findall(before)):
-                    raise UserError(
-                        f"{self.where} {where}: {path} has {name} {value or 'none'}, in {earlier[0]} "
-                        f"{before or 'none'}; give several labels in one row: a;b"
-                    )
-            if earlier is not row or not path:
-                reason = (
-                    f"repeats {path} of {earlier[0]}" if path else f"has an empty {place.column}"
-                )
+            if not path:
+                reason = f"has an empty {place.column}"
                 self.problems.append(base.Problem(f"{self.where} {where}", reason))
+                continue
+            row = where, clean(path), values
+            earlier = first.setdefault(os.path.normpath(place.file(row[1])), row)
+            if earlier is row:
+                continue
+            for name, value, earlier_value in zip(columns.names, values, earlier[2], strict=True):
+                # The labels may be in another order.
+                if sorted(LABELS.findall(value)) != sorted(LABELS.findall(earlier_value)):
+                    raise UserError(
+                        f"{self.where} {where}: {path} has {name} {value or 'none'}, in"
+                        f" {earlier[0]} "
+                        f"{earlier_value or 'none'}; give several labels in one row: a;b"
+                    )
+            reason = f"repeats {path} of {earlier[0]}"
+            self.problems.append(base.Problem(f"{self.where} {where}", reason))
         return list(first.values())
 
 
 def clean(value: str) -> str:
-    """Return a path with slashes; of Label Studio's `/data/local-files/?d=...` that of the file."""
+    """Return a path with slashes. For Label Studio's `/data/local-files/?d=PATH` it is PATH."""
     if value.startswith("/data/"):
         value = unquote(value.rpartition("?d=")[2])
     return base.with_slashes(value)
@@ -252,8 +260,9 @@ def clean(value: str) -> str:
 def _find_place(
     path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions, remarks: list[str]
 ) -> Place:
-    """Return where the files of the table lie. Raises UserError if there are none, or if several
-    places fit.
+    """Return the conversion that finds the files of the table, and add a remark about it.
+
+    Raises UserError if there are no files, or several possible conversions.
     """
     suffix = options.suffix
     suffix = f".{suffix}" if suffix and suffix.isalnum() else suffix
@@ -262,14 +271,13 @@ def _find_place(
     if options.path_column is not None:
         usual = [labels.find_name(str(path), "--path-column", options.path_column, counts)]
     groups = [[name] for name in usual]
-    groups += [[name for name in counts if name not in usual]] * (options.path_column is None)
+    if options.path_column is None:
+        groups.append([name for name in counts if name not in usual])
     places: list[Place] = []
     for group in groups:
-        places = places or [
-            place
-            for name in group
-            for place in _places(name, counts[name], folder, suffix, options)
-        ]
+        if not places:
+            for name in group:
+                places += _places(name, counts[name], folder, suffix, options)
     for option, values in (
         ("--path-column", {place.column for place in places}),
         ("--root", {str(place.folder) for place in places}),
@@ -286,7 +294,8 @@ def _find_place(
     if not places:
         value = clean(next(iter(counts[usual[0]])))
         raise UserError(
-            f"{path}: {folder / value}{suffix or ''} is no file, as are others of the column {usual[0]}: pass --root"
+            f"{path}: {folder / value}{suffix or ''} is no file, as are others of the column"
+            f" {usual[0]}: pass --root"
             " with the folder of the images, and --suffix .jpg where the names have none"
         )
     place = places[0]
@@ -307,21 +316,24 @@ def _places(
     suffix: str | None,
     options: base.SourceOptions,
 ) -> list[Place]:
-    """Return the places where one of the first values is a file: the folder itself, or folders in
-    it unless it was given; with the fewest parts of the path left out, and a suffix added only
-    where there is none.
+    """Return the conversions with which one of the first values is a file.
+
+    Files are searched for in `folder` and, unless it is `options.root`, in its sub-folders. As few
+    parts of the paths as possible are removed. A suffix is added only to paths without one.
     """
-    paths = [clean(value) for value in itertools.islice(filter(None, values), TRIED)]
-    below = [] if options.root else sorted(inner for inner in folder.iterdir() if inner.is_dir())
-    folders = [[folder], below if len(below) <= TRIED else []]
+    paths = [clean(value) for value in itertools.islice(filter(None, values), MOST_TRIALS)]
+    below = [] if options.root else sorted(filter(Path.is_dir, folder.iterdir()))
+    folders = [[folder], below if len(below) <= MOST_TRIALS else []]
     suffixes = [[suffix or ""]]
     if suffix is None and not any(PurePosixPath(path).suffix.lower() in SUFFIXES for path in paths):
         suffixes.append(sorted(SUFFIXES | set(map(str.upper, SUFFIXES))))
     for skipped, added, inside in itertools.product(range(DEEPEST), suffixes, folders):
         for path in paths:
-            places = [Place(column, skipped, text, inner) for inner in inside for text in added]
-            if hits := [
-                place for place in places if place.name(path) and os.path.isfile(place.file(path))
-            ]:
+            hits = []
+            for inner, text in itertools.product(inside, added):
+                place = Place(column, skipped, text, inner)
+                if place.name(path) and os.path.isfile(place.file(path)):
+                    hits.append(place)
+            if hits:
                 return hits
     return []

@@ -1,15 +1,15 @@
-"""Images below a URL (s3://, gs://, hf://, http://, file://, ...), through the library fsspec.
+"""Images below a URL (s3://, gs://, hf://, http://, file://, ...), with the library fsspec.
 
-What lies there is arranged by the rules of folders (data/sources/files.py) and read file by file;
-nothing is kept on disk. fsspec's drivers for object storage are packages of their own, which find
-their credentials themselves.
+Files are arranged by the rules of folders (data/sources/files.py) and read one by one; nothing is
+stored on disk. fsspec's drivers for object storage are separate packages, which find their
+credentials themselves.
 """
 
 import functools
 import re
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from duetgan.data.errors import ImageError
 from duetgan.data.sources.base import SourceOptions
@@ -20,8 +20,8 @@ from duetgan.utils.errors import UserError
 T = TypeVar("T")
 
 PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
-# Another attempt would end the same way. All else is tried again: drivers raise their libraries'
-# own exceptions.
+# Errors that another attempt would not avoid. All others are tried again, because drivers raise the
+# exceptions of their libraries.
 FINAL = (
     bounded.Refused,
     FileNotFoundError,
@@ -39,7 +39,8 @@ class RemoteSource(ListedSource):
     def __init__(self, url: str, options: SourceOptions) -> None:
         if "::" in url:
             raise UserError(
-                f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it"
+                f"{without_secrets(url)}: chained URLs are not read; copy the archive here and"
+                " unpack it"
             )
         self.url = without_secrets(url).rstrip("/")
         super().__init__(self.url, self.url)
@@ -62,13 +63,13 @@ class RemoteSource(ListedSource):
                 f"{self.url} is a single file: give the URL of a folder of images, or copy it here"
             )
         self._prefix = root.rstrip("/") + "/" if root else ""
-        self._sizes: dict[str, Any] = {}  # of the files
+        self._sizes: dict[str, object] = {}  # of the files, in bytes if the driver has them
         folders: list[str] = []
         for place, details in entries.items():
             name = place.removeprefix(self._prefix)
             if not place.startswith(self._prefix) or not name:
                 continue
-            # some stores mark folders by empty objects
+            # Some stores have empty objects as folders.
             if details.get("type") == "directory" or name.endswith("/"):
                 folders.append(name)
             else:
@@ -83,13 +84,13 @@ class RemoteSource(ListedSource):
         except Exception as error:  # whatever the driver raises, see FINAL
             raise ImageError(f"cannot be read ({_reason(error)})") from None
 
-    def _fetch(self, name: str, size: Any) -> bytes:
+    def _fetch(self, name: str, size: object) -> bytes:
         place, protocol = self._prefix + name, self._filesystem.protocol
         if "file" in protocol:
             return bounded.read_file(place, kind_of(name))
-        # a web server: what it sends is read as it comes, up to the limit
+        # A web server may not send the size: read up to the limit.
         if not isinstance(size, int):
-            # Of a web server without a cache, which would ask for the size and for parts.
+            # Without fsspec's cache, which requests the size and parts of the file.
             options = {"block_size": 0} if "http" in protocol else {}
             with self._filesystem.open(place, "rb", **options) as file:
                 return bounded.read_stream(file, kind_of(name))
@@ -101,8 +102,9 @@ class RemoteSource(ListedSource):
 
 
 def attempt(read: Callable[[], T]) -> T:
-    """Call `read` up to three times, with growing pauses. Raises what the last call raises, what is
-    FINAL at once.
+    """Call `read` up to three times, with increasing pauses.
+
+    Raises the error of the last call, and FINAL errors immediately.
     """
     pauses = iter(PAUSES)
     while True:
@@ -118,9 +120,7 @@ def attempt(read: Callable[[], T]) -> T:
 
 
 def without_secrets(text: str) -> str:
-    """A URL, or a text with URLs, without their user names, passwords and queries, which may hold
-    keys.
-    """
+    """Remove user names, passwords and queries, which may contain keys, from URLs in a text."""
     return re.sub(r"(://[^\s?]*)\?[^\s'\")]*", r"\1", re.sub(r"(?<=://)[^/@\s]*@", "", text))
 
 

@@ -1,9 +1,10 @@
-"""StyleGAN's `dataset.json`, the labels of a folder or an archive: `{"labels": [["name", class],
-...]}`.
+"""Labels in StyleGAN's `dataset.json` of a folder or an archive.
+
+The document is `{"labels": [["name", class], ...]}`.
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from duetgan.data.errors import ImageError
 from duetgan.data.sources import labels
@@ -17,11 +18,11 @@ MANIFEST = "dataset.json"
 
 
 def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptions) -> bool:
-    """Give the source the labels of its `dataset.json`, numbers or names of classes, or lists of
-    them; return False if there is none.
+    """Set the source's labels from its `dataset.json`; return False if there is none.
 
-    Raises UserError if it is no such document, lies below the top beside images, names an image
-    that is not there, leaves one out, and as `Source.take_labels`.
+    A label is the number or name of a class, or a list of them. Raises UserError if the document
+    has another form, lies in a sub-folder with images outside it, or does not name exactly the
+    images; and as `Source.take_labels`.
     """
     manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
     manifest = min(manifests, key=lambda name: name.count("/"), default="")
@@ -37,38 +38,41 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
     source.takes = source.takes | {"label_separator"}
     if outside := [name for name in [*manifests, *source.names] if not name.startswith(prefix)]:
         raise UserError(
-            f"{where} has no labels for {outside[0]}: give {prefix[:-1]} alone, or pass --classes-from top (folders "
+            f"{where} has no labels for {outside[0]}: give {prefix[:-1]} alone, or pass"
+            " --classes-from top (folders "
             "are classes) or none"
         )
-    with explained(ImageError, lambda why: f"{where} {why}; fix it"):
+    with explained(ImageError, lambda error: f"{where} {error}; fix it"):
         content = source.read(manifest)
-    faults, form = (
-        (ValueError, TypeError, KeyError, RecursionError),
-        '{"labels": [["name", class], ...]}',
-    )
-    with explained(faults, lambda why: f"{where} is not {form} ({why})"):
+    faults = (ValueError, TypeError, KeyError, RecursionError)
+    form = '{"labels": [["name", class], ...]}'
+    with explained(faults, lambda error: f"{where} is not {form} ({error})"):
         pairs = [
             (prefix + with_slashes(str(name)), label)
             for name, label in json.loads(content)["labels"] or []
         ]
-    known: dict[str, Any] = {}
+    by_name: dict[str, object] = {}
     for name, label in pairs:
-        if known.setdefault(name, label) != label:
+        if by_name.setdefault(name, label) != label:
             raise UserError(
-                f"{where} gives {name} the labels {known[name]} and {label}: remove one"
+                f"{where} gives {name} the labels {by_name[name]} and {label}: remove one"
             )
         for one in label if isinstance(label, list) else [label]:
             if not isinstance(one, int | str) or isinstance(one, bool):
                 raise UserError(
-                    f"{where}: the label of {name} is {label!r}; labels are names, or whole numbers from 0, or lists"
+                    f"{where}: the label of {name} is {label!r}; labels are names, or whole numbers"
+                    " from 0, or lists"
                 )
-    if not known:
+    if not by_name:
         return True
-    if odd := sorted(set(known) ^ set(source.names)):
-        what = "names {}, which is not there" if odd[0] in known else "has no label for {}"
-        raise UserError(f"{where} {what.format(odd[0])}: they must name the same images")
-    texts = [labels.as_text(known[name]) for name in source.names]
-    given, how = labels.split_labels(where, texts, options.label_separator)
-    source.remarks += [f"{where}: labels, {how}"] if how != labels.ONE else []
-    source.take_labels(where, given, [f"{where}: {name}" for name in source.names])
+    if odd := sorted(set(by_name) ^ set(source.names)):
+        problem = f"has no label for {odd[0]}"
+        if odd[0] in by_name:
+            problem = f"names {odd[0]}, which is not there"
+        raise UserError(f"{where} {problem}: they must name the same images")
+    texts = [labels.as_text(by_name[name]) for name in source.names]
+    values, form = labels.split_labels(where, texts, options.label_separator)
+    if form != labels.ONE:
+        source.remarks.append(f"{where}: labels, {form}")
+    source.take_labels(where, values, [f"{where}: {name}" for name in source.names])
     return True

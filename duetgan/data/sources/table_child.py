@@ -1,11 +1,16 @@
-"""The process that reads Parquet and Arrow files, for data/sources/tables.py: pyarrow believes what
-a file says of itself, so it reads where memory is limited, and a crash ends nothing else.
+"""The process that reads Parquet and Arrow files, for data/sources/tables.py.
 
-A script of its own, which imports nothing of ours. A request holds path, columns (None: what the
-table is), first row, rows at most, bytes of a row at most. The answer is "rows": bytes and values,
-column by column, of the next few; "table": how many rows there are, name, type and use of each
-column, and the metadata of Hugging Face's library; "large": the bytes of a row that is too large;
-or "error": its text.
+pyarrow trusts the sizes in a file. It therefore runs in a process with limited memory, whose crash
+does not end the program. This script imports nothing of the package.
+
+A request has: path, columns (None: describe the table), first row, maximal number of rows, maximal
+bytes of a row. The answer is one of:
+
+- "rows": the bytes and the values, column by column, of the next rows;
+- "table": the number of rows, the name, type and use of each column, and the metadata of Hugging
+  Face's library;
+- "large": the bytes of a row that is too large;
+- "error": a message.
 """
 
 import resource
@@ -18,17 +23,17 @@ from typing import Any
 import pyarrow
 from pyarrow import compute, ipc, parquet
 
-BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
+BUFFER = 1 << 20  # bytes read at a time from a row group
 PIECE = 16 << 20  # bytes sent at a time, unless a row has more
-# of the kind of Arrow file with an index at its end, which holds a stream behind these bytes
+# first bytes of the Arrow file format, which contains a stream after them
 MAGIC = b"ARROW1\0\0"
 USES = {"binary": "bytes", "string": "text"}
-FITTING = {
+TYPE_CHECKS = {
     "number": pyarrow.types.is_integer,
     "real": pyarrow.types.is_floating,
     "flag": pyarrow.types.is_boolean,
 }
-Batches = Iterator[tuple[int, Any]]  # the number of the first row, record batch
+Batches = Iterator[tuple[int, Any]]  # number of the first row, record batch
 
 
 class ParquetTable:
@@ -36,10 +41,11 @@ class ParquetTable:
         self._file = parquet.ParquetFile(
             path, buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True
         )
-        self.schema, self.rows = self._file.schema_arrow, self._file.metadata.num_rows
+        self.schema = self._file.schema_arrow
+        self.rows = self._file.metadata.num_rows
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Whole batches from that of row `start` on."""
+        """Yield whole batches, from that of row `start` on."""
         parts = [f"{name}.bytes" if is_struct(self.schema, name) else name for name in columns]
         first = 0
         for number in range(self._file.metadata.num_row_groups):
@@ -47,21 +53,22 @@ class ParquetTable:
             if first + group.num_rows <= start:
                 first += group.num_rows
                 continue
-            fitting = PIECE * group.num_rows // max(1, group.total_byte_size)
+            rows_per_piece = PIECE * group.num_rows // max(1, group.total_byte_size)
             for batch in self._file.iter_batches(
-                max(1, min(rows, fitting)), [number], parts, use_threads=False
+                max(1, min(rows, rows_per_piece)), [number], parts, use_threads=False
             ):
                 yield first, batch
                 first += batch.num_rows
 
 
 class ArrowTable:
-    """An Arrow file of either kind."""
+    """An Arrow file, in the file or the stream format."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         with self._open() as stream:
-            self.schema, self.rows = stream.schema, sum(batch.num_rows for batch in stream)
+            self.schema = stream.schema
+            self.rows = sum(batch.num_rows for batch in stream)
 
     def _open(self) -> Any:
         file = pyarrow.memory_map(self._path)
@@ -69,8 +76,8 @@ class ArrowTable:
         return ipc.open_stream(file)
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Whole batches from that of row `start` on; checked, since offsets are followed as they
-        are.
+        """Yield whole batches, from that of row `start` on, validated because pyarrow trusts their
+        offsets.
         """
         first = 0
         with self._open() as stream:
@@ -87,7 +94,7 @@ def is_struct(schema: Any, name: str) -> bool:
 
 
 def pieces(batches: Batches, start: int, rows: int) -> Iterator[Any]:
-    """The rows from `start` on, in batches of few bytes; of a struct the field `bytes`."""
+    """Yield the rows from `start` on in small batches. A struct is replaced by its field `bytes`."""
     for first, batch in batches:
         batch = batch.slice(min(batch.num_rows, max(0, start - first)))
         names = batch.schema.names
@@ -105,26 +112,31 @@ def pieces(batches: Batches, start: int, rows: int) -> Iterator[Any]:
 
 
 class Reader:
-    """Answers requests; where one goes on behind the last, it does too."""
+    """Answers requests. A request for the rows after the previous ones continues the iteration."""
 
     def __init__(self) -> None:
-        self._path = ""  # that is open
-        self._table: Any = None
-        self._next: Any = None  # the request that would go on
-        self._pieces: Iterator[Any] = iter(())  # of that request
+        self._path = ""  # of the open table
+        self._table: ParquetTable | ArrowTable | None = None
+        self._next: object = None  # the request that continues `_pieces`
+        self._pieces: Iterator[Any] = iter(())
 
-    def answer(self, path: str, columns: Any, start: int, rows: int, limit: int) -> tuple[str, Any]:
-        going_on, self._next = self._next == (path, columns, start, rows), None
-        if columns is None or path != self._path:
+    def answer(
+        self, path: str, columns: list[str] | None, start: int, rows: int, limit: int
+    ) -> tuple[str, object]:
+        continues = self._next == (path, columns, start, rows)
+        self._next = None
+        table = self._table
+        if table is None or columns is None or path != self._path:
             self._path = ""
-            self._table = (ParquetTable if path.lower().endswith(".parquet") else ArrowTable)(path)
+            kind = ParquetTable if path.lower().endswith(".parquet") else ArrowTable
+            table = self._table = kind(path)
             self._path = path
         if columns is None:
-            schema = self._table.schema
-            columns = [(field.name, str(field.type), use_of(field.type)) for field in schema]
-            return "table", (self._table.rows, columns, (schema.metadata or {}).get(b"huggingface"))
-        if not going_on:
-            self._pieces = pieces(self._table.batches(columns, start, rows), start, rows)
+            schema = table.schema
+            described = [(field.name, str(field.type), use_of(field.type)) for field in schema]
+            return "table", (table.rows, described, (schema.metadata or {}).get(b"huggingface"))
+        if not continues:
+            self._pieces = pieces(table.batches(columns, start, rows), start, rows)
         if (piece := next(self._pieces, None)) is None:
             raise ValueError(f"it ends before row {start:,}")
         if piece.nbytes > limit and piece.num_rows == 1:
@@ -134,17 +146,14 @@ class Reader:
 
 
 def use_of(kind: Any) -> str:
-    """What a column may hold: images' bytes, labels as text, number, flag or list, real numbers;
-    "": none of these.
+    """Return the possible content of a column: "bytes" of images, labels as "text", "number",
+    "flag" or "list", "real" numbers, or "" for none of these.
     """
     if pyarrow.types.is_struct(kind):
-        return (
-            "bytes"
-            if any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind)
-            else ""
-        )
-    for use, fits in FITTING.items():
-        if fits(kind):
+        has_bytes = any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind)
+        return "bytes" if has_bytes else ""
+    for use, has_type in TYPE_CHECKS.items():
+        if has_type(kind):
             return use
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         return "list" if use_of(kind.value_type) in ("text", "number") else ""
@@ -153,21 +162,21 @@ def use_of(kind: Any) -> str:
 
 
 def main(descriptor: int, memory: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that asks ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends this one.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     reader = Reader()
-    with Connection(descriptor) as asking:
+    with Connection(descriptor) as connection:
         while True:
             try:
-                request = asking.recv()
+                request = connection.recv()
             except EOFError:
                 return
             try:
                 answer = reader.answer(*request)
-            except Exception as error:  # whatever pyarrow raises
+            except Exception as error:  # pyarrow raises many types
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 answer = "error", lines[0].rstrip(".")
-            asking.send(answer)
+            connection.send(answer)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own
+"""Tables with images' bytes in a column: Parquet and Arrow files, read by a separate process
 (table_child.py).
 
-Hugging Face's `save_to_disk` writes a folder of Arrow files whose `state.json` names them in order,
-or a folder of such folders, the splits that `dataset_dict.json` names. A folder of `.arrow` files
-without either is the library's cache.
+Hugging Face's `save_to_disk` writes a folder of Arrow files, listed in `state.json` in order, or a
+folder of such folders, the splits listed in `dataset_dict.json`. A folder of `.arrow` files without
+either is the library's cache.
 """
 
 import errno
@@ -19,15 +19,16 @@ import threading
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from duetgan.data.errors import ImageError, unread
+from duetgan.data.errors import ImageError, read_error
 from duetgan.data.sources import base, labels
 from duetgan.data.sources.path_tables import PathTable
 from duetgan.utils import bounded
@@ -35,16 +36,16 @@ from duetgan.utils.errors import UserError, explained
 from duetgan.utils.memory import available_bytes
 from duetgan.utils.text import listed, printable
 
-MEMORY_SHARE = 0.5  # of what is available, for the process that reads
-LOOKED_AT = 10_000  # rows of a column that may be labels
-PIECE_ROWS = 16  # of images at a time
+MEMORY_FRACTION = 0.5  # of the available memory, for the reading process
+LABEL_ROWS = 10_000  # rows requested at a time of columns that may be labels
+IMAGE_ROWS = 16  # rows requested at a time of images
 LABELS = ("text", "number", "flag", "list")  # uses of a column that may be labels
 READABLE = (*LABELS, "real")
 INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
 
 
 class _Table(NamedTuple):
-    """What a file holds, see table_child.py."""
+    """The description of a file by table_child.py."""
 
     rows: int
     columns: list[tuple[str, str, str]]  # name, type and use
@@ -62,14 +63,13 @@ class _Table(NamedTuple):
 
 
 class _Child:
-    """The process that reads, one for all tables; it is started when it is needed, and again after
+    """The reading process, one for all tables. It is started at the first request, and again after
     it has died.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # who started it, what stops it, the connection
-        self._alive: tuple[int, Any, Any] | None = None
+        self._running: _Running | None = None
 
     def ask(
         self,
@@ -79,53 +79,61 @@ class _Child:
         rows: int,
         kind: bounded.FileLimit,
     ) -> Any:
-        """What table_child.py answers with. Raises OSError."""
+        """Return the answer of table_child.py. Raises OSError for an error."""
         bounded.check(path, bounded.ARCHIVE)
         with self._lock:
-            if self._alive is None or self._alive[0] != os.getpid():
-                self._alive = self._start()
-            _, stop, connection = self._alive
+            if self._running is None or self._running.parent != os.getpid():
+                self._running = self._start()
             try:
-                connection.send([str(path), columns, start, rows, kind.limit])
-                what, answer = connection.recv()
-            except BaseException as error:  # also an answer that nobody waits for
-                stop()
-                self._alive = None
+                self._running.connection.send([str(path), columns, start, rows, kind.limit])
+                status, answer = self._running.connection.recv()
+            except BaseException as error:  # BaseException: after Ctrl-C an answer would be pending
+                self._running.stop()
+                self._running = None
                 if not isinstance(error, (EOFError, OSError)):
                     raise
                 raise OSError(
                     errno.EIO, "it takes too much memory, or ends the process that reads it"
                 ) from None
-        if what == "large":
+        if status == "large":
             bounded.refuse_large(answer, kind)
-        if what == "error":
+        if status == "error":
             raise OSError(errno.EIO, answer)
         return answer
 
-    def _start(self) -> tuple[int, Any, Any]:
-        ours, theirs = Pipe()
-        memory = str(int(MEMORY_SHARE * available_bytes()))
+    def _start(self) -> "_Running":
+        connection, child_connection = Pipe()
+        memory = str(int(MEMORY_FRACTION * available_bytes()))
         process = subprocess.Popen(
             [
                 sys.executable,
                 "-P",
                 str(Path(__file__).with_name("table_child.py")),
-                str(theirs.fileno()),
+                str(child_connection.fileno()),
                 memory,
             ],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_connection.fileno()],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # the others reserve more than they use
+            # Other memory pools reserve more than they use.
             env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
         )
-        theirs.close()
-        return os.getpid(), weakref.finalize(self, _stop, process, ours, os.getpid()), ours
+        child_connection.close()
+        stop = weakref.finalize(self, _stop, process, connection, os.getpid())
+        return _Running(os.getpid(), stop, connection)
 
 
-def _stop(process: "subprocess.Popen[bytes]", connection: Any, pid: int) -> None:
+class _Running(NamedTuple):
+    """A started process."""
+
+    parent: int  # id of the process that started it
+    stop: Callable[[], object]
+    connection: Connection
+
+
+def _stop(process: "subprocess.Popen[bytes]", connection: Connection, parent: int) -> None:
     connection.close()
-    if pid == os.getpid():
+    if parent == os.getpid():
         process.kill()
         process.wait()
 
@@ -135,8 +143,9 @@ _reading = functools.partial(bounded.reading, remedy="copy or get it again")
 
 
 class Shards:
-    """The rows of some files of one kind, one after the other; a Table of path_tables.py. Raises
-    UserError for what cannot be used, by name.
+    """The concatenated rows of files of one kind, as a Table of path_tables.py.
+
+    Raises UserError for a file that cannot be used.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -144,60 +153,64 @@ class Shards:
             raise UserError(
                 "Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow"
             )
-        self.paths, self.tables = list(paths), list[_Table]()
+        self.paths = list(paths)
+        self.tables: list[_Table] = []
         for path in self.paths:
             with _reading(path):
                 table = _Table(*_child.ask(path, None, 0, 0, bounded.TABLE))
             self.tables.append(table)
-            if table.rows > (size := path.stat().st_size):  # no image takes less than a byte
+            if table.rows > (size := path.stat().st_size):  # An image has at least a byte.
                 raise UserError(
                     f"{path} says that it holds {table.rows:,} rows in {size:,} bytes; get it again"
                 )
-        # of the files' rows, and their end
+        # number of the first row of each file, and the number of all rows
         self.starts = np.cumsum([0, *(table.rows for table in self.tables)])
         self.first = self.tables[0]
         self.names = self.first.of_use(*READABLE)
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise UserError for a column that some file lacks or has of another type."""
+        """Raise UserError for a column that is missing in a file or has another type there."""
         for name in columns:
             kind = self.first.types[name]
             for path, table in zip(self.paths, self.tables, strict=True):
-                if (other := table.types.get(name, "missing")) != kind:
+                if (other_kind := table.types.get(name, "missing")) != kind:
                     raise UserError(
-                        f"{path}: the column {name} is {other}, in {self.paths[0].name} {kind}"
+                        f"{path}: the column {name} is {other_kind}, in {self.paths[0].name} {kind}"
                     )
 
     def rows(
         self, columns: Sequence[str], limit: float = math.inf
     ) -> Iterator[tuple[str, list[str]]]:
-        """Yield the rows as text. Raises UserError beyond so many bytes."""
+        """Yield the rows as text. Raises UserError for more than `limit` bytes."""
         self.check(columns)
         number, size = itertools.count(), 0
         for path, table in zip(self.paths, self.tables, strict=True):
             read = 0
             while columns and read < table.rows:
                 with _reading(path):
-                    more, values = _child.ask(path, list(columns), read, LOOKED_AT, bounded.TABLE)
-                    size += more
+                    piece_size, values = _child.ask(
+                        path, list(columns), read, LABEL_ROWS, bounded.TABLE
+                    )
+                    size += piece_size
                     if size > limit:
                         raise bounded.Refused(
-                            f"its columns {', '.join(columns)} have more than {bounded.TABLE.remedy}"
+                            f"its columns {', '.join(columns)} have more than"
+                            f" {bounded.TABLE.remedy}"
                         )
                 for row in zip(*values, strict=True):
                     yield f"row {next(number)}", list(map(labels.as_text, row))
                 read += len(values[0])
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return the file in which a row lies, and its number there."""
+        """Return the file of a row, and its number in that file."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         return shard, row - int(self.starts[shard])
 
 
 class TableSource(base.Source):
-    """The images in the rows of some files. Raises UserError for what cannot be used, by name.
+    """The images in the rows of files. Raises UserError for a file that cannot be used.
 
-    Rows are read forward, as packing goes; a step back begins anew.
+    Reading is fast in ascending order, as in packing; a step back starts from the beginning.
     """
 
     in_order = True
@@ -211,10 +224,10 @@ class TableSource(base.Source):
         shards.check([self._image])
         if not shards.starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
-        self._rows = np.arange(shards.starts[-1])  # of all files, one after the other
+        self._rows = np.arange(shards.starts[-1])  # of the concatenated files
         counts = labels.count(shards.names, (row for _, row in shards.rows(shards.names)))
         odd = (name for name in shards.first.types if name in (labels.LABEL, options.label_column))
-        counts = {name: Counter() for name in odd} | counts
+        counts = {name: Counter[str]() for name in odd} | counts
         declared = [name for name in shards.names if class_names(first, shards.first, name)]
         columns = labels.choose_columns(self, str(path), counts, options, declared=declared)
         for name in columns.names:
@@ -224,7 +237,7 @@ class TableSource(base.Source):
                     f"{first}: the column {name} is {kind}; labels are whole numbers, text or lists"
                 )
         self._take_rows(str(path), columns, options)
-        # the file, the first row in it, and the images there
+        # number of a file, first row in it, and the images from there
         self._piece: tuple[int, int, Any] = (0, 0, [])
 
     # --- columns
@@ -234,16 +247,18 @@ class TableSource(base.Source):
         if "image" in images:
             images = ["image"]
         if len(images) != 1:
-            several = f"{' and '.join(images)} could be images, call one image"
-            reason = several if images else f"no column holds bytes{INSTEAD}"
+            reason = f"no column holds bytes{INSTEAD}"
+            if images:
+                reason = f"{' and '.join(images)} could be images, call one image"
             columns = ", ".join(f"{name} ({kind})" for name, kind in table.types.items())
             raise UserError(f"{path}: {reason}; its columns are {columns}")
         return images[0]
 
     def _take_rows(self, where: str, columns: labels.Columns, options: base.SourceOptions) -> None:
-        """Take the labels, and leave out rows that have none (null, empty text and numbers below 0)
-        and those of other splits. Of classes that the schema names, those that no image has are
-        left out.
+        """Set the labels and the rows of the split.
+
+        Rows without a label (null, empty text, a number below 0) are omitted. Classes of the schema
+        without images are omitted too.
         """
         rows = [row for _, row in self.shards.rows(columns.names, bounded.TABLE.limit)]
         rows = rows or [[]] * len(self._rows)
@@ -260,13 +275,14 @@ class TableSource(base.Source):
             self._name_classes(where, columns.labels[0])
 
     def _name_classes(self, where: str, column: str) -> None:
-        """Give the classes the names of the schema, if it has them, and its order."""
+        """Set the names and the order of the classes by the schema, if it has them."""
         paths, tables = self.shards.paths, self.shards.tables
         names = class_names(paths[0], tables[0], column)
         for path, table in zip(paths, tables, strict=True):
             if class_names(path, table, column) != names:
                 raise UserError(
-                    f"{path} and {paths[0].name} name their classes differently: get both from one place"
+                    f"{path} and {paths[0].name} name their classes differently: get both from one"
+                    " place"
                 )
         if not names:
             return
@@ -287,16 +303,16 @@ class TableSource(base.Source):
         shard, row = self.shards.place(int(self._rows[index]))
         number, first, images = self._piece
         if number != shard or not first <= row < first + len(images):
-            with explained(OSError, unread):
+            with explained(OSError, read_error):
                 _, (images,) = _child.ask(
-                    self.shards.paths[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE
+                    self.shards.paths[shard], [self._image], row, IMAGE_ROWS, bounded.IMAGE
                 )
             first = row
             self._piece = (shard, first, images)
         content: bytes | None = images[row - first]
         if content is None:
             raise ImageError(f"holds no bytes{INSTEAD}")
-        with explained(OSError, unread):
+        with explained(OSError, read_error):
             bounded.refuse_large(len(content), bounded.IMAGE)
         return content
 
@@ -310,7 +326,7 @@ class TableSource(base.Source):
 
 
 def class_names(path: Path, table: _Table, column: str) -> list[str]:
-    """The names of a ClassLabel in Hugging Face's metadata, or none."""
+    """Return the names of a ClassLabel in Hugging Face's metadata, or an empty list."""
     if table.metadata is None:
         return []
     record = f"{path}: its metadata record huggingface"
@@ -318,7 +334,7 @@ def class_names(path: Path, table: _Table, column: str) -> list[str]:
     with bounded.reading(record, "get it again", *faults):
         content = json.loads(table.metadata)
         feature = content.get("info", content).get("features", {}).get(column, {})
-        # of a list
+        # The column may have lists of a feature.
         feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
         names = feature.get("names", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -333,8 +349,10 @@ def class_names(path: Path, table: _Table, column: str) -> list[str]:
 def open_table(
     path: Path, options: base.SourceOptions, shards: Sequence[Path] | None = None
 ) -> base.Source:
-    """Return the images of Parquet or Arrow files (None: those of the path's split): in a column of
-    bytes, else those that a column of paths names.
+    """Open the images of Parquet or Arrow files: those in a column of bytes, else those of a column
+    of paths.
+
+    `shards` are the files; None means those of the path's split.
     """
     splits: tuple[str, ...] = ()
     ignored: list[str] = []
@@ -345,10 +363,13 @@ def open_table(
     if splits or base.SPLIT_PREFIX.match(path.stem.lower()):  # the files are those of one split
         options = options._replace(split_column=options.split_column or base.NO_LABELS, split=None)
     named = not table.first.of_use("bytes") and table.first.of_use("text")
-    source: base.Source = (
-        PathTable(path, options, table) if named else TableSource(path, options, table)
-    )
-    source.splits, source.ignored = splits or source.splits, ignored
+    source: base.Source
+    if named:
+        source = PathTable(path, options, table)
+    else:
+        source = TableSource(path, options, table)
+    source.splits = splits or source.splits
+    source.ignored = ignored
     return source
 
 
@@ -360,8 +381,9 @@ def is_saved(folder: Path) -> bool:
 
 
 def open_arrow(path: Path, options: base.SourceOptions) -> base.Source:
-    """The images of an Arrow file or of a folder of `save_to_disk`. Raises UserError for what
-    cannot be used.
+    """Open the images of an Arrow file or of a folder of `save_to_disk`.
+
+    Raises UserError if it cannot be used.
     """
     if not is_saved(path):
         return open_table(path, options)
@@ -381,16 +403,16 @@ def open_arrow(path: Path, options: base.SourceOptions) -> base.Source:
 
 
 def _is_name(name: object) -> bool:
-    """Whether it names a file or folder beside the document."""
+    """Return True for the name of a file or folder in the folder of the document."""
     return isinstance(name, str) and Path(name).name == name != ".."
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files of a data set. Raises UserError for what is not there, leads out of the folder, or
-    is reordered.
+    """Return the files of a data set. Raises UserError for a missing file, one outside the folder,
+    and reordered rows.
     """
     state = _document(folder / STATE)
-    names: list[Any] = []
+    names: list[str] = []
     with suppress(KeyError, TypeError):
         names = [item["filename"] for item in state["_data_files"]]
     if not names or not all(map(_is_name, names)):
@@ -399,13 +421,13 @@ def _shards(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder} is a selection of another data set: save it after flatten_indices()"
         )
-    if (
-        missing := next((name for name in names if not (folder / name).is_file()), None)
-    ) is not None:
-        raise UserError(
-            f"{folder}: {missing} is missing, which {STATE} names: copy or save it again"
-        )
-    return [folder / name for name in names]
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(
+                f"{folder}: {path.name} is missing, which {STATE} names: copy or save it again"
+            )
+    return paths
 
 
 def _document(path: Path) -> dict[str, Any]:

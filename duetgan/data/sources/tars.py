@@ -1,10 +1,10 @@
 """Tar files: webdataset's samples, in one `.tar` or a folder of shards, or images arranged as in a
 folder.
 
-The files of a sample lie one after the other; the image is the one with an image's suffix alone.
-Where that makes no image, a sample's name ends at the last dot (`a.left.png`). A tar in which no
-image has a file that says something (NOTES) is arranged as a folder is. Nothing is extracted: the
-places of the images are noted once, and only regular files are read.
+The files of a sample are contiguous, and its name ends at the first dot. The image is the file
+whose remaining name is an image's suffix. If that gives no image, the names end at the last dot
+(`a.left.png`). A tar whose images have no files with labels (NOTES) is arranged like a folder.
+Nothing is extracted: the positions of the images are listed once, and only regular files are read.
 """
 
 import itertools
@@ -33,28 +33,28 @@ from duetgan.data.tar_files import Member, TarFiles, read_members
 from duetgan.utils.errors import UserError
 
 SUFFIX = ".tar"
-NOTES = ("cls", "json", "txt")  # suffixes of what is said of an image
-# webdataset's: up to the first dot, and the rest
+NOTES = ("cls", "json", "txt")  # suffixes of files with labels
+# webdataset's rule: the name up to the first dot, and the suffix
 SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
 LAST_DOT = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)", re.DOTALL)
 FIELDS = ("cls", labels.LABEL, *labels.LABEL_COLUMNS)  # of `json`
-LOOKED_AT = 10_000  # samples whose other fields may be labels
-META = re.compile(r"__[^/]*__(/|$)")  # webdataset's own notes
+INSPECTED = 10_000  # first samples, in which any field of `json` may be the labels
+META = re.compile(r"__[^/]*__(/|$)")  # webdataset's metadata
 NOTE_BYTES = 1 << 20
 
 
 @dataclass
 class Sample:
-    """What lies side by side under one name."""
+    """Contiguous files with one name."""
 
     key: str
     images: list[Member] = field(default_factory=list)
-    notes: dict[str, str] = field(default_factory=dict)  # by the suffix, or by the field of `json`
-    dotted: str = ""  # a file that is an image by its last suffix, but has several
+    notes: dict[str, str] = field(default_factory=dict)  # by suffix, or by field of `json`
+    dotted: str = ""  # a file with several suffixes, of which the last is an image's
 
 
 class TarSource(ListedSource):
-    """The images of tar files. Raises UserError for what cannot be used, by name."""
+    """The images of tar files. Raises UserError for a file that cannot be used."""
 
     takes = ListedSource.takes | {"label_column", "label_separator", "split_column"}
 
@@ -62,7 +62,7 @@ class TarSource(ListedSource):
         self,
         path: Path,
         options: SourceOptions,
-        # these of the folder; None: those of the split, or the file itself
+        # the tar files; None: those of the split, or the file itself
         shards: Sequence[Path] | None = None,
     ) -> None:
         super().__init__(path.name, str(path))
@@ -70,37 +70,39 @@ class TarSource(ListedSource):
         if path.is_dir() and shards is None:
             self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, options.split)
         self._files = TarFiles(self.shards)
-        members = [member for number in range(len(self.shards)) for member in self._members(number)]
+        members: list[Member] = []
+        for number in range(len(self.shards)):
+            members += self._members(number)
         if not members and self.problems:
             raise UserError(str(self.problems[0]))
         parts = _parts(members, SAMPLE)
         if not any(_is_image(match[2]) for match, _ in parts):
             parts = _parts(members, LAST_DOT)
-        noted = {match[1] for match, _ in parts if _kind(match[2]) in NOTES}
-        if options.label_column is not None or any(
-            _is_image(match[2]) and match[1] in noted for match, _ in parts
-        ):
+        with_notes = {match[1] for match, _ in parts if _kind(match[2]) in NOTES}
+        image_keys = {match[1] for match, _ in parts if _is_image(match[2])}
+        if options.label_column is not None or image_keys & with_notes:
             if options.classes_from is not None:
                 raise UserError(
                     f"--classes-from does not apply to {path}: its labels lie beside the images"
                 )
-            named = {member.name for _, member in parts}
-            self.ignored += [member.name for member in members if member.name not in named]
+            part_names = {member.name for _, member in parts}
+            self.ignored += [member.name for member in members if member.name not in part_names]
             self._take_samples(list(self._samples(parts, options.label_column)), options)
         else:
             self._by_name = {member.name: member for member in members}
             if len(self._by_name) < len(members):
                 name = Counter(member.name for member in members).most_common(1)[0][0]
                 raise UserError(
-                    f"{self.where} holds {name} more than once: make the tar again, or give one tar alone"
+                    f"{self.where} holds {name} more than once: make the tar again, or give one tar"
+                    " alone"
                 )
-            arrange(
-                self, self._by_name, [], options._replace(split=None) if self.splits else options
-            )
+            if self.splits:
+                options = options._replace(split=None)
+            arrange(self, self._by_name, [], options)
             self._images = [self._by_name[name] for name in self.names]
 
     def _members(self, number: int) -> Iterator[Member]:
-        """The regular files of a shard; other members become problems."""
+        """Yield the regular files of a shard. Other members become problems."""
         shard = self.shards[number]
         try:
             for member in read_members(shard):
@@ -108,9 +110,9 @@ class TarSource(ListedSource):
                 if member.isdir() or META.match(name):
                     continue
                 if not member.isreg() or member.issparse():
-                    what = "a link" if member.islnk() or member.issym() else "not a regular file"
+                    kind = "a link" if member.islnk() or member.issym() else "not a regular file"
                     self.problems.append(
-                        Problem(f"{shard}:{name}", f"is {what}; put the file itself into the tar")
+                        Problem(f"{shard}:{name}", f"is {kind}; put the file itself into the tar")
                     )
                     continue
                 yield Member(name, number, member.offset_data, member.size)
@@ -125,11 +127,10 @@ class TarSource(ListedSource):
         for sample in samples:
             if len(sample.images) != 1:
                 images = f"{len(sample.images)} images" if sample.images else "no image"
-                dots = (
-                    f"; its name ends at the first dot of {sample.dotted}" if sample.dotted else ""
-                )
-                problem = f"has {images}; a sample has one{dots}"
-                self.problems.append(Problem(f"{self.where}: sample {sample.key}", problem))
+                reason = f"has {images}; a sample has one"
+                if sample.dotted:
+                    reason += f"; its name ends at the first dot of {sample.dotted}"
+                self.problems.append(Problem(f"{self.where}: sample {sample.key}", reason))
         samples = [sample for sample in samples if len(sample.images) == 1]
         if not samples:
             raise UserError(
@@ -138,15 +139,12 @@ class TarSource(ListedSource):
         columns = self._choose_columns(samples, options)
         rows = [[sample.notes.get(name, "") for name in columns.names] for sample in samples]
         places = [self._place_name(sample.images[0]) for sample in samples]
-        samples = [
-            samples[index]
-            for index in labels.take_columns(self, self.where, columns, rows, places, options)
-        ]
-        self._images = [sample.images[0] for sample in samples]
+        indices = labels.take_columns(self, self.where, columns, rows, places, options)
+        self._images = [samples[index].images[0] for index in indices]
         self.take_names([member.name for member in self._images], self.labels().tolist())
 
     def _choose_columns(self, samples: Sequence[Sample], options: SourceOptions) -> labels.Columns:
-        """The notes that hold labels and the split; adds remarks. Raises UserError if it is
+        """Choose the notes with labels and the split, and add remarks. Raises UserError if it is
         unclear.
         """
         counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -155,27 +153,26 @@ class TarSource(ListedSource):
                 counts[name][text] += 1
         if options.label_column is None and "cls" in counts:
             options = options._replace(label_column="cls")
-        declared = (
-            ["txt"]
-            if looks_like_labels(self.where, {"txt": counts.get("txt", Counter[str]())})
-            else []
-        )
-        if self.splits:  # the shards are those of one split
+        texts = counts.get("txt", Counter[str]())
+        declared = ["txt"] if looks_like_labels(self.where, {"txt": texts}) else []
+        if self.splits:  # All shards belong to one split.
             options = options._replace(split_column=options.split_column or NO_LABELS)
         return labels.choose_columns(self, self.where, counts, options, declared=declared)
 
     def _samples(
-        self, parts: list[tuple[re.Match[str], Member]], asked: str | None
+        self, parts: list[tuple[re.Match[str], Member]], label_column: str | None
     ) -> Iterator[Sample]:
-        """Files of one name that lie one after the other."""
+        """Yield the samples: contiguous files with one name."""
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
-        counts: dict[str, set[str]] = defaultdict(set)  # values of the first samples, by field
+        field_values: dict[str, set[str]] = defaultdict(set)  # in the first samples
         fields: set[str] | None = None
         for number, ((key, _), files) in enumerate(groups):
             sample = Sample(key)
-            if number == LOOKED_AT:  # fields of few values may be labels or splits
-                few = {name for name, values in counts.items() if len(values) <= MOST_VALUES}
-                fields = {*FIELDS, *(asked or "").split(","), *few}
+            if number == INSPECTED:  # Fields with few values may be labels or splits.
+                fields = {*FIELDS, *(label_column or "").split(",")}
+                for name, values in field_values.items():
+                    if len(values) <= MOST_VALUES:
+                        fields.add(name)
             for match, member in files:
                 suffix = match[2].lower()
                 if _is_image(suffix):
@@ -184,15 +181,15 @@ class TarSource(ListedSource):
                     self._take_note(sample, suffix, member, fields)
                 elif _is_image(_kind(suffix)):
                     sample.dotted = member.name
-            if number < LOOKED_AT:
+            if number < INSPECTED:
                 for name, text in sample.notes.items():
-                    counts[name].add(text)
+                    field_values[name].add(text)
             yield sample
 
     def _take_note(
         self, sample: Sample, suffix: str, member: Member, fields: Collection[str] | None
     ) -> None:
-        """Take what a file says of its sample; of `json` these fields, None: all."""
+        """Add the content of a file to its sample's notes; `fields` are those of `json`, None: all."""
         try:
             if member.size > NOTE_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")
@@ -223,11 +220,9 @@ class TarSource(ListedSource):
 
     def stored_name(self, index: int) -> str:
         member = self._images[index]
-        return (
-            member.name
-            if len(self.shards) == 1
-            else f"{self.shards[member.shard].name}:{member.name}"
-        )
+        if len(self.shards) == 1:
+            return member.name
+        return f"{self.shards[member.shard].name}:{member.name}"
 
     def place(self, index: int) -> tuple[int, int]:
         member = self._images[index]
@@ -241,7 +236,7 @@ class TarSource(ListedSource):
 
 
 def _parts(members: Sequence[Member], form: re.Pattern[str]) -> list[tuple[re.Match[str], Member]]:
-    """Return the members whose names are a sample's and a suffix."""
+    """Return the members with names of the form NAME.SUFFIX, and the matches."""
     return [(match, member) for member in members if (match := form.fullmatch(member.name))]
 
 
@@ -250,5 +245,5 @@ def _is_image(suffix: str) -> bool:
 
 
 def _kind(suffix: str) -> str:
-    """What a file is: `seg.png` is a png."""
+    """Return the last suffix: `png` for `seg.png`."""
     return suffix.lower().rpartition(".")[2]

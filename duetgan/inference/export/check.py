@@ -1,5 +1,5 @@
-"""From a checkpoint to a file that was checked: written beside its place, loaded again, compared
-with the original (do the outputs agree, is it as accurate, how fast is it), and only then renamed.
+"""The export of a checkpoint with its checks: the file is written under a temporary name, loaded
+again, compared with the original network in outputs, accuracy and speed, and only then renamed.
 """
 
 import math
@@ -29,6 +29,7 @@ from duetgan.inference.export.subject import (
 )
 from duetgan.metrics.lineage import data_of
 from duetgan.models.restore import NETWORKS
+from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.files import check_writable, replace_file, writing
 from duetgan.utils.image_spec import ImageSpec
@@ -36,37 +37,37 @@ from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import columns
 
-ACCURACY_LOSS = 0.01  # of int8, at most: one point
-SINGLE_CALLS = 10  # of batch 1 in a repeat
+ACCURACY_LOSS = 0.01  # the largest loss of accuracy by int8: one percentage point
+SINGLE_CALLS = 10  # calls with batch size 1 in a repeat
 
 
 class CheckFailed(TrainingHalted):
-    """The file does not do what the original does; it was not left behind. Exit code 4, as a
+    """The exported file does not agree with the original and was removed. Exit code 4, as for a
     training that stops itself.
     """
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One way to run the network, compared with the original."""
+    """One variant of the network, compared with the original."""
 
     name: str
-    bytes: int  # of its weights, or of its file
-    largest_difference: float  # of an output from the original's
-    agreement: float | None = None  # share of images that get the original's class
-    accuracy: float | None = None  # None where true classes are not known
+    bytes: int  # size of the weights, or of the file
+    largest_difference: float  # of an output from that of the original
+    agreement: float | None = None  # fraction of images with the class that the original predicts
+    accuracy: float | None = None  # None if the true classes are unknown
     accuracy_change: float | None = None
     batch1_ms: float = math.nan  # median
     images_per_second: float = math.nan  # at the large batch, median
-    batch1_speedup: float = math.nan  # against the original
+    batch1_speedup: float = math.nan  # relative to the original
     batch_speedup: float = math.nan
 
 
-def outputs(run: Runner, batches: Sequence[Inputs], what: str = "") -> Tensor:
-    """Return the outputs of all batches, behind a bar that is named `what`."""
+def outputs(run: Runner, batches: Sequence[Inputs], progress: str = "") -> Tensor:
+    """Return the outputs of all batches, with a progress bar if `progress` is not empty."""
     with (
         torch.inference_mode(),
-        Bar(total=len(batches), desc=what, unit="batch", disable=not what) as bar,
+        Bar(total=len(batches), desc=progress, unit="batch", disable=not progress) as bar,
     ):
         parts = []
         for batch in batches:
@@ -76,45 +77,47 @@ def outputs(run: Runner, batches: Sequence[Inputs], what: str = "") -> Tensor:
 
 
 def compare(
-    name: str, size: int, found: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool
+    name: str, size: int, result: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool
 ) -> Row:
-    """A row from outputs [n, ...] and the original's; `classes`: they are logits."""
-    difference = (
-        float((found - original).abs().max()) if found.shape == original.shape else math.inf
-    )
+    """Return a row from the outputs [n, ...] of a variant and of the original. `classes`: the
+    outputs are logits.
+    """
+    difference = math.inf
+    if result.shape == original.shape:
+        difference = float((result - original).abs().max())
     row = Row(name=name, bytes=size, largest_difference=difference)
     if classes:
-        predicted, before = found.argmax(1), original.argmax(1)
-        row.agreement = float((predicted == before).double().mean())
+        predicted, expected = result.argmax(1), original.argmax(1)
+        row.agreement = float((predicted == expected).double().mean())
         if labels is not None:
             row.accuracy = float((predicted == labels).double().mean())
-            row.accuracy_change = row.accuracy - float((before == labels).double().mean())
+            row.accuracy_change = row.accuracy - float((expected == labels).double().mean())
     return row
 
 
 def judge(row: Row, form: Format, original: Tensor) -> str | None:
-    """What is wrong with an exported file's outputs; None if nothing is."""
+    """Return the fault of an exported file's outputs, or None."""
     if form.limit is not None:
         limit = form.limit * max(1.0, float(original.abs().max()))
-        if not row.largest_difference <= limit:  # and so for NaN
+        if not row.largest_difference <= limit:  # also for NaN
             difference = f"{row.largest_difference:.3g}, more than {limit:.3g}"
             return f"its outputs differ from the original's by up to {difference}"
         return None
     if not math.isfinite(row.largest_difference):
         return "its outputs are not finite"
-    loss, what = 1 - (row.agreement or 0.0), "it names other classes than the original"
+    loss, fault = 1 - (row.agreement or 0.0), "agreement with the original's classes falls"
     if row.accuracy_change is not None:
-        loss, what = -row.accuracy_change, "accuracy falls"
+        loss, fault = -row.accuracy_change, "accuracy falls"
     if loss > ACCURACY_LOSS + 1e-9:
-        return f"{what} by {100 * loss:.2f} points, more than {100 * ACCURACY_LOSS:g}"
+        return f"{fault} by {100 * loss:.2f} points, more than {100 * ACCURACY_LOSS:g}"
     return None
 
 
 def measure_speed(
     rows: Sequence[Row], runs: Sequence[Runner], subject: Subject, *, batch: int, repeats: int
 ) -> None:
-    """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after
-    one to prepare.
+    """Fill in the rows' times: medians of `repeats` turns, in which the variants alternate, after a
+    warm-up turn.
     """
     calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
     seconds: list[tuple[list[float], list[float]]] = [([], []) for _ in runs]
@@ -123,112 +126,103 @@ def measure_speed(
         Bar(total=(repeats + 1) * len(runs), desc="measuring speed", unit="turn") as bar,
     ):
         for turn in range(repeats + 1):
-            for run, both in zip(runs, seconds, strict=True):
-                for taken, (inputs, times) in zip(both, calls, strict=True):
+            for run, durations in zip(runs, seconds, strict=True):
+                for call_durations, (inputs, times) in zip(durations, calls, strict=True):
                     for _ in range(times if turn else 1):
                         started = time.perf_counter()
                         run(inputs)
-                        taken += [time.perf_counter() - started] if turn else []
+                        if turn:
+                            call_durations.append(time.perf_counter() - started)
                 bar.update()
-    medians = [[statistics.median(taken) for taken in both] for both in seconds]
-    for row, (single, whole) in zip(rows, medians, strict=True):
+    medians = [tuple(map(statistics.median, durations)) for durations in seconds]
+    for row, (single, large) in zip(rows, medians, strict=True):
         row.batch1_ms, row.batch1_speedup = 1000 * single, medians[0][0] / single
-        row.images_per_second, row.batch_speedup = batch / whole, medians[0][1] / whole
+        row.images_per_second, row.batch_speedup = batch / large, medians[0][1] / large
 
 
 def examine(
     subject: Subject, exported: tuple[str, int, Runner], job: Namespace
 ) -> tuple[list[Row], str | None]:
-    """The table's rows, the original's first and the exported file's (name, bytes, how it runs)
-    last, and what is wrong with it or None. Raises UserError if the original's own outputs are not
-    finite.
+    """Compare the exported file (name, bytes, runner) and other variants with the original.
+
+    Returns the table's rows, the original's first and the file's last, and the fault of the file or
+    None. Raises UserError if the outputs of the original are not finite.
     """
     networks = {"fp32 eager": subject.network}
-    if subject.is_classifier and not job.no_benchmark:  # else there is nothing to fold
+    if subject.is_classifier and not job.no_benchmark:  # generators have no BatchNorm to fold
         networks["folded"] = subject.fast()
     if not job.no_benchmark:
-        # a classifier whole
+        # A generator needs autocast, because some of its layers must stay in float32.
         networks["bf16"] = InBfloat16(subject.fast(), autocast=not subject.is_classifier)
-    contenders = [
-        (what, sum(t.nbytes for t in network.state_dict().values()), as_runner(network))
-        for what, network in networks.items()
-    ]
-    contenders.append(exported)
-    original = outputs(contenders[0][2], subject.batches, "comparing fp32 eager")
+    variants = []
+    for name, network in networks.items():
+        size = sum(tensor.nbytes for tensor in network.state_dict().values())
+        variants.append((name, size, as_runner(network)))
+    variants.append(exported)
+    original = outputs(variants[0][2], subject.batches, "comparing fp32 eager")
     if not bool(torch.isfinite(original).all()):
         raise UserError(
             "the checkpoint's own outputs are not finite; export another one (--which, or an earlier file)"
         )
     rows: list[Row] = []
-    for what, size, run in contenders:
-        result = outputs(run, subject.batches, f"comparing {what}") if rows else original
+    for name, size, run in variants:
+        result = outputs(run, subject.batches, f"comparing {name}") if rows else original
         rows.append(
-            compare(what, size, result, original, subject.labels, classes=subject.is_classifier)
+            compare(name, size, result, original, subject.labels, classes=subject.is_classifier)
         )
-    wrong = judge(rows[-1], FORMATS[job.format], original)
-    if wrong is None and not job.no_benchmark:
-        measure_speed(
-            rows,
-            [run for *_, run in contenders],
-            subject,
-            batch=job.batch_size,
-            repeats=job.repeats,
-        )
-    return rows, wrong
+    fault = judge(rows[-1], FORMATS[job.format], original)
+    if fault is None and not job.no_benchmark:
+        runs = [run for *_, run in variants]
+        measure_speed(rows, runs, subject, batch=job.batch_size, repeats=job.repeats)
+    return rows, fault
 
 
 def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows for JSON: what was not measured is null."""
-    return [
-        {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
-        for row in map(asdict, rows)
-    ]
+    """Return the rows for JSON, with null for values that were not measured."""
+    entries = []
+    for row in rows:
+        entry = asdict(row)
+        for key, value in entry.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                entry[key] = None
+        entries.append(entry)
+    return entries
 
 
 def table(rows: Sequence[Row], *, batch: int) -> str:
+    """Return the rows as a table."""
     lines = [
         ["", "MiB", "largest difference", "accuracy", "change", "batch 1", "", f"batch {batch}", ""]
     ]
     for row in rows:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.4f}"
         change = "" if row.accuracy_change is None else f"{row.accuracy_change:+.4f}"
-        speeds = [f"{row.batch1_ms:.2f} ms", f"{row.batch1_speedup:.2f}x"]
-        speeds += [f"{row.images_per_second:,.0f}/s", f"{row.batch_speedup:.2f}x"]
-        speeds = speeds if math.isfinite(row.batch1_ms) else [""] * 4
-        lines.append(
-            [
-                row.name,
-                f"{row.bytes / 2**20:.2f}",
-                f"{row.largest_difference:.3g}",
-                accuracy,
-                change,
-                *speeds,
-            ]
-        )
+        speeds = [""] * 4
+        if math.isfinite(row.batch1_ms):
+            speeds = [f"{row.batch1_ms:.2f} ms", f"{row.batch1_speedup:.2f}x"]
+            speeds += [f"{row.images_per_second:,.0f}/s", f"{row.batch_speedup:.2f}x"]
+        size, difference = f"{row.bytes / 2**20:.2f}", f"{row.largest_difference:.3g}"
+        lines.append([row.name, size, difference, accuracy, change, *speeds])
     return columns(lines)
 
 
 # --- an export
 
 
-def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
-    """Raise UserError for what can be checked before any work."""
-    form, what = FORMATS[job.format], ""
-    if form.folder and job.out.exists() and not (job.out.is_dir() and not any(job.out.iterdir())):
-        what = f"exists; --format {job.format} makes a folder, give a new one"
-    elif not form.folder and job.out.exists() and (job.out.is_dir() or not job.overwrite):
-        what = (
-            "is a folder; name a file"
-            if job.out.is_dir()
-            else "exists; give --overwrite, or another name"
-        )
+def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
+    """Check the options as far as possible before any work. Raises UserError."""
+    form, fault = FORMATS[job.format], ""
+    if form.folder:
+        if job.out.exists() and not (job.out.is_dir() and not any(job.out.iterdir())):
+            fault = f"exists; --format {job.format} makes a folder, give a new one"
+    elif job.out.is_dir():
+        fault = "is a folder; name a file"
+    elif job.out.exists() and not job.overwrite:
+        fault = "exists; give --overwrite, or another name"
     elif not job.out.name.endswith(form.suffix):
-        what = f"--format {job.format} is told by its name's end; give it {form.suffix}"
-    if what:
-        raise UserError(f"{job.out}: {what}")
+        fault = f"a file of --format {job.format} must end in {form.suffix}"
+    if fault:
+        raise UserError(f"{job.out}: {fault}")
     if form.only is not None and checkpoint["task"] != form.only[0]:
         raise UserError(f"--format {job.format} {form.only[1]}")
     several = "thresholds" in checkpoint["state"].get(NETWORKS["classifier"], {})
@@ -248,8 +242,8 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
     check_writable(job.out.parent)
 
 
-def open_subject(job: Namespace, checkpoint: dict[str, Any]) -> Subject:
-    """The network and what it is checked with; a classifier's images are read here."""
+def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
+    """Load the network and the inputs of its check; a classifier's images are read here."""
     if checkpoint["task"] == "gan":
         return generator_subject(
             checkpoint, batch_size=job.batch_size, psi=job.truncation_psi, mean=job.truncation_mean
@@ -259,28 +253,34 @@ def open_subject(job: Namespace, checkpoint: dict[str, Any]) -> Subject:
         images = stack.enter_context(_readable(checkpoint, job.data, (held_out, trained)))
         calibration = None
         if job.format == "int8":
-            places = (trained, job.data, held_out)
+            paths = (trained, job.data, held_out)
             calibration = stack.enter_context(
-                _readable(checkpoint, job.calibration, places, option="--calibration")
+                _readable(checkpoint, job.calibration, paths, option="--calibration")
             )
-        sizes = {"count": job.n, "batch_size": job.batch_size, "calibrated": job.calibrated}
-        return classifier_subject(checkpoint, images, calibration=calibration, **sizes)
+        return classifier_subject(
+            checkpoint,
+            images,
+            count=job.n,
+            batch_size=job.batch_size,
+            calibration=calibration,
+            calibrated=job.calibrated,
+        )
 
 
 def _readable(
-    checkpoint: dict[str, Any],
-    given: str | None,
-    places: tuple[str | None, ...],
+    checkpoint: Checkpoint,
+    requested: str | None,
+    paths: tuple[str | None, ...],
     *,
     option: str = "--data",
 ) -> Dataset:
-    """The file that was given, else the first of the places that can be read. Raises UserError."""
-    if given is not None:
-        return dataset_for_model(given, checkpoint)
+    """Open the requested file, by default the first readable one of `paths`. Raises UserError."""
+    if requested is not None:
+        return dataset_for_model(requested, checkpoint)
     reason = "its config names none"
-    for place in filter(None, places):
+    for path in filter(None, paths):
         try:
-            return dataset_for_model(place, checkpoint)
+            return dataset_for_model(path, checkpoint)
         except UserError as error:
             reason = str(error)
     raise UserError(
@@ -288,10 +288,11 @@ def _readable(
     )
 
 
-def export(job: Namespace, checkpoint: dict[str, Any]) -> tuple[list[Row], Subject, str | None]:
-    """Write, load again, check, rename, as `job`, the options of export.py, says. Returns the
-    table's rows, what was exported and what is wrong (then a file that was there stays), or None.
-    Raises UserError.
+def export(job: Namespace, checkpoint: Checkpoint) -> tuple[list[Row], Subject, str | None]:
+    """Write a file, load it again, check it, and rename it; `job` has the options of export.py.
+
+    Returns the table's rows, the subject, and the fault of the file or None. With a fault, an
+    existing file stays. Raises UserError.
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]
@@ -303,17 +304,14 @@ def export(job: Namespace, checkpoint: dict[str, Any]) -> tuple[list[Row], Subje
         written = Path(folder) / job.out.name
         say(f"writing {job.format}")
         form.write(subject, written)
-        files = (
-            [path for path in written.rglob("*") if path.is_file()] if form.folder else [written]
-        )
-        exported = (
-            job.format,
-            sum(path.stat().st_size for path in files),
-            form.open(subject, written),
-        )
-        rows, wrong = examine(subject, exported, job)
-        if wrong is None and form.folder:
+        files = [written]
+        if form.folder:
+            files = [path for path in written.rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        exported = (job.format, size, form.open(subject, written))
+        rows, fault = examine(subject, exported, job)
+        if fault is None and form.folder:
             written.replace(job.out)
-        elif wrong is None:
+        elif fault is None:
             replace_file(job.out, written.read_bytes())
-    return rows, subject, wrong
+    return rows, subject, fault

@@ -1,13 +1,14 @@
-"""A model folder to hand on: the weights, programs that take them, a page of Python that needs
-torch and safetensors alone, config.json for programs and README.md, a model card in the form of the
-Hugging Face hub, for people. Nothing in it names a place on this machine. The programs are
-torch.export's; their weights are inputs, so that a file of weights serves them.
+"""A model folder for publication: the weights, programs that take them, a Python module that needs
+only torch and safetensors, config.json, and README.md, a model card in the form of the Hugging Face
+hub. No file contains a path of this machine. The programs are made by torch.export; weights are
+among their inputs, so that one file of weights serves all programs.
 """
 
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,23 +30,27 @@ from duetgan.inference.export.subject import (
     write_weights,
 )
 from duetgan.inference.samples import Sampler, draw_grid
-from duetgan.metrics.figures import CLASSIFIER, GAN
+from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
 from duetgan.metrics.lineage import run_folder
 from duetgan.models.classifier import ModelConfig
+from duetgan.models.gan import StyledGenerator
 from duetgan.models.registry import DEFAULT
 from duetgan.utils import bounded
+from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.config.build import build
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import recorded
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed, printable
 
+Document = dict[str, Any]  # a JSON object
+
 
 def traced(
-    network: nn.Module, inputs: tuple[Any, ...], shapes: Any
+    network: nn.Module, inputs: tuple[object, ...], shapes: Any
 ) -> torch.export.ExportedProgram:
-    """The network as a graph of torch's operators, `shapes` as torch.export has them. Neither the
-    inputs, which may be someone's images, nor places on this machine are left in it.
+    """Trace a network with torch.export; `shapes` are its `dynamic_shapes`. The inputs, which may
+    be private images, and paths of this machine are removed from the program.
     """
     program = torch.export.export(network, inputs, dynamic_shapes=shapes)
     program.example_inputs = None
@@ -56,37 +61,44 @@ def traced(
 
 
 class Program(nn.Module):
-    """`forward(weights, *inputs)` of a network, without weights of its own: `names` are theirs in
-    it, in order, and in the file. `inputs`: what it is traced with; `stored`: from a name in the
-    network to that in the file, "" for none.
+    """A network as `forward(weights, *inputs)`, without weights of its own.
+
+    `names` maps the names of the weights in the network, in order, to those in the file of weights.
     """
 
     def __init__(
-        self, network: nn.Module, inputs: tuple[Any, ...], stored: Callable[[str], str]
+        self,
+        network: nn.Module,
+        inputs: tuple[Tensor | list[Tensor], ...],  # examples for tracing
+        stored_name: Callable[[str], str],  # name in the network -> name in the file, "" for none
     ) -> None:
         super().__init__()
-        self.hidden = [network]  # in a list, torch does not see it
-        self.names = {name: there for name in network.state_dict() if (there := stored(name))}
+        self.hidden = [network]  # in a list, so that torch does not register it as a submodule
+        self.names: dict[str, str] = {}
+        for name in network.state_dict():
+            if stored := stored_name(name):
+                self.names[name] = stored
         self.inputs = inputs
 
-    def forward(self, weights: list[Tensor], *inputs: Any) -> Tensor:
+    def forward(self, weights: list[Tensor], *inputs: Tensor | list[Tensor]) -> Tensor:
         return functional_call(self.hidden[0], dict(zip(self.names, weights, strict=True)), inputs)
 
     def write(self, path: Path) -> None:
-        """Trace it, for any number of rows."""
+        """Trace the network for any number of rows and write the program."""
         state = self.hidden[0].state_dict()
         weights = [state[name] for name in self.names]
         batch = torch.export.Dim("batch", min=1)
         rows = [[{0: batch} for _ in x] if isinstance(x, list) else {0: batch} for x in self.inputs]
-        torch.export.save(
-            traced(self.eval(), (weights, *self.inputs), ([None] * len(weights), tuple(rows))), path
-        )
+        shapes = ([None] * len(weights), tuple(rows))
+        torch.export.save(traced(self.eval(), (weights, *self.inputs), shapes), path)
 
 
 class Synthesis(nn.Module):
-    """ws [N, num_ws, w_dim] and a noise map [N, 1, H, W] for each layer -> images."""
+    """A function of ws [N, num_ws, w_dim] and a noise map [N, 1, H, W] for each layer that returns
+    images.
+    """
 
-    def __init__(self, generator: Any) -> None:
+    def __init__(self, generator: StyledGenerator) -> None:
         super().__init__()
         self.generator = generator
 
@@ -95,84 +107,90 @@ class Synthesis(nn.Module):
 
 
 def programs(subject: Subject) -> dict[str, Program]:
-    """The programs of a subject's network by their names; each name in the file is one of its
-    checkpoint's state.
+    """Return the programs of a subject's network by name. The stored names of their weights are
+    those of the checkpoint's state.
     """
 
-    def of_synthesis(name: str) -> str:  # "": it has no use of this one
+    def synthesis_name(name: str) -> str:
         stored = name.removeprefix("generator.")
-        return (
-            ""
-            if stored.startswith(("mapping.", "w_avg")) or stored.endswith("noise_const")
-            else stored
-        )
+        is_unused = stored.startswith(("mapping.", "w_avg")) or stored.endswith("noise_const")
+        return "" if is_unused else stored
 
     rows, network = subject.rows(EXAMPLES), subject.network
     if not isinstance(network, Drawing):
         return {"network": Program(network, rows, str)}
-    generator: Any = network.generator
-    if not generator.has_styles:  # one that still grows is in a network of its stage
+    if not network.generator.has_styles:
+        # A generator that was saved while it grew is wrapped, which adds to the prefix.
         return {"generator": Program(network, rows, lambda name: name.rpartition("generator.")[2])}
-    ws = torch.zeros(EXAMPLES, generator.num_ws, generator.w_dim)
+    generator = cast(StyledGenerator, network.generator)
+    ws = torch.zeros(EXAMPLES, generator.num_ws, generator.w_avg.numel())
     maps = [torch.zeros(EXAMPLES, *shape) for shape in generator.noise_shapes()]
     return {
         "mapping": Program(generator.mapping, rows, lambda name: f"mapping.{name}"),
-        "synthesis": Program(Synthesis(generator), (ws, maps), of_synthesis),
+        "synthesis": Program(Synthesis(generator), (ws, maps), synthesis_name),
     }
 
 
 PAGE = "duet_model.py"
-GRID = 64  # samples; a quarter above 64 px
-# figures that stand in a row of the card's table
+GRID = 64  # number of samples in the card's picture; a quarter of it above 64 px
+# metric -> the metric of real images that is printed in the same row of the card's table
 FLOORS = {"frechet": "floor", "kernel": "kernel_floor"}
 # the hub's names of tasks
 TAGS = {"classifier": "image-classification", "gan": "unconditional-image-generation"}
-NAMED = 20  # classes that a card lists
+LISTED = 20  # number of classes that a card lists
 COLOURS = {1: "grey", 3: "RGB"}
 RESIZED = {
-    "crop": "the largest middle part of its shape, scaled by Pillow's Lanczos filter",
-    "pad": "centred on zeros, scaled down first where it is too large, never enlarged",
+    "crop": "the largest centre crop of the model's aspect ratio, scaled by Pillow's Lanczos filter",
+    "pad": "centred on zeros, scaled down if it is too large, never enlarged",
 }
 
 
 def write_folder(subject: Subject, path: Path) -> None:
+    """Write the folder of a subject."""
     path.mkdir()
     write_weights(path / "model.safetensors", subject.checkpoint)
-    (path / "model.safetensors").chmod(0o644)  # safetensors lets nobody else read it
-    made = programs(subject)
-    for name, program in made.items():
+    (path / "model.safetensors").chmod(0o644)  # safetensors makes files private
+    program_names: dict[str, list[str]] = {}
+    for name, program in programs(subject).items():
         program.write(path / f"{name}.pt2")
-    more: dict[str, Any] = {
-        "programs": {name: list(program.names.values()) for name, program in made.items()}
-    }
+        program_names[name] = list(program.names.values())
+    interface_entries: Document = {"programs": program_names}
     seed = None
     if isinstance(subject.network, Drawing):
-        seed, generator = 0, cast(Any, subject.network.generator)
+        seed, generator = 0, subject.network.generator
         most = GRID if generator.spec.side <= 64 else GRID // 4
-        chosen = range(min(generator.kinds, most))
+        chosen = range(min(generator.num_labels, most))
         count = min(8, most // max(1, len(chosen))) * len(chosen) or most
         draw_grid(Sampler(generator=generator, chosen=chosen), path / "samples.png", count=count)
-        more |= {"z_dim": generator.z_dim, "noise": []}
-        # the stored maps by their names in the state, in the order of the layers
+        interface_entries |= {"z_dim": generator.z_dim, "noise": []}
         if generator.has_styles:
-            names = {id(x): name for name, x in generator.named_buffers()}
-            more["noise"] = [names[id(layer.noise_const)] for layer in generator.styled_layers()]
-            more["num_ws"] = generator.num_ws
-    config = described(subject.checkpoint, licence=subject.licence, more=more)
+            interface_entries |= _noise_entries(cast(StyledGenerator, generator))
+    config = described(subject.checkpoint, licence=subject.licence, entries=interface_entries)
     if not config["figures"]:
-        say(
-            "note: the card has no figures; evaluate.py --checkpoint RUN finds some, which the next export takes up"
-        )
+        say("note: the card has no metrics; run evaluate.py --checkpoint RUN, then export again")
     texts = {
         "config.json": json.dumps(config, indent=1, allow_nan=False) + "\n",
         PAGE: inspect.getsource(page),
+        "README.md": readme(path.name, config, seed=seed),
     }
-    for name, text in (texts | {"README.md": readme(path.name, config, seed=seed)}).items():
+    for name, text in texts.items():
         (path / name).write_text(text, encoding="utf-8")
 
 
+def _noise_entries(generator: StyledGenerator) -> Document:
+    """Return the names of the stored noise maps in the state, in the order of the layers, and the
+    number of styles.
+    """
+    names = {id(buffer): name for name, buffer in generator.named_buffers()}
+    layers = cast(Any, generator).styled_layers()
+    return {
+        "noise": [names[id(layer.noise_const)] for layer in layers],
+        "num_ws": generator.num_ws,
+    }
+
+
 def open_folder(_subject: Subject, path: Path) -> Runner:
-    """The folder as its own page loads it."""
+    """Load the folder with its own module."""
     spec: Any = importlib.util.spec_from_file_location("duet_model_of_a_folder", path / PAGE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -182,80 +200,81 @@ def open_folder(_subject: Subject, path: Path) -> Runner:
 # --- config.json
 
 
-def evaluated(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What evaluate.py wrote into the checkpoint's run, if it evaluated this very step; else an
-    empty dict.
+def evaluated(checkpoint: Checkpoint) -> Document:
+    """Return the evaluation in the checkpoint's run folder if it is of the checkpoint's step, else
+    an empty dict.
     """
     path = run_folder(Path(checkpoint["file"])) / "eval" / "metrics.json"
     try:
         document = json.loads(bounded.read_file(path, bounded.TABLE))
     except (OSError, ValueError, RecursionError):
         return {}
-    same = isinstance(document, dict) and all(
-        document.get(key) == checkpoint[key] for key in ("task", "step")
-    )
-    return document if same else {}
+    if not isinstance(document, dict):
+        return {}
+    is_same = all(document.get(key) == checkpoint[key] for key in ("task", "step"))
+    return document if is_same else {}
 
 
-def figures(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of an evaluation: `name`, `value`, `interval` (95 %) or null, `n` images,
-    `extractor` or null, and of distances the `floor`.
+def figures(document: Document) -> list[Document]:
+    """Return the metrics of an evaluation: `name`, `value`, `interval` (95 %) or null, the number
+    of images `n`, `extractor` or null, and the `floor` of distances.
     """
-    judged = [row for row in GAN if row.by_judge]
-    groups = [
-        (each, GAN, str(each.get("extractor")).partition(":")[0])
-        for each in document.get("distances") or []
-    ]
-    groups += [
-        (document, CLASSIFIER, "")
-        if document.get("task") == "classifier"
-        else (document, judged, "classifier")
-    ]
+    groups: list[tuple[Document, Sequence[Figure], str]] = []
+    for distances in document.get("distances") or []:
+        # The path of classifier:RUN is private.
+        groups.append((distances, GAN, str(distances.get("extractor")).partition(":")[0]))
+    if document.get("task") == "classifier":
+        groups.append((document, CLASSIFIER, ""))
+    else:
+        groups.append((document, [row for row in GAN if row.by_judge], "classifier"))
     rows = []
-    for group, table, by in groups:  # classifier:RUN without its path
+    for group, table, extractor in groups:
         for name in (row.key for row in table if row.key not in FLOORS.values()):
-            if isinstance(group.get(name), (int, float)):
-                row = {
-                    "name": name,
-                    "value": group[name],
-                    "interval": group.get(f"{name}_interval"),
-                }
-                row |= {"n": group.get("n", document.get("n")), "extractor": by or None}
-                floor = group.get(FLOORS.get(name, ""))
-                rows.append(row | ({} if floor is None else {"floor": floor}))
+            if not isinstance(group.get(name), (int, float)):
+                continue
+            row = {
+                "name": name,
+                "value": group[name],
+                "interval": group.get(f"{name}_interval"),
+                "n": group.get("n", document.get("n")),
+                "extractor": extractor or None,
+            }
+            floor = group.get(FLOORS.get(name, ""))
+            if floor is not None:
+                row["floor"] = floor
+            rows.append(row)
     return rows
 
 
-def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any]) -> dict[str, Any]:
-    """What config.json holds; `more`: of the programs. Nothing in it is a path."""
-    task, config, shape = checkpoint["task"], checkpoint["config"], checkpoint["shape"]
+def described(checkpoint: Checkpoint, *, licence: str, entries: Mapping[str, object]) -> Document:
+    """Return the content of config.json, without any path; `entries` describe the programs."""
+    task, config = checkpoint["task"], checkpoint["config"]
     name = (checkpoint.get("data") or {}).get("resize_filter", "none")
     model = build(ModelConfig, config["model"], source="model") if task == "classifier" else None
-    calls, document, lineage = (
-        interface(checkpoint),
-        evaluated(checkpoint),
-        recorded(checkpoint).document(),
-    )
+    calls, document = interface(checkpoint), evaluated(checkpoint)
+    lineage = recorded(checkpoint).document()
     inside = "ImageNet's mean and deviation" if model and model.imagenet_normalised else None
-    rule = (
-        "none: images of that size"
-        if name == RESIZE_FILTERS["exact"]
-        else RESIZED.get(trained_mode(checkpoint), name)
-    )
+    rule = RESIZED.get(trained_mode(checkpoint), name)
+    if name == RESIZE_FILTERS["exact"]:
+        rule = "none: images of that size"
     return {
         "task": task,
         "architecture": model.name if model else config.get("architecture", DEFAULT),
         "step": checkpoint["step"],
         "classes": list(checkpoint["classes"]),
-        "conditional": model is not None or shape["classes"] > 0,
+        "conditional": model is not None or checkpoint["shape"]["classes"] > 0,
         "image": dict(
-            zip(("channels", "height", "width"), ImageSpec.read(shape).shape, strict=True)
+            zip(
+                ("channels", "height", "width"),
+                ImageSpec.read(checkpoint["shape"]).shape,
+                strict=True,
+            )
         ),
         "normalisation": {"outside": "pixels / 127.5 - 1", "inside": inside},
         "resize": {"filter": name, "rule": rule},
         "input": calls["input"],
         "output": calls["output"],
-        **more,
+        **entries,
         "network": contents(checkpoint)["config"],
         "figures": figures(document),
         "data": {key: lineage[key] for key in ("trained_on", "synthetic")}
@@ -268,23 +287,22 @@ def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any])
 # --- README.md
 
 
-def readme(name: str, config: dict[str, Any], *, seed: int | None) -> str:
-    """The model card; `seed`: of the samples in samples.png, None without them."""
+def readme(name: str, config: Document, *, seed: int | None) -> str:
+    """Return the model card; `seed` is that of the samples in samples.png, None without them."""
     image, classes = config["image"], config["classes"] if config["conditional"] else []
     kind, use = USE[config["task"]]
-    of = (
-        f"of {len(classes)} classes: {listed(list(map(_code, classes)), NAMED)}"
-        if classes
-        else "without classes"
-    )
+    class_list = "without classes"
+    if classes:
+        class_list = f"of {len(classes)} classes: {listed(list(map(_code, classes)), LISTED)}"
     colours = COLOURS.get(image["channels"], f"{image['channels']}-channel")
+    size = f"{image['width']}x{image['height']} px"
     grid = "" if seed is None else f"![Samples, seed {seed}](samples.png)\n\n"
     return f"""---
 {yaml.safe_dump(metadata(name, config), sort_keys=False, allow_unicode=True)}---
 
 # {_plain(name)}
 
-A {_plain(config["architecture"])} {kind} of images ({image["width"]}x{image["height"]} px, {colours}), {of}. Trained \
+A {_plain(config["architecture"])} {kind} of images ({size}, {colours}), {class_list}. Trained \
 with Duet for {config["step"]:,} steps.
 
 {grid}## Use
@@ -296,21 +314,21 @@ model = load()
 {use}
 ```
 
-`duet_model.py` lies in this folder. It needs torch and safetensors and runs on the CPU. In Duet, `model.safetensors`
-goes wherever a checkpoint goes (`--checkpoint`).
+`duet_model.py` is in this folder. It needs torch and safetensors and runs on the CPU. In Duet, `model.safetensors`
+can be used like a checkpoint (`--checkpoint`).
 
 - Input: {_plain(config["input"])}
 - Output: {_plain(config["output"])}
-- How the images of its training were brought to size: {config["resize"]["rule"]}
+- Resizing of the training images: {config["resize"]["rule"]}
 
-## Figures
+## Metrics
 
 {_table(config["figures"])}
 
 ## Training
 
 - Data, by content hash: {", ".join(map(_code, config["data"]["trained_on"])) or "unknown"}
-- Sets of generated images among them: {len(config["data"]["synthetic"])}
+- Sets of generated images among these data: {len(config["data"]["synthetic"])}
 - Classifiers that supplied a loss: {", ".join(map(_code, config["teachers"])) or "none"}
 
 ## Licence
@@ -319,7 +337,7 @@ goes wherever a checkpoint goes (`--checkpoint`).
 """
 
 
-USE = {  # task -> what it is, and the lines that use it
+USE = {  # task -> kind of model, and example code
     "classifier": (
         "classifier",
         "probabilities = model.probabilities(images)  # uint8 [N, C, H, W] -> [N, classes]\n"
@@ -329,65 +347,50 @@ USE = {  # task -> what it is, and the lines that use it
 }
 
 
-def metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The card's head, as the hub reads it."""
+def metadata(name: str, config: Document) -> Document:
+    """Return the card's metadata for the hub."""
     task = TAGS[config["task"]]
-    head: dict[str, Any] = {
+    tags = ["duet", config["architecture"]]
+    if config["classes"]:
+        tags.append("class-conditional")
+    head: Document = {
         "license": config["licence"],
         "library_name": "pytorch",
         "pipeline_tag": task,
+        "tags": tags,
     }
-    head["tags"] = [
-        "duet",
-        config["architecture"],
-        *(["class-conditional"] if config["classes"] else []),
-    ]
     if config["figures"]:
         tested = str(config["data"]["tested_on"])
         data = {"type": "duet-packed-images", "name": f"held-out images, {tested[:16]}"}
         metrics = []
         for row in config["figures"]:
-            by = f", {row['extractor']}" if row["extractor"] else ""
-            metrics.append(
-                {
-                    "type": row["name"],
-                    "value": row["value"],
-                    "name": f"{row['name']} (n {row['n']}{by})",
-                }
-            )
+            extractor = f", {row['extractor']}" if row["extractor"] else ""
+            title = f"{row['name']} (n {row['n']}{extractor})"
+            metrics.append({"type": row["name"], "value": row["value"], "name": title})
         result = {"task": {"type": task}, "dataset": data, "metrics": metrics}
         head["model-index"] = [{"name": name, "results": [result]}]
     return head
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[Document]) -> str:
     if not rows:
         return "Not evaluated."
     lines = [
-        "| figure | value | 95 % interval | of two real sets | n | by |",
+        "| metric | value | 95 % interval | of two real sets | n | extractor |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         interval = " to ".join(f"{x:.4g}" for x in row["interval"] or ())
         floor = f"{row['floor']:.4g}" if "floor" in row else ""
-        cells = [
-            row["name"],
-            f"{row['value']:.4g}",
-            interval,
-            floor,
-            row["n"],
-            row["extractor"] or "",
-        ]
+        value, extractor = f"{row['value']:.4g}", row["extractor"] or ""
+        cells = [row["name"], value, interval, floor, row["n"], extractor]
         lines.append(f"| {' | '.join(_plain(str(cell)) for cell in cells)} |")
     return "\n".join(lines)
 
 
 def _plain(text: str) -> str:
-    """A text of someone's that Markdown takes for no more than text."""
-    return "".join(
-        f"\\{character}" if character in "\\`*_[]<>#|!" else character
-        for character in printable(text)
-    )
+    """Escape a text for Markdown."""
+    return re.sub(r"[\\`*_\[\]<>#|!]", r"\\\g<0>", printable(text))
 
 
 def _code(text: str) -> str:

@@ -1,8 +1,8 @@
-"""The formats: how each is written, and how it is loaded again to be compared.
+"""The export formats: a function that writes each, and one that loads it again for the check.
 
-StyleGAN2 for other programs: by the names of NVIDIA's programs in a .safetensors file, and of
-rosinality's in a .pt file of plain tensors. `models.convert` reads both, which is how they are
-checked.
+StyleGAN2 is also exported for other programs: with NVIDIA's names of weights in a .safetensors
+file, and with rosinality's in a .pt file of plain tensors. `models.convert` reads both for the
+check.
 """
 
 import contextlib
@@ -41,19 +41,22 @@ from duetgan.models.official.unpickle import Refused
 from duetgan.models.registry import DEFAULT
 from duetgan.models.restore import ENTRY, classifier_from, generator_from, read_weights
 from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
+from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.config.build import build
 from duetgan.utils.config.model import Config
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.run_log import say
 
-# of rosinality's networks at 4 to 32 px; further up they are halved with each resolution
+# channels of rosinality's networks at 4 to 32 px; above, they are halved with each resolution
 WIDTHS = 512
+# parts of a discriminator that other programs do not have
+EXTRA_HEADS = ("auxiliary", "from_rgbs")
 
 
-def networks(checkpoint: dict[str, Any]) -> Converted:
-    """The checkpoint's networks with their whole configurations. Raises UserError for what is no
-    grown StyleGAN2.
+def networks(checkpoint: Checkpoint) -> Converted:
+    """Return the checkpoint's networks with their complete configurations. Raises UserError unless
+    it is a StyleGAN2 at its full resolution.
     """
     config, shape = checkpoint["config"], dict(checkpoint["shape"])
     if (name := config.get("architecture", DEFAULT)) != "stylegan2":
@@ -77,34 +80,32 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
         "generator": GeneratorConfig,
         "discriminator": DiscriminatorConfig,
     }
-    whole = {
-        name: build(kind, config.get(name, {}), source=name).model_dump()
-        for name, kind in sections.items()
-    }
-    state = {
-        name: part
-        for name, part in checkpoint["state"].items()
-        if name.removesuffix("_ema") in sections
-    }
-    if "discriminator" not in config:  # a file of weights: of the generator alone
+    configs = {}
+    for name, config_class in sections.items():
+        configs[name] = build(config_class, config.get(name, {}), source=name).model_dump()
+    state = {}
+    for name, weights in checkpoint["state"].items():
+        if name.removesuffix("_ema") in sections:
+            state[name] = weights
+    if "discriminator" not in config:  # a file of weights has only the generator
         state.pop("discriminator", None)
-    if heads := {name.partition(".")[0] for name in state.get("discriminator", {})} & {
-        "auxiliary",
-        "from_rgbs",
-    }:
-        part = state["discriminator"]
-        state["discriminator"] = {
-            name: x for name, x in part.items() if name.partition(".")[0] not in heads
-        }
-        say(
-            f"note: without the discriminator's {' and '.join(sorted(heads))}, which those programs have not"
-        )
-    return Converted("stylegan2", shape, whole["generator"], whole["discriminator"], state)
+    heads, discriminator = set(), {}
+    for name, tensor in state.get("discriminator", {}).items():
+        head = name.partition(".")[0]
+        if head in EXTRA_HEADS:
+            heads.add(head)
+        else:
+            discriminator[name] = tensor
+    if heads:
+        state["discriminator"] = discriminator
+        parts = " and ".join(sorted(heads))
+        say(f"note: without the discriminator's {parts}, which those programs do not have")
+    return Converted("stylegan2", shape, configs["generator"], configs["discriminator"], state)
 
 
 def write_nvidia(subject: Subject, path: Path) -> None:
-    """Their state dicts, and in the metadata's entry `nvidia` the keyword arguments of their
-    classes.
+    """Write NVIDIA's state dicts, and the keyword arguments of NVIDIA's classes in the metadata
+    entry `nvidia`.
     """
     gan = networks(subject.checkpoint)
     for name in ("generator", "discriminator"):
@@ -113,21 +114,22 @@ def write_nvidia(subject: Subject, path: Path) -> None:
             raise UserError(
                 f"channel_base {base} leaves NVIDIA's {name} no channels; choose safetensors"
             )
-    tensors, arguments = nvidia.theirs(gan)
+    tensors, arguments = nvidia.to_official(gan)
     if not gan.generator["clamp_always"] and gan.generator["conv_clamp"] is not None:
         say(
-            "note: without conv_clamp and fp16, which here act together and there apart: the images are fp32's"
+            "note: without conv_clamp and fp16, because NVIDIA's program also clamps in fp32; "
+            "the images are those of fp32"
         )
-    _tell_of_groups(gan)
+    _note_group_difference(gan)
     classes = json.dumps(subject.checkpoint["classes"])
     write_tensors(path, tensors, {nvidia.ENTRY: json.dumps(arguments), "classes": classes})
 
 
 def write_rosinality(subject: Subject, path: Path) -> None:
-    """What their torch.save would hold, without optimizers."""
+    """Write a checkpoint of rosinality's program, without optimizers."""
     gan = networks(subject.checkpoint)
-    with explained(Refused, lambda why: f"{why}; choose safetensors or nvidia"):
-        content = rosinality.theirs(gan)
+    with explained(Refused, lambda error: f"{error}; choose safetensors or nvidia"):
+        content = rosinality.to_official(gan)
     config, side = gan.generator, gan.shape["resolution"]
     base, top = config["channel_base"], config["channel_max"]
     if top != WIDTHS or base % 16384:
@@ -137,75 +139,80 @@ def write_rosinality(subject: Subject, path: Path) -> None:
         )
     if "discriminator" in gan.state and "d" not in content:
         say(
-            "note: without the discriminator, which rosinality's class cannot be (plain, or minibatch_std_group 1)"
+            "note: without the discriminator, which rosinality's class does not support (plain, or "
+            "minibatch_std_group 1)"
         )
     elif "d" in content:
-        _tell_of_groups(gan, only=4)
+        _note_group_difference(gan, fixed_group=4)
     torch.save(content, path)
 
 
-def _tell_of_groups(gan: Converted, only: int | None = None) -> None:
-    group, order = (
-        gan.discriminator["minibatch_std_group"],
-        gan.discriminator["minibatch_std_order"],
-    )
-    if (
-        "discriminator" in gan.state
-        and group > 1
-        and (order != "strided" or only not in (None, group))
-    ):
-        theirs = f"{only or group} samples, N / {only or group} apart"
+def _note_group_difference(gan: Converted, fixed_group: int | None = None) -> None:
+    """Print a note if the other program groups samples differently for the minibatch standard
+    deviation. `fixed_group` is its only group size, if it has only one.
+    """
+    group = gan.discriminator["minibatch_std_group"]
+    order = gan.discriminator["minibatch_std_order"]
+    if "discriminator" not in gan.state or group <= 1:
+        return
+    their_group = fixed_group or group
+    if order != "strided" or their_group != group:
+        theirs = f"{their_group} samples, N / {their_group} apart"
         say(
             f"note: D's minibatch standard deviation is over groups of {group} {order} samples; theirs of {theirs}"
         )
 
 
 def open_official(subject: Subject, path: Path) -> Runner:
-    """The generator that `models.convert` makes of the file, as a function of its inputs."""
+    """Convert the file with `models.convert` and return its generator."""
     content = checkpoint_of(read(path), list(subject.checkpoint["classes"]))
     return as_runner(Drawing(generator_from(content)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
+    """A format of export."""
+
     write: Callable[[Subject, Path], None]
     open: Callable[[Subject, Path], Runner]
-    # largest difference that is allowed, as a share of the outputs' largest magnitude above 1
+    # allowed difference of outputs, relative to their largest magnitude if that exceeds 1
     limit: float | None
-    needs: tuple[str, ...] = ()  # packages beyond the ordinary ones
-    # a task, if it is for that one alone, and what to tell of the other one
+    needs: tuple[str, ...] = ()  # optional packages
+    # the only supported task, and the message for another one
     only: tuple[str, str] | None = None
-    folder: bool = False  # it is a folder
-    suffix: str = ""  # that its name ends with: by it `models.convert` tells what it is
+    folder: bool = False  # True if the export is a folder
+    suffix: str = ""  # required suffix, by which `models.convert` recognises the format
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what exporters have to tell their own developers."""
-    before = logging.root.manager.disable
+    """Suppress warnings and log messages of exporters, which are meant for developers."""
+    previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous)
 
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 
 
 def import_extra(name: str) -> Any:
-    """An optional package. Raises UserError, with what to install, where it is missing."""
+    """Import an optional package. Raises UserError, with the command to install it, if it is
+    missing.
+    """
     package = name.partition(".")[0]
     remedy = "onnx onnxruntime onnxscript" if package in ONNX else package
     with explained(
-        ImportError, lambda why: f"this format needs {package} ({why}); `pip install {remedy}`"
+        ImportError, lambda error: f"this format needs {package} ({error}); `pip install {remedy}`"
     ):
         return importlib.import_module(name)
 
 
 def open_safetensors(subject: Subject, path: Path) -> Runner:
-    """The network built from the file alone."""
+    """Build the network from the file alone."""
     checkpoint = read_weights(path)
     if subject.is_classifier:
         return as_runner(classifier_from(checkpoint, several=True))
@@ -216,17 +223,19 @@ def open_safetensors(subject: Subject, path: Path) -> Runner:
 
 
 def _program(subject: Subject) -> torch.export.ExportedProgram:
-    """The network as a graph of torch's operators, BatchNorm folded, for any number of rows."""
+    """Trace the network, with BatchNorm folded, for any number of rows."""
     batch = torch.export.Dim("batch", min=1)
     return traced(subject.fast(), subject.rows(EXAMPLES), tuple({0: batch} for _ in subject.names))
 
 
 def write_torch_export(subject: Subject, path: Path) -> None:
-    """A program of torch.export; `contents` and `interface` as JSON in its extra file `duet.json`."""
+    """Write a program of torch.export, with `contents` and `interface` as JSON in its extra file
+    `duet.json`.
+    """
     content = interface(subject.checkpoint) | subject.truncation | contents(subject.checkpoint)
-    about = {f"{ENTRY}.json": json.dumps(content)}
+    extra_files = {f"{ENTRY}.json": json.dumps(content)}
     with _quiet(), torch.no_grad(), open(path, "wb") as file:
-        torch.export.save(_program(subject), file, extra_files=about)
+        torch.export.save(_program(subject), file, extra_files=extra_files)
 
 
 def open_torch_export(_subject: Subject, path: Path) -> Runner:
@@ -238,16 +247,20 @@ def open_torch_export(_subject: Subject, path: Path) -> Runner:
 
 
 def write_onnx(subject: Subject, path: Path) -> None:
-    """An ONNX graph, BatchNorm folded; `contents` as JSON in its metadata entry `duet`, `interface`
-    beside it.
+    """Write an ONNX graph, with BatchNorm folded. Its metadata are `contents` as JSON in the entry
+    `duet`, and the entries of `interface`.
     """
-    names: dict[str, Any] = {"input_names": list(subject.names), "output_names": [subject.output]}
     with _quiet(), torch.no_grad():
         program: Any = torch.onnx.export(
-            _program(subject), **names, dynamo=True, verbose=False, optimize=False
+            _program(subject),
+            input_names=list(subject.names),
+            output_names=[subject.output],
+            dynamo=True,
+            verbose=False,
+            optimize=False,
         )
         optimizer = import_extra("onnxscript.optimizer")
-        # not `optimize`, whose rules take 1e-8 in a sum for 0 (0.7.2)
+        # Not `optimize`, whose rules treat 1e-8 in a sum as 0 (version 0.7.2).
         optimizer.fold_constants(program.model)
         optimizer.remove_unused_nodes(program.model)
         program.model.metadata_props[ENTRY] = json.dumps(contents(subject.checkpoint))
@@ -256,7 +269,7 @@ def write_onnx(subject: Subject, path: Path) -> None:
 
 
 def open_onnx(subject: Subject, path: Path) -> Runner:
-    """A session of onnxruntime on the CPU, with as many threads as torch has."""
+    """Open a session of onnxruntime on the CPU, with as many threads as torch has."""
     runtime = import_extra("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -272,9 +285,9 @@ def _arrays(subject: Subject, inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def write_int8(subject: Subject, path: Path) -> None:
-    """An ONNX graph in 8-bit integers: weights by output channel, activations by the ranges of the
-    calibration images, static. Weights use 7 of the 8 bits: sums of two products fill 16 bits on a
-    CPU without VNNI.
+    """Write an ONNX graph with static int8 quantization: weights by output channel, activations by
+    their ranges for the calibration images. Weights use 7 of the 8 bits, because sums of two
+    products must fit into 16 bits on CPUs without VNNI.
     """
     quantization = import_extra("onnxruntime.quantization")
     prepare = import_extra("onnxruntime.quantization.shape_inference").quant_pre_process
@@ -286,7 +299,7 @@ def write_int8(subject: Subject, path: Path) -> None:
         quantization.quantize_static(
             str(prepared),
             str(path),
-            # onnxruntime's CalibrationDataReader
+            # has the interface of onnxruntime's CalibrationDataReader
             SimpleNamespace(get_next=lambda: next(images, None)),
             quant_format=quantization.QuantFormat.QDQ,
             activation_type=quantization.QuantType.QUInt8,
@@ -300,36 +313,30 @@ def write_int8(subject: Subject, path: Path) -> None:
 
 
 def write_executorch(subject: Subject, path: Path) -> None:
-    """A program of ExecuTorch, PyTorch's runtime for phones and small devices: float32, one row at
-    a time, BatchNorm folded. XNNPACK computes what it can; a network that its partitioner fails on
-    has portable kernels throughout.
+    """Write a program of ExecuTorch, PyTorch's runtime for phones and small devices: float32, batch
+    size 1, BatchNorm folded. XNNPACK computes the operators that it supports; if its partitioner
+    fails on a network, all operators use portable kernels.
     """
     with _quiet(), torch.no_grad():
         lower = import_extra("executorch.exir").to_edge_transform_and_lower
-        delegate = import_extra(
-            "executorch.backends.xnnpack.partition.xnnpack_partitioner"
-        ).XnnpackPartitioner
+        xnnpack = import_extra("executorch.backends.xnnpack.partition.xnnpack_partitioner")
         network = copy.deepcopy(subject.fast()).to(memory_format=torch.contiguous_format)
         row = tuple(map(_dense, subject.rows(1)))
         try:
-            program = lower(traced(network, row, None), partitioner=[delegate()])
-        except Exception as error:  # its passes raise whatever they meet
+            program = lower(traced(network, row, None), partitioner=[xnnpack.XnnpackPartitioner()])
+        except Exception as error:  # The partitioner has no common class of exceptions.
             say(
-                f"note: portable kernels alone, which are slow: XNNPACK's partitioner failed ({str(error)[:80]})"
+                f"note: portable kernels only, which are slow: XNNPACK's partitioner failed ({str(error)[:80]})"
             )
             program = lower(traced(network, row, None))
         path.write_bytes(program.to_executorch().buffer)
 
 
 def open_executorch(_subject: Subject, path: Path) -> Runner:
-    """The program in ExecuTorch's runtime on the CPU, row by row."""
+    """Load the program in ExecuTorch's runtime on the CPU; it runs row by row."""
     with _quiet():
-        method = (
-            import_extra("executorch.runtime")
-            .Runtime.get()
-            .load_program(str(path))
-            .load_method("forward")
-        )
+        runtime = import_extra("executorch.runtime").Runtime.get()
+        method = runtime.load_program(str(path)).load_method("forward")
 
     def run(inputs: Inputs) -> Tensor:
         rows = zip(*(_dense(x).split(1) for x in inputs), strict=True)
@@ -339,7 +346,7 @@ def open_executorch(_subject: Subject, path: Path) -> Runner:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A copy whose strides say contiguous, also of a single row."""
+    """Return a contiguous copy; `contiguous()` keeps the channels_last strides of a single row."""
     return torch.empty(x.shape, dtype=x.dtype).copy_(x)
 
 
@@ -347,7 +354,7 @@ CHECKABLE = (
     "classifier",
     "is for classifiers, whose accuracy can be checked; for a generator choose safetensors, torch-export or onnx",
 )
-# formats that a generator's truncation is built into
+# formats that can include a generator's truncation
 PROGRAMS = ("onnx", "torch-export", "executorch")
 STYLEGAN2 = (
     "gan",

@@ -1,35 +1,42 @@
-"""A classifier's answers to labelled images, and its figures: pure functions of the logits in the
-images' order.
+"""Metrics of a classifier: pure functions of its logits on labelled images.
 
-So they depend neither on batches nor on processes. Calibration is Guo et al.'s, 2017 (1706.04599).
+They depend neither on batches nor on processes. Calibration follows Guo et al. 2017 (1706.04599).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from duetgan.metrics.intervals import Measured, balanced_interval, root
+from duetgan.metrics.protocol import Document
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
 
 class Ranking:
-    """Images ordered by a score: how well one class's probability ranks its images before all
-    others, by AUROC and average precision. Equal scores form one level. Needs a positive and a
-    negative image.
+    """AUROC and average precision of the ranking of images by a score, with influences.
 
-    Each figure has each image's influence on it, the derivative by its weight; for AUROC the mean
-    of its squares is DeLong's variance (1988).
+    Images of equal score form one level. The influence of an image on a metric is the metric's
+    derivative by the image's weight, times n; for the AUROC its mean square over n is DeLong's
+    variance (1988).
     """
 
     def __init__(self, scores: np.ndarray, positive: np.ndarray) -> None:
-        """Args: `scores` float [n], higher for the positive ones; `positive` bool [n]."""
+        """Sort the images into levels.
+
+        Args:
+            scores: Score of each image, float [n]; it should be higher for positive images.
+            positive: True for positive images, bool [n].
+
+        Raises:
+            ValueError: If there is no positive or no negative image.
+        """
         self.positive = positive
         levels, self.level = np.unique(scores, return_inverse=True)  # ascending
         self._positives = np.bincount(self.level[positive], minlength=len(levels))
@@ -40,20 +47,21 @@ class Ranking:
 
     @cached_property
     def _wins(self) -> tuple[np.ndarray, np.ndarray]:
-        """Twice the number of negatives below, and of positives above, each level; a tie is half a
-        win.
+        """Twice the number of negatives below, and of positives above, each level.
+
+        A tie counts as half a win.
         """
         below = 2 * np.cumsum(self._negatives) - self._negatives
         above = 2 * self.counts[0] - 2 * np.cumsum(self._positives) + self._positives
         return below, above
 
     def auroc(self) -> float:
-        """Share of the pairs of a positive and a negative image that are in the right order."""
+        """Return the fraction of pairs (positive, negative) that the score orders correctly."""
         positives, negatives = self.counts
         return int((self._positives * self._wins[0]).sum()) / (2 * positives * negatives)
 
     def auroc_influence(self) -> np.ndarray:
-        """Influence of each image on `auroc`, [n], of mean 0."""
+        """Return the influence of each image on `auroc`, [n], with mean 0."""
         (positives, negatives), (below, above) = self.counts, self._wins
         wins = (
             np.where(self.positive, below[self.level] / negatives, above[self.level] / positives)
@@ -62,49 +70,46 @@ class Ranking:
         return len(wins) * (wins - self.auroc()) / np.where(self.positive, positives, negatives)
 
     @cached_property
-    def _named(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the images at each level and above: their number, and the share of positives
-        (precision).
-        """
-        named = np.cumsum((self._positives + self._negatives)[::-1])[::-1]
-        return named, np.cumsum(self._positives[::-1])[::-1] / named
+    def _retrieved(self) -> tuple[np.ndarray, np.ndarray]:
+        """Number of images at each level and above, and their precision."""
+        count = np.cumsum((self._positives + self._negatives)[::-1])[::-1]
+        return count, np.cumsum(self._positives[::-1])[::-1] / count
 
     def average_precision(self) -> float:
-        """Mean precision over the positive images' levels: the sum of (R_i - R_(i-1)) P_i, without
-        interpolation.
-        """
-        return float((self._positives * self._named[1]).sum()) / self.counts[0]
+        """Return the average precision, sum of (R_i - R_(i-1)) P_i, without interpolation."""
+        return float((self._positives * self._retrieved[1]).sum()) / self.counts[0]
 
     def average_precision_influence(self) -> np.ndarray:
-        """Influence of each image on `average_precision`, [n], of mean 0: on its own term, and on
-        the precision at every level from the lowest up to its own.
+        """Return the influence of each image on `average_precision`, [n], with mean 0.
+
+        A positive image contributes its own term. Any image changes the precision at all levels
+        from the lowest one to its own.
         """
-        named, precision = self._named
-        own = precision - self.average_precision() + np.cumsum(self._positives / named)
-        others = np.cumsum(self._positives * precision / named)
-        return (
-            len(self.level)
-            / self.counts[0]
-            * (self.positive * own[self.level] - others[self.level])
-        )
+        count, precision = self._retrieved
+        gain = precision - self.average_precision() + np.cumsum(self._positives / count)
+        loss = np.cumsum(self._positives * precision / count)
+        difference = self.positive * gain[self.level] - loss[self.level]
+        return len(self.level) / self.counts[0] * difference
 
 
 BINS = 15  # of the calibration error
-COLDEST, HOTTEST = 0.01, 100.0  # a temperature beyond is not looked for
+COLDEST, HOTTEST = 0.01, 100.0  # range of fitted temperatures
 
 
 def bin_of(confidence: Tensor, bins: int) -> Tensor:
-    """Bins 0 to M - 1 of confidences float64 [n]: bin m - 1 holds those in ((m - 1)/M, m/M], M
-    bins.
+    """Return the bin, 0 to `bins` - 1, of each confidence, float64 [n].
+
+    Of M bins, bin m - 1 holds the confidences in ((m - 1)/M, m/M].
     """
     return (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
 def calibration_error(confidence: Tensor, hits: Tensor) -> tuple[float, Tensor]:
-    """The expected calibration error and each image's influence on it, [n].
+    """Return the expected calibration error and each image's influence on it, [n].
 
-    Args: `confidence` float64 [n], the largest probabilities; `hits` bool [n], whether the class is
-    the true one.
+    Args:
+        confidence: Largest probability of each image, float64 [n].
+        hits: True for correct predictions, bool [n].
     """
     gaps = confidence - hits.double()
     index = bin_of(confidence, BINS)
@@ -114,13 +119,13 @@ def calibration_error(confidence: Tensor, hits: Tensor) -> tuple[float, Tensor]:
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log of the true class's probability of each image, float64 [n], from logits [n, K]."""
+    """Return -log of each image's true class probability, float64 [n], from logits [n, K]."""
     logits = logits.double()
     return logits.logsumexp(1) - logits.gather(1, labels[:, None])[:, 0]
 
 
 def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of two halves of the images, ascending, equal in every class to within one image.
+    """Return the ascending indices of two random halves of the images, stratified by class.
 
     Drawn by the key (seed, "eval", "temperature").
     """
@@ -130,65 +135,69 @@ def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The T that minimises the likelihood loss of softmax(logits / T), in float64.
+    """Return the T that minimises the negative log-likelihood of softmax(logits / T).
 
-    The loss is convex in 1/T: its slope, the mean of E[z] - z_y, has one sign below the best T and
-    another above. Where every image is right, T would be 0: it stops at COLDEST; HOTTEST is the
-    other end.
+    The loss is convex in 1/T, so that its slope, the mean of E[z] - z_y, changes sign once. T is
+    limited to COLDEST (if all predictions are correct, the best T is 0) and HOTTEST.
     """
     logits = logits.double()
 
-    def expected(logarithm: float) -> Tensor:  # logit: the sharper the softmax, the larger
+    def expected(logarithm: float) -> Tensor:  # mean logit, which falls with the temperature
         return ((logits / math.exp(logarithm)).softmax(1) * logits).sum(1).mean()
 
-    own = logits.gather(1, labels[:, None]).mean()
-    return math.exp(root(expected, own, math.log(COLDEST), math.log(HOTTEST)))
+    observed = logits.gather(1, labels[:, None]).mean()
+    return math.exp(root(expected, observed, math.log(COLDEST), math.log(HOTTEST)))
 
 
-def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> dict[str, Any] | None:
-    """A temperature fitted on one half of the images, and what it changes on the other; None of
-    less than 4 images.
+def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> Document | None:
+    """Fit a temperature on one half of the images and test it on the other half.
 
-    Returns `value`, `fitted_on`, `judged_on` (images), and of the judged half without (`_before`)
-    and with it (`_after`): `nll`, `ece`, `ece_interval`.
+    Returns:
+        `value`; the numbers of images `fitted_on` and `judged_on`; `nll`, `ece` and `ece_interval`
+        of the test half without (`_before`) and with the temperature (`_after`). None if there are
+        fewer than 4 images.
     """
     if len(labels) < 4:
         return None
     fitted, judged = (torch.from_numpy(half) for half in halves(labels.numpy(), seed))
     temperature = fit_temperature(logits[fitted], labels[fitted])
-    result: dict[str, Any] = {
+    result: Document = {
         "value": temperature,
         "fitted_on": len(fitted),
         "judged_on": len(judged),
     }
     for name, divisor in (("before", 1.0), ("after", temperature)):
-        scaled, wanted = logits[judged].double() / divisor, labels[judged]
+        scaled = logits[judged].double() / divisor
         confidence, predicted = scaled.softmax(1).max(1)
-        error = Measured.influenced(*calibration_error(confidence, predicted == wanted))
-        result[f"nll_{name}"] = float(negative_log_likelihood(scaled, wanted).mean())
-        result[f"ece_{name}"], result[f"ece_interval_{name}"] = error.value, error.interval
+        error = Measured.influenced(*calibration_error(confidence, predicted == labels[judged]))
+        result[f"nll_{name}"] = float(negative_log_likelihood(scaled, labels[judged]).mean())
+        result[f"ece_{name}"] = error.value
+        result[f"ece_interval_{name}"] = error.interval
     return result
 
 
-TOP = 5  # labels among so many largest logits are counted
-PAIRS = 10  # most confused pairs of classes that are listed
+TOP = 5  # of the top-5 accuracy
+PAIRS = 10  # number of most confused pairs of classes to list
 
 
-def hot(labels: Tensor, classes: int) -> Tensor:
-    """Of which classes images are, bool [n, classes], from labels int64 [n], or of several an image
-    [n, classes].
-    """
+def multi_hot(labels: Tensor, classes: int) -> Tensor:
+    """Return labels as bool [n, classes], from class indices int64 [n] or multi-hot [n, classes]."""
     return labels > 0 if labels.ndim == 2 else labels[:, None] == torch.arange(classes)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What figures are made of. Raises UserError for no image, or a label beyond the classes."""
+    """Logits and labels of images that have one class each, and values derived from them.
+
+    Raises:
+        ValueError: If the shapes do not match.
+        UserError: If there is no image, or a label is not below the number of classes.
+    """
 
     logits: Tensor  # float32 [n, K]
     labels: Tensor  # int64 [n]
-    names: Sequence[str]  # [K], of the classes
-    # int64 [n] in the file; None: 0 to n - 1
+    names: Sequence[str]  # class names, [K]
+    # record numbers of the images, int64 [n]; None: 0 to n - 1
     records: np.ndarray | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -210,8 +219,8 @@ class Answers:
                 f"a label of the data lies beyond the classifier's {classes} classes; give its data"
             )
 
-    def places(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The records of some of the images."""
+    def record_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the record numbers of the images at these rows."""
         return np.asarray(rows) if self.records is None else self.records[rows]
 
     @cached_property
@@ -221,7 +230,7 @@ class Answers:
 
     @cached_property
     def predicted(self) -> Tensor:
-        """int64 [n]; of equally likely classes the first."""
+        """Most likely class, int64 [n]; the first one of equally likely classes."""
         return self.logits.argmax(1)
 
     @cached_property
@@ -230,27 +239,22 @@ class Answers:
 
     @cached_property
     def hits(self) -> Tensor:
-        """bool [n]: whether exactly its classes are predicted."""
-        return (self.named == self.shown).all(1)
+        """bool [n]: True if exactly the true classes are predicted."""
+        return (self.predicted_classes == self.true_classes).all(1)
 
     @cached_property
-    def shown(self) -> Tensor:
-        """bool [n, K]: of which classes each image is."""
-        return hot(self.labels, len(self.names))
+    def true_classes(self) -> Tensor:
+        """bool [n, K]: the classes of each image."""
+        return multi_hot(self.labels, len(self.names))
 
     @cached_property
-    def named(self) -> Tensor:
-        """bool [n, K]: of which it is predicted to be."""
-        return hot(self.predicted, len(self.names))
+    def predicted_classes(self) -> Tensor:
+        """bool [n, K]: the predicted classes of each image."""
+        return multi_hot(self.predicted, len(self.names))
 
-    def words(self, classes: Tensor) -> str:
-        """What some of the classes, bool [K], are called."""
-        return (
-            "; ".join(
-                name for name, there in zip(self.names, classes.tolist(), strict=True) if there
-            )
-            or "no label"
-        )
+    def class_text(self, classes: Tensor) -> str:
+        """Return the names of the classes that are True in bool [K], or "no label"."""
+        return "; ".join(itertools.compress(self.names, classes.tolist())) or "no label"
 
     @cached_property
     def confusion(self) -> Tensor:
@@ -262,106 +266,111 @@ class Answers:
 
     @cached_property
     def rankings(self) -> list[Ranking | None]:
-        """Of the images by each class's probability; None for a class without images, or that all
-        images have.
-        """
-        pairs = zip(self.probabilities.T.numpy(), self.shown.T.numpy(), strict=True)
+        """Ranking of the images by each class's probability; None for a class of no or all images."""
+        pairs = zip(self.probabilities.T.numpy(), self.true_classes.T.numpy(), strict=True)
         return [
-            Ranking(scores, each) if each.any() and not each.all() else None
-            for scores, each in pairs
+            Ranking(scores, positive) if positive.any() and not positive.all() else None
+            for scores, positive in pairs
         ]
 
 
-# --- the figures
+# --- metrics
 
 
 def accuracy(answers: Answers) -> Measured:
-    """Share of images whose class is the likeliest."""
-    return Measured.share(answers.hits)
+    """Return the fraction of images whose predicted classes are correct."""
+    return Measured.fraction(answers.hits)
 
 
 def top5_accuracy(answers: Answers) -> Measured:
-    """Share of images whose class is among the five likeliest; of equal ones the first count. None
-    for five or less.
+    """Return the fraction of images whose class is among the five likeliest.
+
+    Of equally likely classes the first ones count. Undefined for five classes or fewer.
     """
     logits, labels = answers.logits, answers.labels
     if len(answers.names) <= TOP:
         return Measured(None)
-    own = logits.gather(1, labels[:, None])
-    before = torch.arange(logits.shape[1])[None] < labels[:, None]
-    return Measured.share(((logits > own) | ((logits == own) & before)).sum(1) < TOP)
+    true_logit = logits.gather(1, labels[:, None])
+    precedes = torch.arange(logits.shape[1])[None] < labels[:, None]
+    rank = ((logits > true_logit) | ((logits == true_logit) & precedes)).sum(1)
+    return Measured.fraction(rank < TOP)
 
 
 def balanced_accuracy(answers: Answers) -> Measured:
-    """Mean recall of the classes that have images."""
+    """Return the mean recall of the classes that have images."""
     counts, hits = answers.confusion.sum(1), answers.confusion.diagonal()
-    there = counts > 0
+    present = counts > 0
     recalls = hits.double() / counts.clamp(min=1)
-    interval = balanced_interval(hits[there].tolist(), counts[there].tolist())
-    weights = len(answers.labels) / (counts[answers.labels].double() * there.sum())
+    interval = balanced_interval(hits[present].tolist(), counts[present].tolist())
+    weights = len(answers.labels) / (counts[answers.labels].double() * present.sum())
     influence = weights * (answers.hits.double() - recalls[answers.labels])
-    return Measured(float(recalls[there].mean()), interval, influence=influence.numpy())
+    return Measured(float(recalls[present].mean()), interval, influence=influence.numpy())
 
 
 def ece(answers: Answers) -> Measured:
-    """Mean distance of confidence and accuracy over bins of confidence, weighted by their share
-    (Guo et al. 2017).
+    """Return the expected calibration error (Guo et al. 2017).
+
+    This is |accuracy - mean confidence| of the images in a bin of confidence, averaged over the
+    bins with the numbers of their images as weights.
     """
     return Measured.influenced(*calibration_error(answers.confidence, answers.hits))
 
 
 def nll(answers: Answers) -> Measured:
-    """Mean of -log of the true class's probability."""
+    """Return the mean negative log-likelihood of the true classes."""
     losses = negative_log_likelihood(answers.logits, answers.labels)
     return Measured.influenced(float(losses.mean()), losses - losses.mean(), high=math.inf)
 
 
 def _ranked(answers: Answers, name: str) -> Measured:
-    """The mean of a figure of the rankings that there are, and each class's."""
-    values = [
+    """Return the mean over the classes of a metric of `Ranking`, with the values by class."""
+    by_class = [
         None if ranking is None else float(getattr(ranking, name)()) for ranking in answers.rankings
     ]
-    there = [value for value in values if value is not None]
-    if not there:
-        return Measured(None, by_class=values)
+    defined = [value for value in by_class if value is not None]
+    if not defined:
+        return Measured(None, by_class=by_class)
     influence = np.zeros(len(answers.labels))
     for ranking in filter(None, answers.rankings):
-        influence += getattr(ranking, f"{name}_influence")() / len(there)
-    return Measured.influenced(sum(there) / len(there), influence, values)
+        influence += getattr(ranking, f"{name}_influence")() / len(defined)
+    return Measured.influenced(sum(defined) / len(defined), influence, by_class)
 
 
-# the mean over the classes of the area under the ROC curve, or of the average precision, of each
-# against all others
+# one class against all others, then the mean over the classes
 auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "average_precision"))
 
 
-# --- more of what a document says
+# --- further parts of a document
 
 
 def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:
-    """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never predicted,
-    never there).
+    """Return precision, recall, F1 and support of each class.
+
+    A value is None where it is 0/0: the class was never predicted, or has no images.
     """
-    every = (answers.shown & answers.named, answers.shown, answers.named)
-    hits, support, predicted = (each.sum(0).tolist() for each in every)
+    true, named = answers.true_classes, answers.predicted_classes
+    hits = (true & named).sum(0).tolist()
+    support = true.sum(0).tolist()
+    predicted = named.sum(0).tolist()
     return {
         name: {
-            "precision": _share(hits[i], predicted[i]),
-            "recall": _share(hits[i], support[i]),
-            "f1": _share(2 * hits[i], support[i] + predicted[i]),
+            "precision": _ratio(hits[i], predicted[i]),
+            "recall": _ratio(hits[i], support[i]),
+            "f1": _ratio(2 * hits[i], support[i] + predicted[i]),
             "support": support[i],
         }
         for i, name in enumerate(answers.names)
     }
 
 
-def _share(part: float, whole: int) -> float | None:
+def _ratio(part: float, whole: int) -> float | None:
     return part / whole if whole else None
 
 
 def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | int | None]]:
-    """Of each bin of confidence, least sure first: `n`, mean `confidence` and `accuracy`; None in
-    an empty one.
+    """Return `n`, mean `confidence` and `accuracy` of each bin, by rising confidence.
+
+    In an empty bin, `confidence` and `accuracy` are None.
     """
     index = bin_of(answers.confidence, bins)
     counts, hits, confidence = (
@@ -370,47 +379,42 @@ def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | in
     )
     rows = zip(counts, confidence, hits, strict=True)
     return [
-        {"n": n, "confidence": _share(total, n), "accuracy": _share(right, n)}
-        for n, total, right in rows
+        {"n": n, "confidence": _ratio(total, n), "accuracy": _ratio(correct, n)}
+        for n, total, correct in rows
     ]
 
 
-def confused_pairs(answers: Answers) -> list[dict[str, Any]]:
-    """The pairs of a true and a predicted class with the most images, at most PAIRS: `true`,
-    `predicted`, `n`.
-    """
+def confused_pairs(answers: Answers) -> list[Document]:
+    """Return the most frequent mistakes, at most PAIRS: `true` and `predicted` class, and `n`."""
     counts, names = answers.confusion.numpy().copy(), answers.names
     np.fill_diagonal(counts, 0)
-    places = [
-        divmod(int(place), len(names))
-        for place in np.argsort(-counts, axis=None, kind="stable")[:PAIRS]
-    ]
-    return [
-        {"true": names[i], "predicted": names[j], "n": int(counts[i, j])}
-        for i, j in places
-        if counts[i, j]
-    ]
+    pairs = []
+    for cell in np.argsort(-counts, axis=None, kind="stable")[:PAIRS]:
+        true, predicted = divmod(int(cell), len(names))
+        if n := int(counts[true, predicted]):
+            pairs.append({"true": names[true], "predicted": names[predicted], "n": n})
+    return pairs
 
 
-def outliers(logits: Tensor, others: Tensor) -> dict[str, Any]:
-    """How well two scores tell the classifier's own images from others: logits [n, K] of both.
+def outlier_scores(logits: Tensor, outliers: Tensor) -> Document:
+    """Return how well two scores separate test images from outliers, from logits [n, K] of both.
 
     `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the
-    logarithm of the sum of e^logit (Liu et al. 2010.03759); own images should have the larger ones.
-    Each has `auroc`, `auroc_interval` and `fpr95`: the share of others above the score that 95 % of
-    the own images reach.
+    logarithm of the sum of e^logit (Liu et al. 2010.03759). Test images should score higher. Each
+    score has `auroc`, `auroc_interval` and `fpr95`, the fraction of outliers whose score is as high
+    as that of 95 % of the test images.
     """
-    both = torch.cat([logits, others]).double()
-    own = np.arange(len(both)) < len(logits)
-    document: dict[str, Any] = {"n": len(others)}
+    joined = torch.cat([logits, outliers]).double()
+    is_test = np.arange(len(joined)) < len(logits)
+    document: Document = {"n": len(outliers)}
     for name, scores in (
-        ("max_probability", both.softmax(1).amax(1)),
-        ("energy", both.logsumexp(1)),
+        ("max_probability", joined.softmax(1).amax(1)),
+        ("energy", joined.logsumexp(1)),
     ):
         values = scores.numpy()
-        ranking = Ranking(values, own)
-        reached = np.sort(values[own])[len(logits) - -(-95 * len(logits) // 100)]
+        ranking = Ranking(values, is_test)
+        threshold = np.sort(values[is_test])[len(logits) - -(-95 * len(logits) // 100)]
         area = Measured.influenced(ranking.auroc(), ranking.auroc_influence())
-        passed = float((values[~own] >= reached).mean())
+        passed = float((values[~is_test] >= threshold).mean())
         document[name] = {"auroc": area.value, "auroc_interval": area.interval, "fpr95": passed}
     return document

@@ -1,24 +1,23 @@
-"""Five ways to spoil an image, each at five strengths: pure functions of the image, the strength
-and a key.
+"""Image corruptions at five strengths: pure functions of the image, the strength and a key.
 
-After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px,
-but for brightness (ImageNet-C's), at other sizes scaled (`power`) so that an image is spoiled about
-as much to the eye.
+They follow Hendrycks and Dietterich (1903.12261). The amounts are those of CIFAR-10-C at 32 px, for
+brightness those of ImageNet-C. At other sizes, `power` scales the amount so that an image looks
+about as corrupted.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import simplejpeg
 from torch import Tensor
 
 from duetgan.metrics.intervals import wilson
+from duetgan.metrics.protocol import Document
 from duetgan.utils.seeding import numpy_generator
 
-SIDE = 32  # px that the strengths below are for
+SIDE = 32  # image size in px that the amounts below are for
 STRENGTHS = 5
 Corrupt = Callable[[np.ndarray, float, int, int], np.ndarray]
 """(image uint8 [C, H, W], amount, seed, index in the file) -> uint8 [C, H, W]."""
@@ -27,17 +26,17 @@ Corrupt = Callable[[np.ndarray, float, int, int], np.ndarray]
 @dataclass(frozen=True)
 class Corruption:
     amounts: Sequence[float]  # at SIDE px, weakest first
-    unit: str  # what an amount is
-    power: float  # an amount grows with (side / SIDE) to this power
+    unit: str  # of the amounts
+    power: float  # amounts scale with (side / SIDE) ** power
     corrupt: Corrupt
-    most: float = math.inf
+    largest: float = math.inf  # limit of the scaled amount
 
     def amount(self, strength: int, side: int) -> float:
-        """The amount of a strength from 1 to 5 at images of `side` px."""
-        return min(self.most, self.amounts[strength - 1] * (side / SIDE) ** self.power)
+        """Return the amount of a strength from 1 to 5 for images of `side` px."""
+        return min(self.largest, self.amounts[strength - 1] * (side / SIDE) ** self.power)
 
     def __call__(self, image: np.ndarray, strength: int, *, seed: int, index: int) -> np.ndarray:
-        """The spoiled image, uint8 [C, H, W]; the same whatever batch and process it is in."""
+        """Return the corrupted image, uint8 [C, H, W]; it depends on the seed and the index alone."""
         return self.corrupt(image, self.amount(strength, min(image.shape[1:])), seed, index)
 
 
@@ -46,22 +45,23 @@ def _as_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _blur(image: np.ndarray, sigma: float, _seed: int, _index: int) -> np.ndarray:
-    """A Gaussian blur of `sigma` px; edges are mirrored."""
-    from scipy.ndimage import gaussian_filter  # where it is used: SciPy takes its time to import
+    """Blur with a Gaussian of `sigma` px; edges are mirrored."""
+    from scipy.ndimage import gaussian_filter  # imported here because SciPy is slow to import
 
     return _as_bytes(gaussian_filter(image.astype(np.float64), (0, sigma, sigma), mode="reflect"))
 
 
 def _noise(image: np.ndarray, deviation: float, seed: int, index: int) -> np.ndarray:
-    """Gaussian noise on every value; one field an image at all strengths, by the key (seed, "eval",
-    "noise", index).
+    """Add Gaussian noise to every value, of standard deviation `deviation` * 255.
+
+    All strengths scale the same noise of an image, drawn by the key (seed, "eval", "noise", index).
     """
     field = numpy_generator(seed, "eval", "noise", index).standard_normal(image.shape)
     return _as_bytes(image + 255 * deviation * field)
 
 
 def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndarray:
-    """What is left after a JPEG file of a quality, colours at half the resolution."""
+    """Encode as JPEG of this quality, colours at half the resolution, and decode."""
     space = "RGB" if len(image) == 3 else "GRAY"
     pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
     colours = "420" if len(image) == 3 else "Gray"
@@ -71,15 +71,15 @@ def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndar
     return simplejpeg.decode_jpeg(encoded, colorspace=space).transpose(2, 0, 1)
 
 
-def _brightness(image: np.ndarray, share: float, _seed: int, _index: int) -> np.ndarray:
-    """Every value is raised by a share of the whole range."""
-    return _as_bytes(image + 255 * share)
+def _brightness(image: np.ndarray, increase: float, _seed: int, _index: int) -> np.ndarray:
+    """Add a fraction of the full range to every value."""
+    return _as_bytes(image + 255 * increase)
 
 
-def _contrast(image: np.ndarray, share: float, _seed: int, _index: int) -> np.ndarray:
-    """Every value keeps a share of its distance from its channel's mean."""
+def _contrast(image: np.ndarray, factor: float, _seed: int, _index: int) -> np.ndarray:
+    """Multiply every value's difference from its channel's mean by the factor."""
     mean = image.mean((1, 2), keepdims=True)
-    return _as_bytes(mean + share * (image - mean))
+    return _as_bytes(mean + factor * (image - mean))
 
 
 CORRUPTIONS = {
@@ -93,12 +93,17 @@ CORRUPTIONS = {
 }
 
 
-def robustness(hits: Tensor, n: int, side: int) -> dict[str, Any]:
-    """Accuracy under each corruption and strength, from hits int64 [corruptions, STRENGTHS] of n
-    images of `side` px.
+def robustness(hits: Tensor, n: int, side: int) -> Document:
+    """Return the accuracy under each corruption and strength.
 
-    Returns `n`; `accuracy`, the mean over all of them; `corruptions`: name -> `unit` and
-    `strengths`, a list of `amount`, `accuracy` and `accuracy_interval`, weakest first.
+    Args:
+        hits: Number of correct predictions, int64 [corruptions, STRENGTHS].
+        n: Number of images.
+        side: Size of the images in px.
+
+    Returns:
+        `n`; `accuracy`, the mean over all corruptions and strengths; `corruptions`: name -> `unit`
+        and `strengths`, a list of `amount`, `accuracy` and `accuracy_interval`, weakest first.
     """
     rows = {}
     for (name, corruption), counts in zip(CORRUPTIONS.items(), hits.tolist(), strict=True):

@@ -1,6 +1,6 @@
-"""A classifier's answers to images that may have several labels or none, and its figures: pure
-functions, as those of metrics/classification/answers.py are. A label counts as named where its
-probability reaches its threshold.
+"""Metrics of a classifier on images that may have several labels or none: pure functions.
+
+A label is predicted if its probability reaches the label's threshold.
 """
 
 from dataclasses import dataclass
@@ -15,76 +15,79 @@ from duetgan.metrics.intervals import Measured
 
 @dataclass(frozen=True)
 class LabelAnswers(Answers):
-    """What figures are made of; `labels` are bool [n, K]: which each image has."""
+    """Logits and labels of images that may have several labels; `labels` are bool [n, K]."""
 
-    thresholds: Tensor  # float [K]: the probability from which on a label is named
+    thresholds: Tensor  # float [K]: smallest probability at which each label is predicted
 
     @cached_property
     def probabilities(self) -> Tensor:
         return self.logits.double().sigmoid()
 
     @cached_property
-    def named(self) -> Tensor:
+    def predicted_classes(self) -> Tensor:
         return self.probabilities >= self.thresholds.double()
 
     @cached_property
     def confidence(self) -> Tensor:
-        """float64 [n]: of the wrong decisions on each image's labels the surest one's, 0.0 where
-        there is none.
-        """
-        return (
-            (self.probabilities - self.labels.double()).abs() * (self.named != self.labels)
-        ).amax(1)
+        """float64 [n]: error |probability - label| of each image's worst wrong decision, or 0."""
+        wrong = self.predicted_classes != self.labels
+        return ((self.probabilities - self.labels.double()).abs() * wrong).amax(1)
 
     @property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """Of F1, the sum of the first over the sum of the second, each image's part in each label:
-        float64 [n, K].
-        """
-        return 2.0 * (self.named & self.labels).double(), self.named.double() + self.labels.double()
+    def f1_terms(self) -> tuple[Tensor, Tensor]:
+        """Each decision's term of F1's numerator and of its denominator, float64 [n, K]."""
+        hits = self.predicted_classes & self.labels
+        return 2.0 * hits.double(), self.predicted_classes.double() + self.labels.double()
 
 
 def micro_f1(answers: LabelAnswers) -> Measured:
-    """F1 of all decisions together; None where nothing is there and nothing is named."""
-    return _ratio(*(part.sum(1) for part in answers.parts))
+    """Return the F1 of all decisions together; None if no label is present or predicted."""
+    numerators, denominators = answers.f1_terms
+    return _ratio(numerators.sum(1), denominators.sum(1))
 
 
 def macro_f1(answers: LabelAnswers) -> Measured:
-    """The mean of the labels' F1; one that no image has and none is named to have is left out."""
-    each = [
-        _ratio(above, below)
-        for above, below in zip(*(part.T for part in answers.parts), strict=True)
-    ]
-    there = [(one.value, one.influence) for one in each if one.value is not None]
-    if not there:
+    """Return the mean of the labels' F1, without labels that are never present nor predicted."""
+    numerators, denominators = answers.f1_terms
+    values = []
+    influences = []
+    for terms in zip(numerators.T, denominators.T, strict=True):
+        f1 = _ratio(*terms)
+        if f1.value is not None and f1.influence is not None:
+            values.append(f1.value)
+            influences.append(f1.influence)
+    if not values:
         return Measured(None)
-    values, influences = zip(*there, strict=True)
     return Measured.influenced(sum(values) / len(values), np.mean(influences, axis=0))
 
 
-def _ratio(above: Tensor, below: Tensor) -> Measured:
-    """The sum of `above` over that of `below`, both [n], and each image's influence on it; None of
-    nothing.
+def _ratio(numerators: Tensor, denominators: Tensor) -> Measured:
+    """Return sum(numerators) / sum(denominators), both [n], with each image's influence.
+
+    The value is None if the denominators sum to 0.
     """
-    total = float(below.sum())
+    total = float(denominators.sum())
     if not total:
         return Measured(None)
-    value = float(above.sum()) / total
-    return Measured.influenced(value, len(above) * (above - value * below) / total)
+    value = float(numerators.sum()) / total
+    influence = len(numerators) * (numerators - value * denominators) / total
+    return Measured.influenced(value, influence)
 
 
 def best_thresholds(answers: Answers) -> list[float]:
-    """Each label's threshold with the best F1 on these images, the highest of equal ones, in the
-    middle between two probabilities; 0.5 for a label that no image has.
+    """Return the threshold of each label that maximises its F1 on these images.
+
+    A threshold lies midway between two probabilities; of equally good ones the highest is taken. A
+    label that no image has gets 0.5.
     """
-    found = []
+    thresholds = []
     for scores, present in zip(
         answers.probabilities.T.numpy(), answers.labels.T.numpy(), strict=True
     ):
         levels, level = np.unique(scores, return_inverse=True)  # ascending
         hits = np.bincount(level[present], minlength=len(levels))[::-1].cumsum()
-        named = np.bincount(level, minlength=len(levels))[::-1].cumsum()
-        best = len(levels) - 1 - int((2 * hits / (named + present.sum())).argmax())
-        below = levels[best - 1] if best else 0.0
-        found.append(float((levels[best] + below) / 2) if present.any() else 0.5)
-    return found
+        predicted = np.bincount(level, minlength=len(levels))[::-1].cumsum()
+        best = len(levels) - 1 - int((2 * hits / (predicted + present.sum())).argmax())
+        lower = levels[best - 1] if best else 0.0
+        thresholds.append(float((levels[best] + lower) / 2) if present.any() else 0.5)
+    return thresholds

@@ -1,11 +1,10 @@
-"""Which of two evaluated runs is better: image by image where both kept them, else by intervals, or
-by training seeds.
+"""Comparison of evaluated runs: by image, by intervals, or by training seed.
 
-A group is one run, or several that were trained alike with other seeds. Every group is compared
-with the first.
+A group is one run, or several runs of the same config with different seeds. Each group is compared
+with the first one.
 
-What an evaluation keeps of every image is FILE: those of COLUMNS that there are, [n], and `About`
-in its metadata.
+An evaluation stores the results of each image in FILE: those of COLUMNS that the task has, each
+[n], with `PredictionsMetadata` in the header.
 """
 
 import hashlib
@@ -13,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from safetensors.numpy import load, save
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.comparison import paired
 from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, LABELS, Figure
+from duetgan.metrics.protocol import Document
 from duetgan.utils import bounded
 from duetgan.utils.config.model import PositiveInt, Stored, Whole
 from duetgan.utils.errors import UserError
@@ -34,15 +35,15 @@ from duetgan.utils.text import columns, decimal
 FILE = "predictions.safetensors"
 SCHEMA = 1
 COLUMNS = {
-    "label": np.int64,  # the true class; of a sample the one that was asked for
+    "label": np.int64,  # the true class; the requested class of a sample
     "prediction": np.int64,  # the most likely class
     "confidence": np.float64,  # its probability
     "loss": np.float64,  # -log of the true class's probability
-    **{row.key: np.float64 for row in CLASSIFIER + LABELS},  # the image's influence on that figure
+    **{row.key: np.float64 for row in CLASSIFIER + LABELS},  # the image's influence on the metric
 }
 
 
-class About(Stored):
+class PredictionsMetadata(Stored):
     schema_: Annotated[Literal[1], Field(alias="schema")]
     task: str
     data: str  # content hash of the test file
@@ -57,46 +58,54 @@ def keep_predictions(
     folder: Path,
     columns: Mapping[str, np.ndarray],
     checkpoint: Mapping[str, Any],
-    reader: Dataset,  # the test images
+    dataset: Dataset,  # the test images
     *,
     seed: int,  # of the evaluation
-    judge: str | None = None,  # fingerprint of the classifier, where it is not the checkpoint's own
-) -> dict[str, Any]:
-    """Write FILE of an evaluation into a folder; returns what its document says of it: `data_hash`,
-    `predictions`.
-    """
-    n = len(next(iter(columns.values())))
-    about = {"task": checkpoint["task"], "data": reader.meta.content_hash, "n": n, "seed": seed}
-    about |= {
+    judge: str | None = None,  # fingerprint of the classifier that judges a GAN's samples
+) -> Document:
+    """Write FILE into a folder; return `data_hash` and `predictions` for the document."""
+    metadata = {
+        "task": checkpoint["task"],
+        "data": dataset.meta.content_hash,
+        "n": len(next(iter(columns.values()))),
+        "seed": seed,
         "training_seed": checkpoint["config"].get("seed"),
         "classes": checkpoint["classes"],
         "judge": judge,
     }
     return {
-        "data_hash": reader.meta.content_hash,
-        "predictions": save_predictions(folder, about, columns),
+        "data_hash": dataset.meta.content_hash,
+        "predictions": save_predictions(folder, metadata, columns),
     }
 
 
 def save_predictions(
-    folder: Path, about: Mapping[str, Any], columns: Mapping[str, np.ndarray]
+    folder: Path, metadata: Mapping[str, object], columns: Mapping[str, np.ndarray]
 ) -> dict[str, str]:
-    """Write FILE into a folder; `about` is `About` without `schema`. Returns `file` and `sha256`."""
+    """Write FILE into a folder and return its `file` name and `sha256`.
+
+    The metadata is `PredictionsMetadata` without `schema`.
+    """
     arrays = {
         name: np.ascontiguousarray(column, dtype=COLUMNS[name]) for name, column in columns.items()
     }
-    content = save(arrays, {"about": json.dumps({"schema": SCHEMA, **about})})
+    content = save(arrays, {"about": json.dumps({"schema": SCHEMA, **metadata})})
     write_atomic(folder / FILE, content)
     return {"file": FILE, "sha256": hashlib.sha256(content).hexdigest()}
 
 
 class Predictions:
-    """Columns of n rows, by the images' place in the evaluation, and what they are of."""
+    """Columns of n rows, in the order of the evaluation's images, with their metadata."""
 
     def __init__(self, folder: Path, sha256: str) -> None:
-        """Read FILE, which has the hash that metrics.json says.
+        """Read FILE from a folder.
 
-        Raises UserError for one that is missing, damaged, or of another evaluation or format.
+        Args:
+            folder: The folder.
+            sha256: The hash of the file, from metrics.json.
+
+        Raises:
+            UserError: If the file is missing, damaged, or of another evaluation or format.
         """
         path = folder / FILE
         remedy = "evaluate that run once more with evaluate.py --checkpoint"
@@ -109,10 +118,10 @@ class Predictions:
                 )
             columns = load(content)
             head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            about = About.read(json.loads(head["__metadata__"]["about"]), "about").model_dump(
-                by_alias=True
-            )
-            n, classes = about["n"], len(about["classes"])
+            stored = json.loads(head["__metadata__"]["about"])
+            metadata = PredictionsMetadata.read(stored, "about").model_dump(by_alias=True)
+            n = metadata["n"]
+            classes = len(metadata["classes"])
             for name, column in columns.items():
                 if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):
                     raise ValueError(
@@ -126,23 +135,21 @@ class Predictions:
                     raise ValueError(f"column {name} lies beyond the {classes} classes")
             if "prediction" in columns and "label" not in columns:
                 raise ValueError("column label is missing")
-        self.about: dict[str, Any] = about
+        self.metadata: dict[str, Any] = metadata
         self.columns: dict[str, np.ndarray] = columns
 
     @property
     def hits(self) -> np.ndarray | None:
-        """Whether each image is predicted as its label says, bool [n]; None where nothing was
-        predicted.
-        """
+        """True for correct predictions, bool [n]; None if there are no predictions."""
         if "prediction" not in self.columns:
             return None
         return self.columns["prediction"] == self.columns["label"]
 
 
 ROWS = {row.key: row for row in FIGURES if row.better}
-SHARES = ("accuracy", "recognised")  # of images that are predicted as their label says
-# a classifier's options, as in older documents
-SPEED = {"precision": None, "fold": False, "tta": "off"}
+HIT_RATES = ("accuracy", "recognised")  # fractions of images that are predicted correctly
+# options of a classifier's evaluation, with the values to assume for older documents
+SPEED_OPTIONS = {"precision": None, "fold": False, "tta": "off"}
 
 
 Interval = Annotated[list[float], Len(2, 2)]
@@ -152,32 +159,32 @@ class _Sha(Stored):
     sha256: str
 
 
-def _stored(name: str, rows: Iterable[Figure], **more: Any) -> type[Stored]:
-    """The model of a document that may hold figures and their intervals."""
+def _document_model(name: str, rows: Iterable[Figure], **fields: Any) -> type[Stored]:
+    """Create the model of a document with these fields, and optional metrics with intervals."""
     for row in rows:
-        more |= {row.key: (float | None, None), f"{row.key}_interval": (Interval | None, None)}
-    return create_model(name, __base__=Stored, **more)
+        fields |= {row.key: (float | None, None), f"{row.key}_interval": (Interval | None, None)}
+    return create_model(name, __base__=Stored, **fields)
 
 
-_FEATURES = [row for row in ROWS.values() if row in GAN and not row.by_judge]
-_Distance = _stored("_Distance", _FEATURES, extractor=(str, ...), weights=(str, ...))
+_BY_EXTRACTOR = [row for row in ROWS.values() if row in GAN and not row.by_judge]
+_Distance = _document_model("_Distance", _BY_EXTRACTOR, extractor=(str, ...), weights=(str, ...))
 _HEAD: dict[str, Any] = {
     "task": (str, ...),
     "n": (PositiveInt, ...),
     "seed": (Whole, ...),
     "predictions": (_Sha, ...),
 }
-_OWN = [row for row in ROWS.values() if row not in _FEATURES]
+_TOP_LEVEL = [row for row in ROWS.values() if row not in _BY_EXTRACTOR]
 _HEAD["distances"] = (list[_Distance], [])  # type: ignore[valid-type]
 _HEAD["notes"] = (dict[str, Any], {})
-_Document = _stored("_Document", _OWN, **_HEAD)
+_Document = _document_model("_Document", _TOP_LEVEL, **_HEAD)
 
 
 class Evaluated:
-    """What evaluate.py wrote into RUN/eval, or into the folder itself."""
+    """An evaluation that evaluate.py wrote into RUN/eval, or into the folder itself."""
 
     def __init__(self, run: str) -> None:
-        """Raises UserError for what is missing or unfit."""
+        """Read the evaluation of a run; raise UserError if it is missing or damaged."""
         folder = Path(run) / "eval" if (Path(run) / "eval").is_dir() else Path(run)
         path = folder / "metrics.json"
         with bounded.reading(
@@ -187,70 +194,80 @@ class Evaluated:
             _Document.read(document)
         self.name, self.document = run, document
         self.predictions = Predictions(folder, document["predictions"]["sha256"])
-        self.about = self.predictions.about  # what was evaluated
+        self.metadata = self.predictions.metadata
 
     @cached_property
     def figures(self) -> dict[str, tuple[float, list[float] | None]]:
-        """(value, interval) of every figure that can be compared; distances by their extractor and
-        its weights.
+        """Value and interval of each metric that can be compared.
+
+        The names of distances end in their extractor and its weights.
         """
-        parts = [("", self.document, _OWN)]
-        for row in self.document.get("distances", []):
-            parts.append(
-                (f" {row['extractor'].partition(':')[0]} {row['weights']}".rstrip(), row, _FEATURES)
-            )
-        return {
-            row.key + suffix: (values[row.key], values.get(f"{row.key}_interval"))
-            for suffix, values, rows in parts
-            for row in rows
-            if values.get(row.key) is not None
-        }
+        figures = {}
+
+        def add(rows: Iterable[Figure], values: Mapping[str, Any], suffix: str = "") -> None:
+            for row in rows:
+                if values.get(row.key) is not None:
+                    figures[row.key + suffix] = values[row.key], values.get(f"{row.key}_interval")
+
+        add(_TOP_LEVEL, self.document)
+        for distance in self.document.get("distances", []):
+            extractor = distance["extractor"].partition(":")[0]
+            add(_BY_EXTRACTOR, distance, f" {extractor} {distance['weights']}".rstrip())
+        return figures
 
 
-def compare(groups: Sequence[str]) -> dict[str, Any]:
-    """The comparison of two or more groups, ready for JSON: each a run, or runs with commas between
-    them.
+def compare(groups: Sequence[str]) -> Document:
+    """Compare groups of evaluated runs with the first group.
 
-    Returns `task`, `n`, `seed`, `data_hash`, `runs` (the groups), `comparisons`: for every group
-    after the first `run` and `figures`, a list of `figure`, `first`, `second`, `difference`,
-    `interval`, `p`, `method`, `verdict`; `notes`.
-    Raises UserError unless all runs were evaluated on the same images with the same seed.
+    Args:
+        groups: Two or more groups, each a run folder, or several separated by commas.
+
+    Returns:
+        `task`, `n`, `seed`, `data_hash`, `runs` (the groups), `notes`, and `comparisons`: for each
+        group after the first, `run` and `figures`, a list of `figure`, `first`, `second`,
+        `difference`, `interval`, `p`, `method` and `verdict`.
+
+    Raises:
+        UserError: If a run has no evaluation, or the runs were evaluated on different images, with
+            different seeds or in different ways.
     """
     if len(groups) < 2:
         raise UserError(
-            "--compare needs two runs or more: --compare RUN RUN; the others are compared with the first"
+            "--compare needs two runs or more: --compare RUN RUN; each is compared with the first"
         )
-    loaded = [
-        [Evaluated(run) for run in ([group] if Path(group).is_dir() else group.split(","))]
-        for group in groups
-    ]
+    loaded = []
+    for group in groups:
+        runs = [group] if Path(group).is_dir() else group.split(",")
+        loaded.append([Evaluated(run) for run in runs])
     first = loaded[0][0]
-    for run in (run for group in loaded for run in group):
-        _check_alike(first, run)
-    sets = [_by_training_seed(group) for group in loaded]
-    tables = [_differences(sets[0], other) for other in sets[1:]]
+    for run in chain(*loaded):
+        _check_same_evaluation(first, run)
+    ordered = [_by_training_seed(group) for group in loaded]
+    tables = [_differences(ordered[0], group) for group in ordered[1:]]
     for name in dict.fromkeys(name for table in tables for name in table):
         rows = [table[name] for table in tables if name in table]
         paired.holm(rows)
         for row in rows:
-            better = (row["difference"] > 0) == (_row(name).better == "larger")
-            unsure = row["p"] is None or row["p"] >= paired.LEVEL
-            row["verdict"] = "cannot tell" if unsure else "better" if better else "worse"
-    about = first.about
+            row["verdict"] = "cannot tell"
+            if row["p"] is not None and row["p"] < paired.LEVEL:
+                better = (row["difference"] > 0) == (_row(name).better == "larger")
+                row["verdict"] = "better" if better else "worse"
     return {
-        **{key: about[key] for key in ("task", "n", "seed")},
-        "data_hash": about["data"],
+        "task": first.metadata["task"],
+        "n": first.metadata["n"],
+        "seed": first.metadata["seed"],
+        "data_hash": first.metadata["data"],
         "runs": list(groups),
         "comparisons": [
             {"run": group, "figures": list(table.values())}
             for group, table in zip(groups[1:], tables, strict=True)
         ],
-        "notes": _notes(sets),
+        "notes": _notes(ordered),
     }
 
 
-def _check_alike(first: Evaluated, other: Evaluated) -> None:
-    """Raise UserError unless both were evaluated on the same images in the same way."""
+def _check_same_evaluation(first: Evaluated, second: Evaluated) -> None:
+    """Raise UserError unless both runs were evaluated on the same images in the same way."""
     words = {
         "task": "task",
         "data": "test file (hash)",
@@ -259,57 +276,63 @@ def _check_alike(first: Evaluated, other: Evaluated) -> None:
         "classes": "classes",
     }
     for key, name in words.items():
-        own, its = first.about[key], other.about[key]
-        if own != its:
-            values = "" if key == "classes" else f" ({str(own)[:12]} and {str(its)[:12]})"
+        values = [str(run.metadata[key])[:12] for run in (first, second)]
+        if first.metadata[key] != second.metadata[key]:
+            text = "" if key == "classes" else f" ({' and '.join(values)})"
             raise UserError(
-                f"{first.name} and {other.name} were evaluated with another {name}{values}; evaluate both with the "
-                "same --data, --n and --seed"
+                f"{first.name} and {second.name} were evaluated with another {name}{text}; evaluate "
+                "both with the same --data, --n and --seed"
             )
-    for key, older in SPEED.items() if first.about["task"] == "classifier" else ():
-        pair = [run.document.get(key, older) for run in (first, other)]
+    if first.metadata["task"] != "classifier":
+        return
+    for key, default in SPEED_OPTIONS.items():
+        pair = [run.document.get(key, default) for run in (first, second)]
         if pair[0] != pair[1] and None not in pair:
-            values = " and ".join(str(value).lower()[:12] for value in pair)
+            text = " and ".join(str(value).lower()[:12] for value in pair)
             raise UserError(
-                f"{first.name} and {other.name} were evaluated with --{key} {values}; evaluate both alike"
+                f"{first.name} and {second.name} were evaluated with --{key} {text}; evaluate both "
+                f"with the same --{key}"
             )
 
 
 def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:
-    """The runs of a group in the order of their seeds, which must differ."""
-    seeds = [run.about["training_seed"] for run in group]
+    """Sort the runs of a group by training seed; raise UserError unless the seeds differ."""
+    seeds = [run.metadata["training_seed"] for run in group]
     if len(group) > 1 and (None in seeds or len(set(seeds)) < len(seeds)):
         names = ", ".join(f"{run.name} ({seed})" for run, seed in zip(group, seeds, strict=True))
         raise UserError(
-            f"runs of a group must be trained with different seeds, not {names}; train with other --seed"
+            f"runs of a group must be trained with different seeds, not {names}; change --seed"
         )
-    return sorted(group, key=lambda run: run.about["training_seed"] or 0)
+    return sorted(group, key=lambda run: run.metadata["training_seed"] or 0)
 
 
-def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, dict[str, Any]]:
-    """The figures that both groups have, by name."""
-    seeds = [[run.about["training_seed"] for run in group] for group in (first, second)]
-    if len(first) != len(second) or (len(first) > 1 and seeds[0] != seeds[1]):
+def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, Document]:
+    """Compare the metrics that all runs of both groups have; return the rows by name."""
+    seeds, second_seeds = (
+        [run.metadata["training_seed"] for run in group] for group in (first, second)
+    )
+    if len(first) != len(second) or (len(first) > 1 and seeds != second_seeds):
         raise UserError(
-            f"the groups have the training seeds {seeds[0]} and {seeds[1]}; give runs of equal seeds"
+            f"the groups have the training seeds {seeds} and {second_seeds}; give runs of equal seeds"
         )
     runs = [*first, *second]
-    judges = {run.about["judge"] for run in runs}
+    judges = {run.metadata["judge"] for run in runs}
     rows = {}
     for name in runs[0].figures:
         values = [run.figures.get(name) for run in runs]
         if None in values or (_row(name).by_judge and len(judges) > 1):
             continue
-        one, other = ([run.figures[name][0] for run in group] for group in (first, second))
-        difference = (
-            paired.by_seeds(one, other)
-            if len(first) > 1
-            else _difference(name, first[0], second[0])
+        first_values, second_values = (
+            [run.figures[name][0] for run in group] for group in (first, second)
         )
+        if len(first) > 1:
+            difference = paired.by_seeds(first_values, second_values)
+        else:
+            difference = _difference(name, first[0], second[0])
         rows[name] = {
             "figure": name,
-            "first": float(np.mean(one)),
-            "second": float(np.mean(other)),
+            "first": float(np.mean(first_values)),
+            "second": float(np.mean(second_values)),
             **asdict(difference),
             "verdict": "",
         }
@@ -317,52 +340,58 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
 
 
 def _row(name: str) -> Figure:
-    """The row of the table of a figure, which may be followed by its extractor."""
+    """Return the row of the table for a metric's name, which may end in an extractor."""
     return ROWS[name.partition(" ")[0]]
 
 
 def _difference(name: str, first: Evaluated, second: Evaluated) -> paired.Difference:
-    """Of one figure of two runs, by the sharpest way that what they kept allows."""
-    hits, others = first.predictions.hits, second.predictions.hits
-    if name in SHARES and hits is not None and others is not None:
-        return paired.paired_shares(hits, others)
-    (value, interval), (its_value, its_interval) = first.figures[name], second.figures[name]
-    # each image's influence
-    own, its = (run.predictions.columns.get(name) for run in (first, second))
-    if own is not None and its is not None:
-        return paired.paired_figures(its_value - value, own, its)
-    if interval is not None and its_interval is not None:
-        return paired.independent_figures(value, interval, its_value, its_interval)
-    return paired.Difference(its_value - value, None, None, "no interval")
+    """Compare a metric of two runs: by image if both stored it, else by intervals."""
+    first_hits, second_hits = first.predictions.hits, second.predictions.hits
+    if name in HIT_RATES and first_hits is not None and second_hits is not None:
+        return paired.paired_fractions(first_hits, second_hits)
+    first_value, first_interval = first.figures[name]
+    second_value, second_interval = second.figures[name]
+    first_influence, second_influence = (
+        run.predictions.columns.get(name) for run in (first, second)
+    )
+    if first_influence is not None and second_influence is not None:
+        return paired.paired_figures(second_value - first_value, first_influence, second_influence)
+    if first_interval is not None and second_interval is not None:
+        return paired.independent_figures(
+            first_value, first_interval, second_value, second_interval
+        )
+    return paired.Difference(second_value - first_value, None, None, "no interval")
 
 
-def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:
-    """What the verdicts do not say."""
-    runs = [run for group in sets for run in group]
+def _notes(groups: list[list[Evaluated]]) -> dict[str, str]:
+    """Return the caveats of a comparison."""
+    runs = list(chain(*groups))
     notes = {}
-    if len(sets[0]) == 1:
+    if len(groups[0]) == 1:
         notes["seeds"] = (
             "one training of each: the intervals cover the choice of test images, not the chance of training; for that "
             "give groups of runs with other seeds, RUN,RUN RUN,RUN"
         )
-    if len({run.about["judge"] for run in runs}) > 1:
-        notes["recognised"] = "the runs had other judges; evaluate them with the same --classifier"
-    without = [name for name, (_, interval) in runs[0].figures.items() if interval is None]
-    if len(sets[0]) == 1 and (
-        bare := [name for name in without if name not in runs[0].predictions.columns]
-    ):
-        notes["intervals"] = (
-            f"no verdict on {', '.join(bare)}: no interval is known, nor each image's influence"
+    if len({run.metadata["judge"] for run in runs}) > 1:
+        notes["recognised"] = (
+            "the runs were evaluated with different judges; evaluate them with the same --classifier"
         )
-    if len(sets) > 2:
+    if len(groups[0]) == 1:
+        bare = [name for name, (_, interval) in runs[0].figures.items() if interval is None]
+        if unknown := [name for name in bare if name not in runs[0].predictions.columns]:
+            notes["intervals"] = (
+                f"no verdict on {', '.join(unknown)}: the evaluations have neither an interval nor each "
+                "image's influence"
+            )
+    if len(groups) > 2:
         notes["p"] = (
-            f"corrected for {len(sets) - 1} comparisons with the first (Holm); the intervals are not"
+            f"corrected for {len(groups) - 1} comparisons with the first (Holm); the intervals are not"
         )
     return notes
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """First, second, difference, interval and p of a figure in writing."""
+    """Format first value, second value, difference, interval and p of a comparison."""
     interval, p = row["interval"], row["p"]
     return [
         decimal(row["first"]),
@@ -373,8 +402,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def comparison_table(document: dict[str, Any]) -> str:
-    """The comparison for people: a table for every group after the first."""
+def comparison_table(document: Document) -> str:
+    """Return the text of a comparison, with a table for each group after the first."""
     parts = [f"{document['task']}, {document['n']} images, seed {document['seed']}"]
     for pair in document["comparisons"]:
         rows = [[row["figure"], *cells(row), row["verdict"]] for row in pair["figures"]]

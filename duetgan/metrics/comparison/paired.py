@@ -1,36 +1,36 @@
-"""Is one of two figures larger than the other? Differences with 95 % intervals and p-values, all
-two-sided.
-"""
+"""Differences of two metrics with 95 % intervals and two-sided p-values."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from duetgan.metrics.intervals import NORMAL, root
+from duetgan.metrics.protocol import Document
 
-LEVEL = 0.05  # of a verdict: an interval of 95 % leaves 0 out where p is below
+LEVEL = 0.05  # significance level of verdicts, that of the 95 % intervals
 
 
 @dataclass(frozen=True)
 class Difference:
+    """The difference of two metrics, second minus first."""
+
     difference: float
-    interval: list[float] | None  # of 95 %; None where nothing tells how far chance reaches
-    p: float | None  # that a difference as large comes about by chance alone
-    method: str
+    interval: list[float] | None  # 95 %; None if the spread is unknown
+    p: float | None  # two-sided p-value; None if the spread is unknown
+    method: str  # name of the test
 
 
-def paired_shares(first: np.ndarray, second: np.ndarray) -> Difference:
-    """Two shares over the same images: `first` and `second` bool [n].
+def paired_fractions(first: np.ndarray, second: np.ndarray) -> Difference:
+    """Compare two fractions of hits over the same images, both bool [n].
 
-    p is McNemar's exact test: of the images where only one is right, each is as likely to be in the
-    right. The interval is Tango's (1998), which keeps its level for few images and for shares near
-    0 and 1; where the exact test, which is the more cautious one, cannot tell at `LEVEL`, it is
-    stretched to 0.
+    p is that of McNemar's exact test: where only one of the two is correct, either is equally
+    likely to be. The interval is Tango's (1998), which keeps its level for few images and for
+    fractions near 0 and 1. It is extended to 0 where the exact test, which is more conservative, is
+    not significant.
     """
-    from scipy.stats import binomtest  # where it is used: SciPy takes its time to import
+    from scipy.stats import binomtest  # imported here because SciPy is slow to import
 
     gained, lost = int((second & ~first).sum()), int((first & ~second).sum())
     p = float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
@@ -40,16 +40,18 @@ def paired_shares(first: np.ndarray, second: np.ndarray) -> Difference:
 
 
 def tango(gained: int, lost: int, n: int) -> list[float]:
-    """The 95 % score interval of (gained - lost) / n in matched pairs (Tango 1998, Stat. Med. 17,
-    891-908).
+    """Return the 95 % score interval of (gained - lost) / n in matched pairs.
+
+    Tango 1998, Stat. Med. 17, 891-908. The limits are the differences at which the score is
+    +-NORMAL.
     """
 
     def score(difference: float) -> float:
-        """Falls with the difference; its root of +-NORMAL are the limits. Equations 4 and 5."""
+        """Return the score statistic, which falls with the difference (equations 4 and 5)."""
         a = 2 * n
         b = -gained - lost + (2 * n - gained + lost) * difference
         c = -lost * difference * (1 - difference)
-        # estimated share, given the difference
+        # estimated fraction of pairs with a hit of the first alone, given the difference
         only_first = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
         variance = n * (2 * only_first + difference * (1 - difference))
         distance = gained - lost - n * difference
@@ -60,11 +62,15 @@ def tango(gained: int, lost: int, n: int) -> list[float]:
 
 
 def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Difference:
-    """The difference `value` of two figures of the same images, from each image's influence on
-    both, [n].
+    """Test the difference `value` of two metrics of the same images.
 
-    The standard error is of the infinitesimal jackknife, see `Measured.influenced`; for the AUROC
-    this is DeLong's paired test (1988), for a mean the paired normal test.
+    The standard error is that of the infinitesimal jackknife, see `Measured.influenced`. For the
+    AUROC this is DeLong's paired test (1988), for a mean the paired normal test.
+
+    Args:
+        value: The second metric minus the first.
+        first: Influence of each image on the first metric, [n].
+        second: Influence of each image on the second metric, [n].
     """
     error = float(np.sqrt(np.square(second - first).sum())) / len(first)
     return _normal(value, error, "paired by image")
@@ -73,11 +79,10 @@ def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Diffe
 def independent_figures(
     first: float, first_interval: Sequence[float], second: float, second_interval: Sequence[float]
 ) -> Difference:
-    """The difference of two figures with intervals of their own, taken as independent (Zou and
-    Donner 2008).
+    """Compare two metrics by their intervals, as if they were independent (Zou and Donner 2008).
 
-    Figures of the same test images go up and down together, so that the interval is rather too
-    wide. p is of the normal distribution that reaches 0 as the interval does.
+    Metrics of the same test images are correlated, so that the interval is too wide rather than too
+    narrow. p is that of a normal distribution whose interval has the same end on the side of 0.
     """
     value = second - first
     low = value - math.hypot(second - second_interval[0], first_interval[1] - first)
@@ -87,52 +92,55 @@ def independent_figures(
 
 
 def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """The mean difference of pairs of runs that were trained with the same seeds; at least two
-    pairs.
+    """Compare pairs of runs that were trained with the same seeds, by Student's paired test.
 
-    Student's paired test: it covers the chance of training and of the draw of test images for that
-    training, but not that all runs share the test images.
+    The interval covers the randomness of training, but not the choice of the test images, which all
+    runs have in common. There must be at least two pairs.
     """
     differences = np.asarray(second) - np.asarray(first)
-    value, error = (
-        float(differences.mean()),
-        float(differences.std(ddof=1)) / math.sqrt(len(differences)),
-    )
-    if error <= 1e-12 * max(1e-300, float(np.abs([first, second]).max())):  # equal but for rounding
+    value = float(differences.mean())
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    # equal differences, but for rounding
+    if error <= 1e-12 * max(1e-300, float(np.abs([first, second]).max())):
         return Difference(value, None, None, "paired by training seed")
     return _student(value, error, len(differences) - 1, "paired by training seed")
 
 
 def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> Difference:
-    """The difference of two weighted shares over S pairs of runs and the same N images: bool [S,
-    N], weights [N] of sum 1.
+    """Compare two weighted fractions of hits over S pairs of runs and the same N images.
 
-    Both the seeds and the images are taken as drawn at random, as readers and cases are in reader
-    studies: the variance is of the two-way analysis of variance, the degrees of freedom are
-    Hillis's (2007, Stat. Med. 26, 596-619, equation 4). One pair: over the images alone, by the
-    normal distribution.
+    Seeds and images are both random effects, as readers and cases are in reader studies: the
+    variance is that of the two-way analysis of variance, the degrees of freedom are Hillis's (2007,
+    Stat. Med. 26, 596-619, equation 4). With one pair the images alone count, by the normal
+    distribution.
+
+    Args:
+        first: Hits of the first runs, bool [S, N].
+        second: Hits of the second runs, trained with the same seeds, bool [S, N].
+        weights: Weights of the images, [N], of sum 1.
     """
     used = weights > 0
-    each = (second[:, used].astype(np.float64) - first[:, used]) * (weights[used] * used.sum())
-    seeds, count = each.shape
-    value, of_image = float(each.mean()), each.mean(0)
+    scale = weights[used] * used.sum()
+    differences = (second[:, used].astype(np.float64) - first[:, used]) * scale
+    seeds, count = differences.shape
+    value = float(differences.mean())
+    image_means = differences.mean(0)
     if seeds == 1:
-        return _normal(
-            value,
-            float(of_image.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0,
-            "paired by image",
-        )
-    method, of_seed = "paired by seed and image", each.mean(1)
-    left = each - of_seed[:, None] - of_image + value
-    by_seed = count * float(of_seed.var(ddof=1))  # mean squares
-    by_image = seeds * float(of_image.var(ddof=1)) if count > 1 else 0.0
-    rest = float(np.square(left).sum()) / max(1, (seeds - 1) * (count - 1))
-    both = by_seed + max(0.0, by_image - rest)
-    # but for rounding the seeds do not differ: over the images alone
-    if by_seed <= 1e-12 * (by_image + rest):
-        return _normal(value, math.sqrt(by_image / (seeds * count)), method)
-    degrees, error = (seeds - 1) * (both / by_seed) ** 2, math.sqrt(both / (seeds * count))
-    return _student(value, error, degrees, method)
+        error = float(image_means.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+        return _normal(value, error, "paired by image")
+    method = "paired by seed and image"
+    seed_means = differences.mean(1)
+    residuals = differences - seed_means[:, None] - image_means + value
+    # mean squares
+    of_seeds = count * float(seed_means.var(ddof=1))
+    of_images = seeds * float(image_means.var(ddof=1)) if count > 1 else 0.0
+    of_residuals = float(np.square(residuals).sum()) / max(1, (seeds - 1) * (count - 1))
+    # if the seeds do not differ, but for rounding, the images alone count
+    if of_seeds <= 1e-12 * (of_images + of_residuals):
+        return _normal(value, math.sqrt(of_images / (seeds * count)), method)
+    total = of_seeds + max(0.0, of_images - of_residuals)
+    degrees = (seeds - 1) * (total / of_seeds) ** 2
+    return _student(value, math.sqrt(total / (seeds * count)), degrees, method)
 
 
 def _student(value: float, error: float, degrees: float, method: str) -> Difference:
@@ -152,11 +160,13 @@ def _normal(value: float, error: float, method: str) -> Difference:
     return Difference(value, [value - NORMAL * error, value + NORMAL * error], p, method)
 
 
-def holm(rows: Iterable[dict[str, Any]]) -> None:
-    """Correct the `p` of the rows that have one for their number (Holm 1979): the chance of even
-    one false alarm stays below the level.
+def holm(rows: Iterable[Document]) -> None:
+    """Correct the `p` of rows in place for multiple tests (Holm 1979).
+
+    This bounds the chance of one or more false positives. Rows whose `p` is None do not count.
     """
     tested = sorted((row for row in rows if row["p"] is not None), key=lambda row: row["p"])
     largest = 0.0
-    for place, row in enumerate(tested):
-        row["p"] = largest = max(largest, min(1.0, (len(tested) - place) * row["p"]))
+    for index, row in enumerate(tested):
+        largest = max(largest, min(1.0, (len(tested) - index) * row["p"]))
+        row["p"] = largest

@@ -1,6 +1,4 @@
-"""Named feature extractors, images in, feature vectors out: the name is given with every figure.
-Which images are taken, and passes over them that all processes share.
-"""
+"""Named feature extractors, and passes over images that all processes share."""
 
 import importlib
 import os
@@ -22,7 +20,7 @@ from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
 from duetgan.models.restore import classifier_from, fingerprint, read
-from duetgan.models.weights import file_hash, fitted, read_state_dict
+from duetgan.models.weights import file_hash, fit_state, read_state_dict
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
@@ -36,20 +34,21 @@ from duetgan.utils.text import did_you_mean
 
 @dataclass
 class Extractor:
-    """A deterministic function of images as files have them: [n, C, H, W] on any device -> floats
-    [n, dim].
-    """
+    """A deterministic function from images, [n, C, H, W] as files have them, to features [n, dim]."""
 
-    name: str  # which figures carry, e.g. `resnet50`
+    name: str  # stands beside the metrics that use it, e.g. `resnet50`
     dim: int  # number of features
     compute: Callable[[Tensor], Tensor]
-    device: torch.device  # where it computes
-    source: str = ""  # where its weights come from; empty if it has none
-    lineage: Lineage = field(default_factory=Lineage.of)  # what its weights have seen
-    classifier: Classifier | None = None  # whose features these are
+    device: torch.device  # of the computation
+    source: str = ""  # file or hash of its weights; empty if it has none
+    lineage: Lineage = field(default_factory=Lineage.of)  # data that its weights were trained on
+    classifier: Classifier | None = None  # set if the features are a classifier's
 
     def __call__(self, images: Tensor) -> Tensor:
-        """On the CPU, computed in full float32. UserError if one is not finite."""
+        """Return the features, computed in full float32, on the CPU.
+
+        Raises UserError if a feature is not finite.
+        """
         with torch.no_grad(), full_float32(self.device):
             features = self.compute(images).cpu()
         if not torch.isfinite(features).all():
@@ -60,8 +59,10 @@ class Extractor:
 
 
 def pixel_features(spec: ImageSpec) -> Extractor:
-    """All channels averaged down to 8x8 pixels, in [0, 1], colours multiplied by alpha: no weights
-    and no time, for quick looks during training only.
+    """Return the extractor `pixels`: the image averaged down to 8x8 px, in [0, 1].
+
+    Colours are multiplied by alpha. It needs no weights and hardly any time, but is only a rough
+    measure, meant for training.
     """
 
     def compute(images: Tensor) -> Tensor:
@@ -72,46 +73,59 @@ def pixel_features(spec: ImageSpec) -> Extractor:
     return Extractor("pixels", spec.channels * 64, compute, torch.device("cpu"))
 
 
-# behind transparent images: on one alone, its own colour would be opaque, too
-GROUNDS = {"grey": 128, "white": 255}
+# Backgrounds of transparent images. On a single one, opaque pixels of the same colour would look
+# transparent.
+BACKGROUNDS = {"grey": 128, "white": 255}
 
 
 def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
-    """An extractor of 8-bit grey or RGB for images of `spec`: of what `visible` makes of them, on
-    each of GROUNDS where they are transparent, the features side by side. Its name says what it
-    sees.
+    """Adapt an extractor of 8-bit grey or RGB images to images of `spec`.
+
+    `visible` converts the images. Transparent ones are laid on each of BACKGROUNDS, and the
+    features are concatenated. The name of the extractor tells the channels and backgrounds.
     """
     if spec.plain:
         return extractor
-    grounds = GROUNDS if spec.alpha else {"": None}
-    name = extractor.name + f", channels 1 to {min(3, spec.colours - 1)}" * (
-        spec.colours not in (1, 3)
-    )
-    name += f", on {' and '.join(GROUNDS)}" * spec.alpha
+    backgrounds = BACKGROUNDS if spec.alpha else {"": None}
+    name = extractor.name
+    if spec.colours not in (1, 3):
+        name += f", channels 1 to {min(3, spec.colours - 1)}"
+    if spec.alpha:
+        name += f", on {' and '.join(BACKGROUNDS)}"
 
     def compute(images: Tensor) -> Tensor:
-        return torch.cat(
-            [extractor.compute(visible(images, spec, ground)) for ground in grounds.values()], dim=1
-        )
+        views = [visible(images, spec, background) for background in backgrounds.values()]
+        return torch.cat([extractor.compute(view) for view in views], dim=1)
 
-    return replace(extractor, name=name, dim=extractor.dim * len(grounds), compute=compute)
+    return replace(extractor, name=name, dim=extractor.dim * len(backgrounds), compute=compute)
 
 
 def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
-    """Pooled features of one of our classifiers, before its head; `name` as in `classifier:runs/x`."""
+    """Return the extractor of a classifier's pooled features, before its head.
+
+    The name has the form `classifier:runs/x`.
+    """
 
     def compute(images: Tensor) -> Tensor:
         with evaluating(classifier):
             return classifier.features(classifier_input(classifier, images)).float()
 
-    about = device_of(classifier), fingerprint(classifier), classifier.lineage, classifier
-    return Extractor(name, classifier.feature_dim, compute, *about)
+    return Extractor(
+        name,
+        classifier.feature_dim,
+        compute,
+        device_of(classifier),
+        fingerprint(classifier),
+        classifier.lineage,
+        classifier,
+    )
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1,
-    1], of its size.
-    Raises UserError for images of another kind, except grey for RGB and RGB for grey.
+    """Convert images [n, C, H, W], as files have them, to the classifier's size, range and device.
+
+    Grey is converted to RGB and RGB to grey. Raises UserError for images of any other kind than the
+    classifier's.
     """
     spec, channels = classifier.spec, images.shape[1]
     fits = channels == spec.channels or (spec.plain and channels in (1, 3))
@@ -136,11 +150,12 @@ PLACES = (
 )
 
 
-def find_weights(given: str | Path | None = None) -> Path | None:
-    """The weights file: the given one, else $DUET_WEIGHTS, else one of PLACES, else None. Raises
-    UserError where the given file, or the one that the variable names, is not there.
+def find_weights(weights: str | Path | None = None) -> Path | None:
+    """Return the first weights file of: `weights`, $DUET_WEIGHTS, PLACES; None if there is none.
+
+    Raises UserError if the file that `weights` or the variable names does not exist.
     """
-    for source, name in (("--weights", given), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
+    for source, name in (("--weights", weights), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
         if name:
             if not Path(name).is_file():
                 raise UserError(
@@ -156,32 +171,34 @@ HOW_TO_GET = (
 )
 
 
-def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Path:
-    """`find_weights`, or UserError that says why they are needed and what to do."""
-    if (path := find_weights(given)) is None:
-        raise UserError(f"{why}: {HOW_TO_GET}{instead}")
+def needed_weights(weights: str | Path | None, purpose: str, alternative: str = "") -> Path:
+    """Return the file of `find_weights`.
+
+    Raises UserError if there is none, with the purpose, HOW_TO_GET and the alternative.
+    """
+    if (path := find_weights(weights)) is None:
+        raise UserError(f"{purpose}: {HOW_TO_GET}{alternative}")
     return path
 
 
 def resnet50_features(
     weights: str | Path | None = None, *, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """2048 pooled features of an ImageNet ResNet-50. Images up to 64 px are scaled to 64 px, larger
-    ones to 224 px, bilinearly, rectangles bent to squares; grey is repeated to three channels.
+    """Return the extractor of the 2048 pooled features of an ImageNet ResNet-50.
+
+    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly and to squares. Grey
+    is repeated to three channels.
     """
-    path, place = (
-        needed_weights(weights, "extractor resnet50 needs a weights file"),
-        torch.device(device),
-    )
-    known_by = file_hash(path)
-    network = load_resnet50(path).to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    path = needed_weights(weights, "extractor resnet50 needs a weights file")
+    device = torch.device(device)
+    weights_hash = file_hash(path)
+    network = load_resnet50(path).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def compute(images: Tensor) -> Tensor:
-        inputs = upload(images, place).float() / 255  # [n, C, H, W] in [0, 1]
+        inputs = upload(images, device).float() / 255  # [n, C, H, W] in [0, 1]
         side = 64 if max(inputs.shape[-2:]) <= 64 else 224
         if inputs.shape[-2:] != (side, side):
-            # antialias matters only when shrinking; without it a large image would lose detail by
-            # aliasing
+            # antialias matters for downscaling only, where it avoids aliasing
             inputs = F.interpolate(
                 inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True
             )
@@ -191,26 +208,28 @@ def resnet50_features(
         "resnet50",
         2048,
         compute,
-        place,
-        f"{path.name} {known_by}",
-        Lineage.of(pretrained=[known_by]),
+        device,
+        f"{path.name} {weights_hash}",
+        Lineage.of(pretrained=[weights_hash]),
     )
 
 
 def load_resnet50(path: Path) -> nn.Module:
-    """A ResNet-50 without its head, float32, in evaluation mode, with the weights of a
-    `.safetensors` or `.pth` file.
+    """Load a ResNet-50 without its head, float32, in evaluation mode.
 
-    The file has torchvision's parameter names. A safetensors file whose metadata says `stride:
-    conv1 ...` is He's original network; every other file is taken for torchvision's, whose stride
-    of 2 sits in `conv2`. Raises UserError where the file cannot be read, or a key or a shape is not
-    ResNet-50's.
+    Args:
+        path: A `.safetensors` or `.pth` file with torchvision's parameter names. If the metadata of
+            a safetensors file says `stride: conv1 ...`, the network is He's original one. Otherwise
+            it is torchvision's, with the stride of 2 in `conv2`.
+
+    Raises:
+        UserError: If the file cannot be read, or a key or a shape does not fit.
     """
     state, metadata = read_state_dict(path)
     he_strides = metadata.get("stride", "").startswith("conv1")
-    with torch.device("meta"):  # no time is spent on an initialisation that is overwritten
+    with torch.device("meta"):  # skips an initialisation that would be overwritten
         network = RESNET.build("resnet50", he_strides=he_strides)
-    state = fitted(state, network.state_dict(), path, "resnet50")
+    state = fit_state(state, network.state_dict(), path, "resnet50")
     network.load_state_dict(state, assign=True)
     network.set_submodule(RESNET.head, nn.Identity())  # the pooled features are the output
     return network.eval().requires_grad_(False)
@@ -219,36 +238,40 @@ def load_resnet50(path: Path) -> nn.Module:
 def inception_features(
     weights: str | Path | None = None, *, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """2048 pooled features of the Inception network that published FID figures use, through
-    torch-fidelity, which scales to 299 px as the TensorFlow original does.
+    """Return the extractor of the 2048 pooled features of the Inception network of published FIDs.
+
+    torch-fidelity provides it, which scales images to 299 px as the original in TensorFlow does.
     """
     with explained(
         ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"
     ):
         library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
-    path, source, place = None, "torch-fidelity's download", torch.device(device)
+    path = None
+    source = "torch-fidelity's download"
+    device = torch.device(device)
     if weights:
-        path, source = str(weights), Path(weights).name
-        read_state_dict(Path(weights))  # torch-fidelity itself would unpickle anything
+        path = str(weights)
+        source = Path(weights).name
+        read_state_dict(Path(weights))  # a safe check first: torch-fidelity unpickles anything
     remedy = (
         "give torch-fidelity's weights-inception-2015-12-05-6726825d.pth with --weights, or take "
         "--extractor resnet50"
     )
     with explained(  # no network (URLError is an OSError), or not Inception's state dict
         (OSError, RuntimeError),
-        lambda why: (
-            f"Inception's weights could not be downloaded ({str(why).splitlines()[0]}); {remedy}"
+        lambda error: (
+            f"Inception's weights could not be downloaded ({str(error).splitlines()[0]}); {remedy}"
         ),
     ):
         network = library.FeatureExtractorInceptionV3(
             "inception", ["2048"], feature_extractor_weights_path=path
         )
-    network = network.to(place)
+    network = network.to(device)
 
     def compute(images: Tensor) -> Tensor:
-        return network(images.to(place).expand(-1, 3, -1, -1))[0].float()
+        return network(images.to(device).expand(-1, 3, -1, -1))[0].float()
 
-    return Extractor("inception", 2048, compute, place, source)
+    return Extractor("inception", 2048, compute, device, source)
 
 
 EXTRACTORS = ("classifier", "resnet50", "inception", "pixels")
@@ -256,30 +279,35 @@ WITH_WEIGHTS = ("resnet50", "inception")
 
 
 def build(
-    specs: Sequence[str],
+    names: Sequence[str],
     *,
     device: torch.device,
     spec: ImageSpec,  # of the images
-    weights: str | Path | None = None,  # a weights file, for the extractors that read one
-    classifier: str | None = None,  # run or file that a bare `classifier` means
-    judge: Classifier | None = None,  # that run's classifier, if it is loaded already
+    weights: str | Path | None = None,  # weights file for resnet50 or inception
+    classifier: str | None = None,  # run or file of the extractor `classifier`
+    judge: Classifier | None = None,  # the classifier of that run, if it is loaded already
 ) -> list[Extractor]:
-    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`,
-    `classifier:RUN_OR_FILE`. Raises UserError for an unknown name, one that comes twice, a weights
-    file that fits no or two of them, and where something that the extractor needs is missing.
+    """Build extractors from their names.
+
+    Names are `resnet50`, `inception`, `pixels`, `classifier` and `classifier:RUN_OR_FILE`.
+
+    Raises:
+        UserError: If a name is unknown or comes twice, a weights file is given for none or several
+            of the extractors, or a file or package that an extractor needs is missing.
     """
-    parts = [spec.partition(":") for spec in specs]
+    parts = [name.partition(":") for name in names]
     for kind, colon, argument in parts:
         if kind not in EXTRACTORS or (colon and kind != "classifier"):
             near = did_you_mean(kind, EXTRACTORS)
             raise UserError(
                 f"no extractor {kind + colon + argument!r}{near}; there are {', '.join(EXTRACTORS)}"
             )
-    readers = [kind for kind, _, _ in parts if kind in WITH_WEIGHTS]
-    if weights and len(readers) != 1:
+    with_weights = [kind for kind, _, _ in parts if kind in WITH_WEIGHTS]
+    if weights and len(with_weights) != 1:
+        named = " and ".join(with_weights) or "none"
         raise UserError(
-            f"--weights is for one extractor of {', '.join(WITH_WEIGHTS)}, but {' and '.join(readers) or 'none'} is "
-            "named; name one with --extractor"
+            f"--weights is for one extractor of {', '.join(WITH_WEIGHTS)}, but {named} is named; name "
+            "one with --extractor"
         )
     built: dict[str, Extractor] = {}
     for kind, _, argument in parts:
@@ -289,10 +317,9 @@ def build(
                 raise UserError(
                     "extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN"
                 )
-            loaded = judge if judge is not None and run == classifier else None
-            # of which features are taken
-            loaded = loaded or classifier_from(read(resolve(run)), device, several=True)
-            extractor = classifier_features(loaded, name=f"classifier:{run}")
+            network = judge if run == classifier else None
+            network = network or classifier_from(read(resolve(run)), device, several=True)
+            extractor = classifier_features(network, name=f"classifier:{run}")
         elif kind == "pixels":
             extractor = pixel_features(spec)
         else:
@@ -307,8 +334,9 @@ def build(
 def build_extractors(
     options: Namespace, spec: ImageSpec, device: torch.device, judge: Classifier | None
 ) -> list[Extractor]:
-    """Those that were asked for, else those that can be had without asking. The judge is not loaded
-    a second time.
+    """Build the extractors that the options name.
+
+    The defaults are the classifier, if one is given, and resnet50, if its weights are available.
     """
     run, weights = options.classifier, options.weights
     if options.extractor:
@@ -318,116 +346,122 @@ def build_extractors(
     if not names:
         raise UserError(
             "no feature extractor is available; give --classifier RUN, or a ResNet-50 weights file with --weights, "
-            "or --extractor pixels for a rough figure"
+            "or --extractor pixels for a rough metric"
         )
     return build(names, device=device, spec=spec, weights=weights, classifier=run, judge=judge)
 
 
 T = TypeVar("T")
 
-MOST, LEAST = 64, 4  # images of a chunk
-# of a chunk, between these bounds: what a network needs of memory does not grow with the image size
-PIXELS = 2**20
+LEAST_CHUNK, LARGEST_CHUNK = 4, 64  # images
+CHUNK_PIXELS = 2**20  # between these bounds, so that memory does not grow with the image size
 
 
 def chunk_size(side: int) -> int:
-    """Images of `side` px that networks compute together: 64 up to 128 px, 16 at 256 px, 4 from 512
-    px on.
-    """
-    return max(LEAST, min(MOST, PIXELS // side**2))
+    """Return the number of images of `side` px in a chunk: 64 up to 128 px, 4 from 512 px on."""
+    return max(LEAST_CHUNK, min(LARGEST_CHUNK, CHUNK_PIXELS // side**2))
 
 
 def shared_pass(
     count: int,  # images
-    # what is made of the images of a chunk: plain data, and tensors on the CPU
-    work: Callable[[range], T],
+    work: Callable[[range], T],  # computes a chunk; returns plain data and tensors on the CPU
     *,
-    side: int,  # of the images, the shorter one, in px
-    # images that a process takes before the results are sent, in whole chunks and at least one
+    side: int,  # shorter side of the images in px
+    # images that a process computes before it sends the results; rounded down to whole chunks, at
+    # least one
     batch_size: int,
-    multiple: int = 1,  # of which a chunk's size must be one
-    what: str = "",  # the images on a progress bar; empty: there is none
+    multiple: int = 1,  # the size of a chunk is a multiple of this
+    progress: str = "",  # caption of the progress bar; empty: no bar
 ) -> Iterator[T]:
-    """The results of `work` for every chunk of images: on rank 0 all of them in order, on the
-    others none.
+    """Share the chunks of images among the ranks and yield the results of `work`.
 
-    The chunks begin at fixed images whatever the batch size and the number of processes, and each
-    is computed as a whole by one process: the last bits of a network's float32 outputs depend on
-    the images they are computed with. All ranks must exhaust it. A UserError of one rank is raised
-    on all of them.
+    Rank 0 yields all results in order, other ranks none. All ranks must exhaust the iterator. A
+    UserError of one rank is raised on all of them.
+
+    Neither the batch size nor the number of processes changes a chunk, which one process computes
+    as a whole: the last bits of float32 outputs depend on the images of a batch.
     """
     size = max(1, chunk_size(side) // multiple) * multiple
     chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
-    each = max(1, batch_size // size)
+    per_rank = max(1, batch_size // size)
     rank, world = collectives.rank(), collectives.world_size()
-    with Bar(total=count, desc=what, unit="image", disable=not (what and rank == 0)) as bar:
-        for first in range(0, len(chunks), each * world):
-            own = chunks[first + rank * each : first + (rank + 1) * each]
-            for results in collectives.gather_to_main(lambda own=own: [work(rows) for rows in own]):  # type: ignore[misc]
+    is_shown = bool(progress) and rank == 0
+    with Bar(total=count, desc=progress, unit="image", disable=not is_shown) as bar:
+        for first in range(0, len(chunks), per_rank * world):
+            start = first + rank * per_rank
+            part = chunks[start : start + per_rank]
+            for results in collectives.gather_to_main(
+                lambda part=part: [work(rows) for rows in part]  # type: ignore[misc]
+            ):
                 for result in results:
                     yield result
                     bar.update(min(size, count - bar.n))
 
 
-def feature_sets(
+def compute_features(
     source: Callable[[range], Tensor],  # images of a range, uint8 [b, C, H, W]
     extractors: Sequence[Extractor],
     *,
     total: int,  # images
     side: int,  # of the images, in px
     batch_size: int = 64,
-    what: str = "",  # the images on a progress bar; empty: there is none
-    # on rank 0: each range, images and features
+    progress: str = "",  # caption of the progress bar; empty: no bar
+    # called on rank 0 with each range, its images and their features
     observe: Callable[[range, Tensor, list[Tensor]], None] | None = None,
 ) -> list[Tensor]:
-    """One pass over the images for all extractors, shared by the ranks: [total, F] of each on rank
-    0, [0, F] on the others. All ranks must call this.
+    """Compute the features of images under all extractors in one pass that the ranks share.
+
+    Returns the features under each extractor: [total, F] on rank 0, [0, F] on other ranks. All
+    ranks must call this.
     """
-    rows = [[torch.empty(0, extractor.dim)] for extractor in extractors]
+    parts = [[torch.empty(0, extractor.dim)] for extractor in extractors]
 
     def work(chunk: range) -> tuple[range, Tensor | None, list[Tensor]]:
         images = source(chunk)
         return chunk, images if observe else None, [extractor(images) for extractor in extractors]
 
     for chunk, images, features in shared_pass(
-        total, work, side=side, batch_size=batch_size, what=what
+        total, work, side=side, batch_size=batch_size, progress=progress
     ):
-        for part, new in zip(rows, features, strict=True):
-            part.append(new)
+        for part, chunk_features in zip(parts, features, strict=True):
+            part.append(chunk_features)
         if observe is not None and images is not None:
             observe(chunk, images, features)
-    return [torch.cat(part) for part in rows]
+    return [torch.cat(part) for part in parts]
 
 
 @dataclass
 class RealFeatures:
-    """Features of real images, kept between evaluations by the file's content, the draw, the
-    extractor's name and weights.
+    """A cache of features of real images, for the evaluations of a run.
+
+    The key is the dataset's content, the draw, and the extractor's name and weights.
     """
 
     batch_size: int = 64
     show: bool = False  # a progress bar
-    _sets: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    _cache: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
     def get(
-        self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]
+        self, dataset: Dataset, selection: Selection, extractors: Sequence[Extractor]
     ) -> list[Tensor]:
-        """The features of `selection` under each extractor. All ranks must call this; rank 0 has
-        the features.
+        """Return the features of the selected images under each extractor.
+
+        All ranks must call this; only rank 0 gets the features.
         """
         keys = [
-            (reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors
+            (dataset.meta.content_hash, selection.key, extractor.name, extractor.source)
+            for extractor in extractors
         ]
-        if missing := {
-            key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets
-        }:
-            features = feature_sets(
-                partial(selection.images, reader),
+        pairs = zip(keys, extractors, strict=True)
+        missing = {key: extractor for key, extractor in pairs if key not in self._cache}
+        if missing:
+            features = compute_features(
+                partial(selection.images, dataset),
                 list(missing.values()),
                 total=len(selection.indices),
-                side=reader.spec.side,
+                side=dataset.spec.side,
                 batch_size=self.batch_size,
-                what=f"real {selection.key.split()[0]} images" if self.show else "",
+                progress=f"real {selection.key.split()[0]} images" if self.show else "",
             )
-            self._sets.update(zip(missing, features, strict=True))
-        return [self._sets[key] for key in keys]
+            self._cache.update(zip(missing, features, strict=True))
+        return [self._cache[key] for key in keys]

@@ -1,4 +1,4 @@
-"""Full float32 for evaluation, so that figures mean the same on every day and machine."""
+"""Full float32 precision for evaluation, so that metrics are comparable between machines."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,18 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-_lock, _inside, _undo = Lock(), 0, ExitStack()
+_lock = Lock()
+_inside = 0  # number of blocks that are open
+_undo = ExitStack()
 
 
 @contextmanager
 def full_float32(device: torch.device | str) -> Iterator[None]:
-    """No autocast, no TF32 and deterministic convolutions inside the block; the settings come back
-    afterwards. They are the process's: of several threads the first to enter changes them, the last
-    to leave brings them back.
+    """Disable autocast and TF32 and use deterministic convolutions inside the block.
+
+    The settings are those of the process: of several threads, the first to enter changes them and
+    the last to leave restores them.
     """
     global _inside, _undo
     with _lock:
-        _undo = _undo if _inside else _full()
+        if not _inside:
+            _undo = _change_settings()
         _inside += 1
     try:
         with torch.autocast(torch.device(device).type, enabled=False):
@@ -31,11 +35,12 @@ def full_float32(device: torch.device | str) -> Iterator[None]:
                 _undo.close()
 
 
-def _full() -> ExitStack:
-    """Change the settings; leaving the stack brings them back."""
+def _change_settings() -> ExitStack:
+    """Set full precision; closing the returned stack restores the previous settings."""
     cudnn, undo = torch.backends.cudnn, ExitStack()
     backends: Any = torch.backends
-    # "none"; or what is compiled is compiled again
+    # restored one by one, because set_float32_matmul_precision would turn "none" into "ieee" and
+    # so cause compiled functions to be compiled again
     for matmul in (backends.cuda.matmul, backends.mkldnn.matmul):
         undo.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
     undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -48,7 +53,7 @@ def _full() -> ExitStack:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation mode, without a graph; it returns to the mode it was in."""
+    """Put the module into evaluation mode without gradients inside the block."""
     mode = module.training
     module.eval()
     try:
@@ -59,6 +64,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter or buffer; the CPU if it has none."""
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Which images of a file an evaluation looks at."""
+"""The draw of the images of a dataset that an evaluation uses."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from duetgan.utils.seeding import numpy_generator
 
 @dataclass(frozen=True)
 class Selection:
-    """Which images of a file are looked at."""
+    """Images of a dataset, with their labels."""
 
     indices: np.ndarray  # int64 [m]
     labels: np.ndarray  # int64 [m]
-    key: str  # tells this draw from every other one of the same file
+    key: str  # identifies the draw among all draws from the same dataset
 
-    def images(self, reader: Dataset, rows: range) -> Tensor:
-        """Those at some places of the draw, uint8 [b, C, H, W]."""
-        return torch.from_numpy(reader.read(self.indices[rows.start : rows.stop])[0])
+    def images(self, dataset: Dataset, rows: range) -> Tensor:
+        """Read the images of these rows of the draw, [b, C, H, W]."""
+        return torch.from_numpy(dataset.read(self.indices[rows.start : rows.stop])[0])
 
 
 def select(
@@ -30,19 +30,27 @@ def select(
     seed: int,
     role: str,
     per_class: int = 0,
-    hot: np.ndarray | None = None,
+    multi_hot: np.ndarray | None = None,
 ) -> Selection:
-    """Draw n images without replacement by the key (seed, "eval", role), then add until a class has
-    `per_class`.
+    """Draw n images without replacement, then add images until each class has `per_class`.
 
-    `labels` int64 [count] are those of the whole file; `hot` bool [labels, classes]: of which
-    classes an image of each is, if not of one. A class with fewer than `per_class` in it comes with
-    all it has.
+    A class with fewer images than `per_class` comes with all of them.
+
+    Args:
+        labels: Labels of the whole dataset, int64 [count].
+        n: Number of images of the first draw.
+        seed: Seed; the draw has the key (seed, "eval", role).
+        role: Name of the draw, such as "test".
+        per_class: Smallest number of images of each class.
+        multi_hot: Classes of each label, bool [labels, classes], if images may have several.
     """
     order = numpy_generator(seed, "eval", role).permutation(len(labels))
-    wanted = np.zeros(len(order), dtype=bool)
-    for each in np.unique(labels) if hot is None else range(hot.shape[1]):
-        members = labels[order] == each if hot is None else hot[labels[order], each]
-        wanted[np.flatnonzero(members)[:per_class]] = True
-    order = np.concatenate([order[:n], order[n:][wanted[n:]]])
+    required = np.zeros(len(order), dtype=bool)
+    if multi_hot is None:
+        classes = [labels[order] == label for label in np.unique(labels)]
+    else:
+        classes = list(multi_hot[labels[order]].T)
+    for is_member in classes:
+        required[np.flatnonzero(is_member)[:per_class]] = True
+    order = np.concatenate([order[:n], order[n:][required[n:]]])
     return Selection(order, labels[order], f"{role} {seed} {n} {per_class}")

@@ -1,115 +1,130 @@
-"""Frechet distance of two sets of features, each taken for a Gaussian (Heusel et al. 2017,
-1706.08500, eq. 6).
+"""Frechet distance between Gaussians fitted to two feature sets (Heusel et al. 2017, 1706.08500,
+6).
 
-A bootstrap of it would decompose covariances for each resample, minutes for 2048 features, and is
-biased besides: a set that holds images twice has a narrower covariance than its source. The
-infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6) asks instead how the distance answers to
-the weight of each image, which its own decomposition tells.
+The variance is that of the infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6): the
+derivative of the distance by the weight of each image, which follows from the distance's own
+decomposition. A bootstrap would decompose covariances for each resample, minutes for 2048 features,
+and would be biased: a resample that holds images twice has a narrower covariance than its source.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from duetgan.metrics.classification.answers import hot
+from duetgan.metrics.classification.answers import multi_hot
 from duetgan.metrics.intervals import Measured
 
 BLOCK = 1024  # rows at a time
-FEW_PER_CLASS = 500  # images of a class below which its distance is mostly bias
+FEW_PER_CLASS = 500  # below this number of images, the distance of a class is mostly bias
 
 
 def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of features [n, F] and [m, F], and its variance
-    over draws of both sets, in float64. At least 0, in squared units of the features; covariances
-    may be singular.
+    """Return the Frechet distance between two feature sets and its variance, in float64.
 
-    The variance tells chance, not bias: at small n the distance is too large, of all draws of that
-    n alike. Where the sets are equal but for chance, it is up to twice too large. Raises ValueError
-    for fewer than two vectors.
+    The distance is |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), at least 0, in squared units of the
+    features. Covariances may be singular. The variance is that over draws of both sets. It does not
+    cover the bias: at small n, the distance is too large in every draw. If both sets come from the
+    same distribution, the variance is up to twice too large.
+
+    Args:
+        first: Features [n, F].
+        second: Features [m, F].
+
+    Raises:
+        ValueError: If a set has fewer than two vectors, or the dimensions differ.
     """
     if min(len(first), len(second)) < 2 or first.shape[1] != second.shape[1]:
         raise ValueError(
             f"no Frechet distance between features {list(first.shape)} and {list(second.shape)}"
         )
-    sets = [features.detach().cpu().double() for features in (first, second)]
-    means = [rows.mean(0) for rows in sets]
-    # x' x = C
-    rows = [(each - mean) / (len(each) - 1) ** 0.5 for each, mean in zip(sets, means, strict=True)]
-    trace, weights = _trace_of_root(*rows)
-    shift = means[0] - means[1]
-    value, variance = float(shift.square().sum()) - 2 * trace, 0.0
-    for part, weight, direction in zip(rows, weights, (shift, -shift), strict=True):
-        count, norms = len(part), part.square().sum(1)
+    x, first_mean = _scaled(first)
+    y, second_mean = _scaled(second)
+    trace, influences = _trace_of_root(x, y)
+    shift = first_mean - second_mean
+    value = float(shift.square().sum()) - 2 * trace
+    variance = 0.0
+    for rows, of_trace, direction in zip((x, y), influences, (shift, -shift), strict=True):
+        count = len(rows)
+        norms = rows.square().sum(1)
         value += float(norms.sum())
-        # d distance / d log weight: of the means, of the trace of the covariance, of 2 tr (C1
-        # C2)^(1/2)
-        answers = 2 / count * (count - 1) ** 0.5 * (part @ direction) + norms - weight
-        variance += float((answers - answers.mean()).square().sum()) * count / (count - 1)
+        # derivative by the logarithm of each image's weight: of the means, of tr C, and of
+        # 2 tr (C1 C2)^(1/2)
+        influence = 2 / count * (count - 1) ** 0.5 * (rows @ direction) + norms - of_trace
+        variance += float((influence - influence.mean()).square().sum()) * count / (count - 1)
     return max(0.0, value), variance  # rounding can leave a distance of 0 just below it
 
 
-def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: int) -> Measured:
-    """Frechet distance within each class (Miyato and Koyama 2018, 1802.05637: intra-FID), and their
-    mean.
+def _scaled(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows x with x' x = C, the covariance of the features, and their mean, in float64."""
+    features = features.detach().cpu().double()
+    mean = features.mean(0)
+    return (features - mean) / (len(features) - 1) ** 0.5, mean
 
-    A generator that ignores its labels may have a small distance over all classes together, but not
-    within them. Args: features [n, F] and `labels`, int64 [n] or bool [n, classes], of both. A
-    class of fewer than two images has none.
+
+def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: int) -> Measured:
+    """Return the mean over classes of the Frechet distance within each class, with its interval.
+
+    Miyato and Koyama 2018, 1802.05637 (intra-FID). A generator that ignores its labels may have a
+    small distance over all classes together, but not within classes.
+
+    Args:
+        samples: Features of the samples, [n, F].
+        real: Features of real images, [n, F].
+        labels: Labels of both, int64 [n] or bool [n, classes].
+        classes: Number of classes. The value of a class of fewer than two images is None.
     """
-    rows = hot(labels, classes).T
-    counts = rows.sum(1).tolist()
+    members = multi_hot(labels, classes).T
+    counts = members.sum(1).tolist()
     results = {
-        i: frechet_distance(samples[row], real[row]) for i, row in enumerate(rows) if counts[i] > 1
+        label: frechet_distance(samples[rows], real[rows])
+        for label, rows in enumerate(members)
+        if counts[label] > 1
     }
+    by_class = [results[label][0] if label in results else None for label in range(classes)]
     if not results:
-        return Measured(None, by_class=[None] * classes)
+        return Measured(None, by_class=by_class)
     values, variances = torch.tensor(list(results.values()), dtype=torch.float64).T
-    mean, least = float(values.mean()), min(counts[label] for label in results)
-    measured = Measured.normal(mean, float(variances.sum()) / len(values) ** 2, low=0.0)
-    few = (
-        f"a class has {least} images a side, so its distance is mostly the bias of small n: compare it with figures of "
-        "the same n alone"
-    )
-    by_class: Sequence[float | None] = [
-        results[label][0] if label in results else None for label in range(classes)
-    ]
-    return Measured(mean, measured.interval, by_class, least, few if least < FEW_PER_CLASS else "")
+    mean, smallest = float(values.mean()), min(counts[label] for label in results)
+    interval = Measured.normal(mean, float(variances.sum()) / len(values) ** 2, low=0.0).interval
+    note = ""
+    if smallest < FEW_PER_CLASS:
+        note = (
+            f"a class has {smallest} images a side, so its distance is mostly the bias of small n: compare it "
+            "with metrics of the same n alone"
+        )
+    return Measured(mean, interval, by_class, smallest, note)
 
 
 def _trace_of_root(x: Tensor, y: Tensor) -> tuple[float, tuple[Tensor, Tensor]]:
-    """tr (C1 C2)^(1/2), the sum of the singular values s of x y' [n, m]; and by how much each row
-    raises twice that, sum_k s_k u_ik^2 for the singular vectors u: [n] and [m].
+    """Return t = tr (C1 C2)^(1/2), and the influence of each row of x [n, F] and y [m, F] on 2 t.
 
-    With more images than features from the eigenvectors of C1 = L L' and L' C2 L, which are F x F:
-    symmetric eigenvalues are real and stable, where a matrix square root of C1 C2 fails for
-    singular covariances.
+    t is the sum of the singular values s of x y' [n, m]. The influence of row i is sum_k s_k
+    u_ik^2, where u are the singular vectors: [n] and [m].
+
+    With more images than features, the eigenvectors of C1 = L L' and of L' C2 L, which are F x F,
+    give the same. Symmetric eigenvalues are real and stable, whereas a matrix square root of C1 C2
+    fails for singular covariances.
     """
     if min(len(x), len(y)) <= x.shape[1]:
         left, values, right = torch.linalg.svd(x @ y.T, full_matrices=False)
-        kept = values > values.max() * max(x.shape) * torch.finfo(values.dtype).eps
-        values = values[kept]
-        return float(values.sum()), (
-            left[:, kept].square() @ values,
-            right[kept].T.square() @ values,
-        )
+        rank = values > values.max() * max(x.shape) * torch.finfo(values.dtype).eps
+        values = values[rank]
+        influences = left[:, rank].square() @ values, right[rank].T.square() @ values
+        return float(values.sum()), influences
     eigenvalues, vectors = _above_rounding(*torch.linalg.eigh(x.T @ x))
     factor = vectors * eigenvalues.sqrt()  # L [F, r]
     squares, turn = _above_rounding(*torch.linalg.eigh(factor.T @ (y.T @ y) @ factor))
     values = squares.sqrt()
-    # from rows to the singular vectors
-    maps = vectors / eigenvalues.sqrt() @ turn, factor @ turn / values
-    shares = [
-        torch.cat([(part @ to_vectors).square() @ values for part in rows.split(BLOCK)])
-        for rows, to_vectors in zip((x, y), maps, strict=True)
-    ]
-    return float(values.sum()), (shares[0], shares[1])
+
+    def influence(rows: Tensor, projection: Tensor) -> Tensor:  # on the singular vectors
+        return torch.cat([(part @ projection).square() @ values for part in rows.split(BLOCK)])
+
+    of_x = influence(x, vectors / eigenvalues.sqrt() @ turn)
+    of_y = influence(y, factor @ turn / values)
+    return float(values.sum()), (of_x, of_y)
 
 
 def _above_rounding(eigenvalues: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Without what is rounding error, which a root would raise from 1e-16 to 1e-8; of no dimension
-    none.
-    """
-    largest = eigenvalues[-1:]  # they ascend
-    kept = eigenvalues > largest.abs() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
-    return eigenvalues[kept], vectors[:, kept]
+    """Drop eigenvalues that are rounding errors, which a root would raise from 1e-16 to 1e-8."""
+    largest = eigenvalues[-1:]  # eigenvalues ascend; empty for no dimensions
+    rank = eigenvalues > largest.abs() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
+    return eigenvalues[rank], vectors[:, rank]

@@ -1,49 +1,48 @@
-"""Are samples what was asked for, by an independent classifier, and do they differ as much as real
-images do?
-"""
+"""Recognised fraction, class score and diversity of a generator's samples."""
 
 import torch
 from torch import Tensor
 
-from duetgan.metrics.classification.answers import hot
+from duetgan.metrics.classification.answers import multi_hot
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import PER_CLASS
 
 
 def recognised(
-    probabilities: Tensor,  # [n, K], the judge's
-    # int64 [n], the class that was asked for; of several labels a sample bool [n, K]
-    labels: Tensor,
-    # [K], of several labels: the probability from which on each is named
-    thresholds: Tensor | None = None,
+    probabilities: Tensor,  # of the judge, [n, K]
+    labels: Tensor,  # requested class, int64 [n]; bool [n, K] if samples have several labels
+    thresholds: Tensor | None = None,  # of each label, [K], if samples have several labels
 ) -> Measured:
-    """Share of samples whose class a classifier predicts: over all, and of each class (None: none
-    was asked for). Of several labels a sample: where it names exactly those, and of each label
-    where it is asked for and named.
+    """Return the fraction of samples that a classifier predicts as requested, and that by class.
+
+    Of samples with several labels, all predicted labels must be as requested; by class it is the
+    fraction of the samples with this label for which it is predicted. The value of a class that was
+    not requested is None.
     """
     if not len(labels):
         raise ValueError("the recognised share of no samples is undefined")
-    asked, answer = hot(labels, probabilities.shape[1]), probabilities.argmax(1)
-    named = (
-        hot(answer, probabilities.shape[1])
-        if thresholds is None
-        else probabilities >= thresholds.to(probabilities)
-    )
-    counts = zip((named & asked).sum(0).tolist(), asked.sum(0).tolist(), strict=True)
-    return Measured.share(
-        (named == asked).all(1), [count / total if total else None for count, total in counts]
-    )
+    classes = probabilities.shape[1]
+    requested = multi_hot(labels, classes)
+    if thresholds is None:
+        predicted = multi_hot(probabilities.argmax(1), classes)
+    else:
+        predicted = probabilities >= thresholds.to(probabilities)
+    counts = zip((predicted & requested).sum(0).tolist(), requested.sum(0).tolist(), strict=True)
+    by_class = [count / total if total else None for count, total in counts]
+    return Measured.fraction((predicted == requested).all(1), by_class)
 
 
 def class_score(probabilities: Tensor) -> Measured:
-    """The Inception score (Salimans et al. 2016, 1606.03498, section 4) with our judge in
-    Inception's place: exp(mean over images of KL(p(y|x) || p(y))) of its probabilities [n, K], over
-    all n at once, not in splits.
+    """Return the Inception score with the judge in Inception's place.
 
-    Between 1 (all images are predicted alike, or none with confidence) and K (each surely, all
-    classes equally often). It is named after what it is: published Inception scores come from
-    another network and cannot be compared. An image's influence on the score's logarithm is its own
-    divergence less the mean.
+    Salimans et al. 2016, 1606.03498, section 4: exp(mean over images of KL(p(y|x) || p(y))), over
+    all n images at once, not in splits. It lies between 1 (all predictions are the same, or none is
+    confident) and K (all are confident, and all classes equally frequent). Published Inception
+    scores come from another network and cannot be compared with it. An image's influence on the
+    logarithm of the score is its divergence minus the mean divergence.
+
+    Args:
+        probabilities: Probabilities of the judge, [n, K].
     """
     p = probabilities.detach().cpu().double()
     if not len(p):
@@ -54,31 +53,31 @@ def class_score(probabilities: Tensor) -> Measured:
 
 
 def mean_distances(features: Tensor) -> Tensor:
-    """Mean Euclidean distance of each of the features [n, F] to the others, float64 [n]; n at least
-    2.
+    """Return each vector's mean Euclidean distance to all others, float64 [n], of features [n, F].
+
+    n must be at least 2.
     """
     rows = features.detach().cpu().double()
-    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").sum(1) / (
-        len(rows) - 1
-    )
+    distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.sum(1) / (len(rows) - 1)
 
 
 def diversity_ratio(samples: Tensor, real: Tensor) -> Measured:
-    """Mean pairwise distance of samples [n, F] over that of real images [m, F], with its 95 %
-    interval over draws of both sets by the infinitesimal jackknife.
+    """Return the mean pairwise distance of samples [n, F] over that of real images [m, F].
 
-    1 is as varied as the real ones, 0 is one image over and over. Undefined for fewer than two
-    vectors on a side, or real images that are all the same. A bootstrap would be biased: an image
-    that is drawn twice is at distance 0 from itself.
+    1: samples are as diverse as real images; 0: all samples are the same. The 95 % interval, over
+    draws of both sets, is that of the infinitesimal jackknife. A bootstrap would be biased: an
+    image that is drawn twice is at distance 0 from itself. Undefined for fewer than two vectors on
+    a side, or real images that are all the same.
     """
     if min(len(samples), len(real)) < 2:
         return Measured(None)
     means = [mean_distances(features) for features in (samples, real)]
-    spread, reference = (float(each.mean()) for each in means)
+    spread, reference = (float(distances.mean()) for distances in means)
     if reference == 0:
         return Measured(None)
-    # over all pairs, in which each image is twice
-    variances = [4 * float(each.var()) / len(each) for each in means]
+    # an image counts twice, in its own mean distance and in those of all others: 2**2
+    variances = [4 * float(distances.var()) / len(distances) for distances in means]
     ratio = spread / reference
     return Measured.normal(ratio, (variances[0] + ratio**2 * variances[1]) / reference**2, low=0.0)
 
@@ -92,20 +91,21 @@ def diversity_by_class(
     classes: int,
     images: int = PER_CLASS,
 ) -> Measured:
-    """The diversity ratio of each class, over its first `images` samples and real images, as many
-    of each; the smallest is the figure of the whole generator, with its interval.
+    """Return the diversity ratio by class; the value is that of the least diverse class.
+
+    The ratio of a class is over its first `images` samples and real images, equally many of each.
     """
     results, sizes = [], []
-    for of_samples, of_real in zip(
-        hot(sample_labels, classes).T, hot(real_labels, classes).T, strict=True
+    for is_sample, is_real in zip(
+        multi_hot(sample_labels, classes).T, multi_hot(real_labels, classes).T, strict=True
     ):
-        pair = [samples[of_samples][:images], real[of_real][:images]]
-        size = min(map(len, pair))
-        results.append(diversity_ratio(pair[0][:size], pair[1][:size]))
+        class_samples, class_real = samples[is_sample][:images], real[is_real][:images]
+        size = min(len(class_samples), len(class_real))
+        results.append(diversity_ratio(class_samples[:size], class_real[:size]))
         sizes.append(size if results[-1].value is not None else images)
-    by_class = [each.value for each in results]
-    defined = [each for each in results if each.value is not None]
+    by_class = [result.value for result in results]
+    defined = [result for result in results if result.value is not None]
     if not defined:
         return Measured(None, by_class=by_class)
-    smallest = min(defined, key=lambda each: each.value or 0.0)
+    smallest = min(defined, key=lambda result: result.value or 0.0)
     return Measured(smallest.value, smallest.interval, by_class, min(sizes))

@@ -1,21 +1,20 @@
-"""Does the generator copy its training images? Nearest neighbours in a feature space, tests of what
-they say, and the search for copies as a part of an evaluation.
+"""Tests whether a generator copies training images, by nearest neighbours in a feature space.
 
-Two questions, because each can be answered wrongly alone:
+There are two tests, because each alone can mislead:
 
-- Are samples nearer to training images than held-out images are? (`share_below`, `data_copying`;
+- Are samples nearer to training images than held-out images are? (`fraction_below`, `data_copying`;
   the three-sample test of Meehan, Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are
-  bland or collapsed samples: the mean of all images is nearer to each of them than they are to one
+  bland or collapsed samples: the mean of all images is nearer to each image than images are to one
   another.
-- Are the images that such samples are nearest to training images more often than held-out ones?
-  (`chance_bound`.) To a generator that keeps nothing of single images the two are alike: which is
-  nearest is then a matter of how many there are of each, whatever the samples look like. This is
-  the test whose verdict counts.
+- Are the images nearest to such samples training images more often than held-out images?
+  (`chance_bound`.) A generator that has not memorised single images treats both alike: then the
+  nearest image is a training image as often as the numbers of both suggest, whatever the samples
+  look like. The verdict is that of this test.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import SupportsFloat, SupportsInt
 
 import numpy as np
 import torch
@@ -25,17 +24,16 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import Extractor, pixel_features
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.metrics.features.selection import Selection, select
+from duetgan.metrics.protocol import Document
 from duetgan.metrics.samples.neighbours import QUERY_BLOCK, neighbours
 from duetgan.models.gan import ImageGenerator, generate
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 
-# samples listed with their nearest training image: the closest of all, and the first ones
-PAIRS = 12
-TAIL = 0.01  # share of the held-out images that counts as unusually near to the training images
-# of significance: a generator that copies nothing is accused once in a thousand evaluations
-LEVEL = 0.001
-LEAST_IN_CELL = 20  # samples and held-out images of a cell that C_T takes account of
+PAIRS = 12  # samples listed with their nearest training image: the closest, and the first
+TAIL = 0.01  # fraction of the held-out images that counts as unusually near to training images
+LEVEL = 0.001  # significance level: one false alarm in a thousand evaluations
+MIN_CELL_SIZE = 20  # samples and held-out images that a cell of C_T must have
 
 
 @dataclass(frozen=True)
@@ -48,18 +46,18 @@ class Nearest:
 
 @dataclass(frozen=True)
 class RealSet:
-    """Features of real images, and what tells their kind."""
+    """Features and labels of real images."""
 
     features: Tensor  # [m, F]
     labels: Tensor  # int64 [m]; all 0 where there are no classes
 
 
 def nearest(queries: Tensor, references: Tensor) -> Nearest:
-    """Nearest of the references [m, F] for each of the queries [n, F], exactly; the first of
-    equally near ones.
+    """Find the nearest reference, of [m, F], of each query, of [n, F]; the first of equally near
+    ones.
 
-    The distances of the pairs found are taken from the differences themselves: that of a copy is 0,
-    not a rounding error. Raises ValueError for no reference, or other dimensions.
+    Distances are computed from differences, so that the distance of a copy is 0 and not a rounding
+    error. Raises ValueError if there is no reference, or the dimensions differ.
     """
     if (
         queries.ndim != 2
@@ -73,20 +71,25 @@ def nearest(queries: Tensor, references: Tensor) -> Nearest:
     queries, references = queries.detach().cpu(), references.detach().cpu()
     indices = neighbours(queries, references, 1)[1][:, 0]
     pieces = zip(queries.split(QUERY_BLOCK), indices.split(QUERY_BLOCK), strict=True)
-    distances = [
-        (part.double() - references[places].double()).norm(dim=1) for part, places in pieces
-    ]
+    distances = [(part.double() - references[rows].double()).norm(dim=1) for part, rows in pieces]
     return Nearest(torch.cat(distances), indices)
 
 
-def share_below(
+def fraction_below(
     samples: Tensor, held_out: Tensor, *, tail: float = TAIL
 ) -> tuple[float, float, float]:
-    """Share of samples nearer to a training image than the nearest `tail` of the held-out images.
+    """Return the fraction of samples that are unusually near to a training image.
 
-    Args: distances [n] and [m] to the nearest training image. Returns the share, the share that is
-    expected where both are of one distribution (k / (m + 1) for the k-th least of m), and the
-    distance that was the bound.
+    The bound is the distance of the nearest `tail` of the held-out images.
+
+    Args:
+        samples: Distance of each sample to the nearest training image, [n].
+        held_out: Distance of each held-out image to the nearest training image, [m].
+        tail: Fraction of the held-out images.
+
+    Returns:
+        The fraction of samples below the bound; the fraction that is expected if both sets have the
+        same distribution, k / (m + 1) for the k-th smallest of m distances; and the bound.
     """
     k = max(1, int(tail * len(held_out)))
     bound = held_out.sort().values[k - 1]
@@ -94,11 +97,12 @@ def share_below(
 
 
 def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
-    """Z_U of Meehan et al. (section 3): (U - n m / 2) / sqrt(n m (n + m + 1) / 12), U counting the
-    pairs in which the sample is the farther one; equally far counts half. About N(0, 1) for equal
-    distributions, below 0 for copies.
+    """Return Z_U = (U - n m / 2) / sqrt(n m (n + m + 1) / 12) of Meehan et al. (section 3).
+
+    U is the number of pairs in which the sample's distance is larger; a tie counts as half. Z_U is
+    about N(0, 1) for equal distributions, and below 0 for copies.
     """
-    from scipy.stats import mannwhitneyu  # here: its import takes a second of every start
+    from scipy.stats import mannwhitneyu  # imported here because the import takes a second
 
     n, m = len(samples), len(held_out)
     u = mannwhitneyu(samples.numpy(), held_out.numpy(), method="asymptotic").statistic
@@ -111,116 +115,122 @@ def data_copying(
     sample_cells: Tensor,  # int64 [n]
     held_out_cells: Tensor,  # int64 [m]
 ) -> float | None:
-    """C_T of Meehan et al.: the mean of Z_U over cells of the space, weighted by the held-out
-    images in each.
+    """Return C_T of Meehan et al., the mean of Z_U over cells, weighted by their held-out images.
 
-    Far below 0 (-3 and less): samples hug the training images; above: they keep farther away than
-    held-out images do. Cells with fewer than LEAST_IN_CELL samples or held-out images are left out;
-    None where that leaves none.
+    At -3 and below, samples are nearer to the training images than held-out images are; above 0
+    they are farther away. Cells with fewer than MIN_CELL_SIZE samples or held-out images do not
+    count. Returns None if no cell counts.
     """
     total, weights = 0.0, 0
     for cell in held_out_cells.unique():
         near, far = samples[sample_cells == cell], held_out[held_out_cells == cell]
-        if min(len(near), len(far)) >= LEAST_IN_CELL:
+        if min(len(near), len(far)) >= MIN_CELL_SIZE:
             total += len(far) * mann_whitney(near, far)
             weights += len(far)
     return total / weights if weights else None
 
 
-def chance_bound(counts: np.ndarray, shares: np.ndarray, observed: int) -> float:
-    """P(sum of counts_i * B_i >= observed) for independent B_i ~ Bernoulli(shares_i): exact, by its
-    Fourier transform.
+def chance_bound(counts: np.ndarray, probabilities: np.ndarray, observed: int) -> float:
+    """Return P(sum of counts_i * B_i >= observed) for independent B_i ~ Bernoulli(probabilities_i).
 
-    `counts` int64 [k] samples have the i-th real image as their nearest one; `shares` [k] of such
-    images are training images. Samples that share their nearest image are one draw, so a collapsed
-    generator is no proof.
+    The result is exact, by the Fourier transform. Samples with the same nearest image are one draw,
+    so that a collapsed generator is no evidence.
+
+    Args:
+        counts: Number of samples whose nearest image is the i-th real image, int64 [k].
+        probabilities: Probability that the i-th real image is a training image, [k].
+        observed: Number of samples whose nearest image is a training image.
     """
     size = int(counts.sum()) + 1
     angles = 2 * np.pi * np.arange(size) / size
     transform = np.ones(size, dtype=np.complex128)
-    kinds, repeats = np.unique(np.stack([counts, shares], axis=1), axis=0, return_counts=True)
-    for (count, share), times in zip(kinds, repeats, strict=True):
-        transform *= (1 - share + share * np.exp(1j * angles * count)) ** times
+    pairs, repeats = np.unique(
+        np.stack([counts, probabilities], axis=1), axis=0, return_counts=True
+    )
+    for (count, p), times in zip(pairs, repeats, strict=True):
+        transform *= (1 - p + p * np.exp(1j * angles * count)) ** times
     return float(np.clip((np.fft.fft(transform).real / size)[observed:].sum(), 0.0, 1.0))
 
 
 def training_bound(
-    samples: Nearest,  # among the training images
-    other: Nearest,  # the same samples' nearest held-out images
+    to_train: Nearest,  # training image of each sample
+    to_held_out: Nearest,  # held-out image of each sample
     train: RealSet,
     held_out: RealSet,
     *,
-    bound: float,  # only samples nearer than this to a real image are looked at
+    bound: float,  # only samples that are nearer than this to a real image count
 ) -> tuple[int, int, float]:
-    """Do unusually near samples keep to training images? Null: which real images were trained on is
-    a matter of chance, class by class.
+    """Test if the images nearest to samples are training images more often than by chance.
 
-    Returns how many such samples there are, how many of them are nearer to a training image than to
-    any held-out one (equally near is not), and the probability of as many by chance.
+    Null hypothesis: within each class, real images are training images at random.
+
+    Returns:
+        The number of samples below the bound, the number of those that are nearer to a training
+        image than to any held-out image, and the p-value.
     """
-    nearer = samples.distances < other.distances
-    near = torch.minimum(samples.distances, other.distances) < bound
-    names = torch.where(nearer, samples.indices, other.indices + len(train.labels))[near]
-    images, counts = names.unique(return_counts=True)
+    nearer = to_train.distances < to_held_out.distances
+    near = torch.minimum(to_train.distances, to_held_out.distances) < bound
+    held_out_rows = to_held_out.indices + len(train.labels)
+    images, counts = torch.where(nearer, to_train.indices, held_out_rows)[near].unique(
+        return_counts=True
+    )
     labels = torch.cat([train.labels, held_out.labels])
     classes = int(labels.max()) + 1
-    of_train = torch.bincount(train.labels, minlength=classes).double()
-    shares = of_train / torch.bincount(labels, minlength=classes).clamp(min=1)
+    train_counts = torch.bincount(train.labels, minlength=classes).double()
+    fractions = train_counts / torch.bincount(labels, minlength=classes).clamp(min=1)
     observed = int((nearer & near).sum())
-    return (
-        int(near.sum()),
-        observed,
-        chance_bound(counts.numpy(), shares[labels[images]].numpy(), observed),
-    )
+    p = chance_bound(counts.numpy(), fractions[labels[images]].numpy(), observed)
+    return int(near.sum()), observed, p
 
 
-def memorisation(
-    samples: Tensor, train: RealSet, held_out: RealSet
-) -> tuple[dict[str, Any], Nearest]:
-    """What the neighbours of samples [n, F] say, ready for JSON, and the nearest training image of
-    each sample.
+def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[Document, Nearest]:
+    """Run both tests on the features of samples, [n, F].
 
-    Returns `n`, `searched` (training images), `share` and `expected` of `share_below`, `c_t`,
-    `near` (samples nearer than that bound to any real image), `near_train` (those of them nearest
-    to a training image), `p_value` of so many, the verdict `copies`, and `usual_distance` (median
-    of held-out images to their nearest training image). The cells of C_T are the classes of the
-    nearest training images, a partition of the space as the paper's k-means cells are.
+    The cells of C_T are the classes of the nearest training images; like the k-means cells of the
+    paper, they partition the space.
+
+    Returns:
+        The results, ready for JSON, and the nearest training image of each sample. The results are
+        `n`; `searched`, the number of training images; `share` and `expected` of `fraction_below`;
+        `c_t`; `near`, the number of samples nearer than the bound to any real image; `near_train`,
+        the number of those that are nearest to a training image; its `p_value`; the verdict
+        `copies`; and `usual_distance`, the median distance of held-out images to their nearest
+        training image.
     """
-    to_train, other = nearest(samples, train.features), nearest(samples, held_out.features)
+    to_train = nearest(samples, train.features)
+    to_held_out = nearest(samples, held_out.features)
     reference = nearest(held_out.features, train.features)
-    share, expected, bound = share_below(to_train.distances, reference.distances)
+    fraction, expected, bound = fraction_below(to_train.distances, reference.distances)
     cells = train.labels[to_train.indices], train.labels[reference.indices]
-    near, near_train, chance = training_bound(to_train, other, train, held_out, bound=bound)
+    near, near_train, p = training_bound(to_train, to_held_out, train, held_out, bound=bound)
     figures = {
         "n": len(samples),
         "searched": len(train.labels),
-        "share": share,
+        "share": fraction,
         "expected": expected,
         "c_t": data_copying(to_train.distances, reference.distances, *cells),
         "near": near,
         "near_train": near_train,
-        "p_value": chance,
-        "copies": chance < LEVEL,
+        "p_value": p,
+        "copies": p < LEVEL,
         "usual_distance": float(reference.distances.median()),
     }
     return figures, to_train
 
 
-def search_place(extractors: Sequence[Extractor], spec: ImageSpec) -> Extractor:
-    """The extractor in whose space copies are searched: the first that is no classifier, else
-    pixels. To a classifier its training images are all too familiar: samples would seem nearer to
-    them without being copies.
+def search_extractor(extractors: Sequence[Extractor], spec: ImageSpec) -> Extractor:
+    """Return the extractor for the search for copies: the first that is no classifier, or `pixels`.
+
+    In the features of a classifier, samples are too near to the images that it was trained on.
     """
-    return next(
-        (each for each in extractors if not each.name.startswith("classifier:")),
-        pixel_features(spec),
-    )
+    for extractor in extractors:
+        if not extractor.name.startswith("classifier:"):
+            return extractor
+    return pixel_features(spec)
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
-    """The draw of training images: the first n of it, which make the floor, are the same for any
-    `searched`.
-    """
+    """Draw training images: n for the floor, which do not depend on `searched`, then the others."""
     count = max(n, min(searched, len(labels)))
     return replace(
         select(labels, n=count, seed=seed, role="train"), key=f"train {seed} {n} of {count}"
@@ -228,44 +238,61 @@ def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) 
 
 
 @dataclass(frozen=True)
-class Drawn:
-    reader: Dataset
-    side: Selection
+class RealImages:
+    """Selected images of a dataset with their features."""
+
+    dataset: Dataset
+    selection: Selection
     features: Tensor  # [m, F]
+
+    def real_set(self, count: int, *, by_class: bool) -> RealSet:
+        """Return the first images; without `by_class` all have the label 0."""
+        labels = self.dataset.label_numbers()[self.selection.indices[:count]].astype(np.int64)
+        if not by_class or not self.dataset.classes:
+            labels = np.zeros_like(labels)
+        return RealSet(self.features[:count], torch.from_numpy(labels))
 
 
 def search_copies(
-    place: Extractor, samples: Tensor, held_out: Drawn, train: Drawn
-) -> dict[str, Any]:
-    """The figures of `memorisation` for samples [n, F], which were asked for the labels of the
-    first n held-out images; `extractor` and `weights`; and two lists of `pairs`: `closest`, the
-    smallest distances first, and `first`, the first samples as drawn.
+    extractor: Extractor, samples: Tensor, held_out: RealImages, train: RealImages
+) -> Document:
+    """Search the training images for copies among the samples.
+
+    Args:
+        extractor: The extractor of all features.
+        samples: Features of samples, [n, F], with the labels of the first n held-out images.
+        held_out: Held-out images, at least n.
+        train: Training images.
+
+    Returns:
+        `extractor` and `weights`; the results of `memorisation`; and two lists of `pairs`:
+        `closest`, by rising distance, and `first`, the first samples.
     """
-    n, labels = len(samples), []
-    # if not, they are all of one kind
-    alike = held_out.reader.meta.label_names == train.reader.meta.label_names
-    for drawn, count in ((held_out, n), (train, len(train.features))):
-        of_file = drawn.reader.label_numbers()[drawn.side.indices[:count]].astype(np.int64)
-        labels.append(
-            torch.from_numpy(of_file if alike and drawn.reader.classes else np.zeros_like(of_file))
-        )
-    figures, near = memorisation(
-        samples, RealSet(train.features, labels[1]), RealSet(held_out.features[:n], labels[0])
+    n = len(samples)
+    by_class = held_out.dataset.meta.label_names == train.dataset.meta.label_names
+    results, near = memorisation(
+        samples,
+        train.real_set(len(train.features), by_class=by_class),
+        held_out.real_set(n, by_class=by_class),
     )
-    rows = pairs(
-        range(n), held_out.side.labels[:n], train.side.indices[near.indices.numpy()], near.distances
-    )
-    lists = {
+    records = train.selection.indices[near.indices.numpy()]
+    rows = pairs(range(n), held_out.selection.labels[:n], records, near.distances)
+    return {
+        "extractor": extractor.name,
+        "weights": extractor.source,
+        **results,
         "closest": sorted(rows, key=lambda row: row["distance"])[:PAIRS],
         "first": rows[:PAIRS],
     }
-    return {"extractor": place.name, "weights": place.source, **figures, **lists}
 
 
 def pairs(
-    samples: Iterable[Any], labels: Iterable[Any], records: Iterable[Any], distances: Iterable[Any]
-) -> list[dict[str, Any]]:
-    """Samples, each with its nearest training image (a record), as a document lists them."""
+    samples: Iterable[SupportsInt],
+    labels: Iterable[SupportsInt],
+    records: Iterable[SupportsInt],
+    distances: Iterable[SupportsFloat],
+) -> list[Document]:
+    """Return samples with their nearest training images (records), as a document lists them."""
     return [
         {
             "sample": int(sample),
@@ -280,16 +307,26 @@ def pairs(
 def neighbour_images(
     generator: ImageGenerator,
     train: Dataset,
-    copies: dict[str, Any],
+    copies: Document,
     *,
     seed: int,
-    asked: Any = np.array,
+    conditions: Callable[[list[int]], np.ndarray] = np.array,
 ) -> tuple[list[Tensor], list[str]]:
-    """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample, drawn again, on
-    the left, with captions; `asked` makes an array of labels what the generator takes.
+    """Return pictures of the pairs of `search_copies`, with captions.
+
+    A picture, uint8 [C, H, 2 * W + gap], has the sample, generated again, on the left.
+
+    Args:
+        generator: The generator.
+        train: The training images.
+        copies: The result of `search_copies`.
+        seed: Seed of the samples.
+        conditions: Converts labels to what the generator takes.
     """
     rows = [*copies["closest"], *copies["first"]]
-    labels = torch.from_numpy(asked([row["label"] for row in rows])) if generator.classes else None
+    labels = None
+    if generator.classes:
+        labels = torch.from_numpy(conditions([row["label"] for row in rows]))
     with full_float32(device_of(generator)):
         samples = generate(
             generator, labels=labels, indices=[row["sample"] for row in rows], seed=seed
@@ -298,13 +335,10 @@ def neighbour_images(
     samples, real = visible(samples, train.spec), visible(real, train.spec)
     gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)
     usual = copies["usual_distance"]
-    captions = [
-        f"sample {row['sample']} | record {row['train']}\n"
-        + (
-            f"{row['distance'] / usual:.2f} of the usual distance"
-            if usual
-            else f"distance {row['distance']:.3g}"
-        )
-        for row in rows
-    ]
+    captions = []
+    for row in rows:
+        distance = f"distance {row['distance']:.3g}"
+        if usual:
+            distance = f"{row['distance'] / usual:.2f} of the usual distance"
+        captions.append(f"sample {row['sample']} | record {row['train']}\n{distance}")
     return list(torch.cat([samples, gap, real], dim=-1)), captions

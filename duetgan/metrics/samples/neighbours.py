@@ -1,9 +1,9 @@
-"""Which images lie in whose neighbourhood: precision, recall, density and coverage, plain and
-clipped, in one pass.
+"""Precision, recall, density and coverage, plain and clipped, in one pass over all distances.
 
-The ball of an image reaches to its k-th nearest neighbour in its own set. Everything is computed in
-float64 and in blocks, so that memory does not grow with the square of the number of images. Counts
-are kept for each of GROUPS groups of images: figures without one group give their intervals.
+The ball of an image reaches to its k-th nearest neighbour in the image's own set. Everything is
+computed in float64 and in blocks, so that memory does not grow with the square of the number of
+images. Counts are separate for GROUPS groups of images: metrics without one of the groups give the
+intervals.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,18 +17,19 @@ from torch import Tensor
 from duetgan.metrics.intervals import Measured, jackknife_variance
 
 K_MANIFOLD = 3  # neighbours of precision and recall, as in 1904.06991
-K_DENSITY = 5  # of density and coverage, as in 2002.09797
+K_DENSITY = 5  # neighbours of density and coverage, as in 2002.09797
 GROUPS = 50  # image i is in group i % GROUPS
-# rows at a time: 32 MiB of distances whatever the sizes of the sets
+# rows at a time: 32 MiB of distances for sets of any size
 QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096
-SLACK = 1e-9  # relative: an image on the rim of a ball is inside, whatever the rounding
+SLACK = 1e-9  # relative; an image on the surface of a ball is inside in spite of rounding
 
 
 def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Squared Euclidean distances of [n, F] and [m, F], float64, block by block: (rows, columns,
-    [rows, columns]).
+    """Yield squared Euclidean distances between [n, F] and [m, F] in blocks, float64.
+
+    A block is (rows, columns, distances [rows, columns]).
     """
-    # about it, numbers are small and lose less to cancellation
+    # numbers around the centre are smaller, with less cancellation
     centre = second[:REFERENCE_BLOCK].double().mean(0)
     for start in range(0, len(second), REFERENCE_BLOCK):
         columns = slice(start, min(start + REFERENCE_BLOCK, len(second)))
@@ -44,8 +45,15 @@ def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slic
 
 
 def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k nearest references [m, F] of each query [n, F], of the set itself the others alone:
-    squared distances, ascending, and indices, both [n, k]. Raises ValueError for fewer references.
+    """Return the k nearest references [m, F] of each query [n, F].
+
+    If queries and references are the same tensor, an image is no neighbour of itself.
+
+    Returns:
+        Squared distances, ascending, and indices of the references, both [n, k].
+
+    Raises:
+        ValueError: If there are fewer than k references.
     """
     if len(references) - (queries is references) < k:
         raise ValueError(f"{len(references)} images have no {k} neighbours each")
@@ -53,28 +61,24 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
     indices = torch.zeros(len(queries), k, dtype=torch.int64)
     for rows, columns, block in distance_blocks(queries, references):
         first = max(rows.start, columns.start)
-        # the images that are in both
-        own = torch.arange(first, max(first, min(rows.stop, columns.stop)))
         if queries is references:
-            block[own - rows.start, own - columns.start] = torch.inf
-        # of equally near ones the first
-        near = (
-            block.min(1, keepdim=True)
-            if k == 1
-            else block.topk(min(k, block.shape[1]), largest=False)
-        )
-        both = torch.cat([squares[rows], near.values], dim=1).sort(dim=1, stable=True)
-        squares[rows] = both.values[:, :k]
-        indices[rows] = torch.cat([indices[rows], near.indices + columns.start], dim=1).gather(
-            1, both.indices[:, :k]
-        )
+            diagonal = torch.arange(first, max(first, min(rows.stop, columns.stop)))
+            block[diagonal - rows.start, diagonal - columns.start] = torch.inf
+        if k == 1:  # min returns the first of equally near references
+            values, places = block.min(1, keepdim=True)
+        else:
+            values, places = block.topk(min(k, block.shape[1]), largest=False)
+        merged = torch.cat([squares[rows], values], dim=1).sort(dim=1, stable=True)
+        squares[rows] = merged.values[:, :k]
+        candidates = torch.cat([indices[rows], places + columns.start], dim=1)
+        indices[rows] = candidates.gather(1, merged.indices[:, :k])
     return squares, indices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbourhoods:
-    """Counts of balls and images in them, by the group of the other image. m samples, n real
-    images.
+    """Counts of m samples and n real images in each other's balls, by the group of the counted
+    image.
     """
 
     # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
@@ -83,102 +87,107 @@ class Neighbourhoods:
     manifold_of_samples: Tensor
     dense: Tensor  # [m, G]: real images whose ball of K_DENSITY neighbours holds the sample
     covering: Tensor  # [n, G]: samples in the real image's ball of K_DENSITY neighbours
-    clipped: Tensor  # [m, G]: as `dense`, but no ball reaches farther than the median one
-    clipped_real: Tensor  # [n, G]: the other real images whose such ball holds the real image
+    clipped: Tensor  # [m, G]: as `dense`, with radii limited to the median radius
+    clipped_real: Tensor  # [n, G]: real images whose limited ball holds this real image
 
 
 def neighbourhoods(samples: Tensor, real: Tensor) -> Neighbourhoods:
-    """Of features [m, F] and [n, F]. Raises ValueError where a set has no more images than
-    neighbours are asked for.
+    """Count samples and real images in each other's balls, from features [m, F] and [n, F].
+
+    Raises ValueError if the real images are no more than K_DENSITY, or the samples no more than
+    K_MANIFOLD.
     """
     near_real, indices = neighbours(real, real, K_DENSITY)
     near_samples, _ = neighbours(samples, samples, K_MANIFOLD)
     scale = float(real[:REFERENCE_BLOCK].double().var(0).sum())
     manifold, dense = near_real[:, K_MANIFOLD - 1], near_real[:, K_DENSITY - 1]
-    short = dense.clamp(max=float(dense.quantile(0.5)))
-    # balls around real images
-    by_sample = [_reach(squares, scale) for squares in (manifold, dense, short)]
-    ball_of_sample = _reach(near_samples[:, K_MANIFOLD - 1], scale)
-    groups = [_one_hot(len(part)) for part in (samples, real)]
-    on_samples = [torch.zeros(len(samples), groups[1].shape[1]) for _ in by_sample]
-    # by samples' balls, in real balls
-    on_real = [torch.zeros(len(real), groups[0].shape[1]) for _ in range(2)]
+    limited = dense.clamp(max=float(dense.quantile(0.5)))
+    real_balls = [_squared_radii(squares, scale) for squares in (manifold, dense, limited)]
+    sample_balls = _squared_radii(near_samples[:, K_MANIFOLD - 1], scale)
+    sample_groups, real_groups = _one_hot(len(samples)), _one_hot(len(real))
+    real_around_sample = [torch.zeros(len(samples), real_groups.shape[1]) for _ in real_balls]
+    manifold_of_samples = torch.zeros(len(real), sample_groups.shape[1])
+    covering = torch.zeros_like(manifold_of_samples)
     for rows, columns, squares in distance_blocks(samples, real):
-        for total, reach in zip(on_samples, by_sample, strict=True):
-            total[rows] += (squares <= reach[columns]).float() @ groups[1][columns]
-        for total, reach in zip(
-            on_real, (ball_of_sample[rows, None], by_sample[1][columns]), strict=True
-        ):
-            total[columns] += (squares <= reach).float().T @ groups[0][rows]
-    inside = near_real <= by_sample[2][:, None]
+        for counts, radii in zip(real_around_sample, real_balls, strict=True):
+            counts[rows] += (squares <= radii[columns]).float() @ real_groups[columns]
+        in_sample_ball = (squares <= sample_balls[rows, None]).float()
+        manifold_of_samples[columns] += in_sample_ball.T @ sample_groups[rows]
+        in_real_ball = (squares <= real_balls[1][columns]).float()
+        covering[columns] += in_real_ball.T @ sample_groups[rows]
+    inside = near_real <= real_balls[2][:, None]
     centres = inside.nonzero()[:, 0]
-    own = torch.zeros(len(real), groups[1].shape[1])
-    own.index_add_(0, indices[inside], groups[1][centres])
+    clipped_real = torch.zeros(len(real), real_groups.shape[1])
+    clipped_real.index_add_(0, indices[inside], real_groups[centres])
     return Neighbourhoods(
-        manifold_of_real=on_samples[0],
-        manifold_of_samples=on_real[0],
-        dense=on_samples[1],
-        covering=on_real[1],
-        clipped=on_samples[2],
-        clipped_real=own,
+        manifold_of_real=real_around_sample[0],
+        manifold_of_samples=manifold_of_samples,
+        dense=real_around_sample[1],
+        covering=covering,
+        clipped=real_around_sample[2],
+        clipped_real=clipped_real,
     )
 
 
-def _reach(squares: Tensor, scale: float) -> Tensor:
-    """Squared radii with the slack of rounding, of numbers about `scale` large."""
+def _squared_radii(squares: Tensor, scale: float) -> Tensor:
+    """Return squared radii with some slack for rounding errors, of numbers of size `scale`."""
     return squares * (1 + SLACK) + scale * 1e-12
 
 
 def _one_hot(count: int) -> Tensor:
-    """The group of each image, float32 [count, G]."""
+    """Return the group of each image as one-hot rows, float32 [count, G]."""
     groups = min(GROUPS, count)
     return torch.eye(groups)[torch.arange(count) % groups]
 
 
 class Estimate(NamedTuple):
-    """A figure and what it is without each group of the images averaged over, and without each
-    group of the others.
-    """
+    """A metric that averages over one set of images, and its values without each group of images."""
 
     value: float
-    without_own: Tensor  # [G]
-    without_other: Tensor  # [G]
+    without_averaged: Tensor  # [G]: without a group of the images that it averages over
+    without_counted: Tensor  # [G]: without a group of the images that it counts in balls
 
     def measured(self, *, high: float = 1.0) -> Measured:
-        """With its 95 % interval, from the jackknife over the groups of both sets."""
-        variance = jackknife_variance(self.without_own) + jackknife_variance(self.without_other)
+        """Return the metric with the 95 % interval of the jackknife over the groups of both sets."""
+        variance = jackknife_variance(self.without_averaged)
+        variance += jackknife_variance(self.without_counted)
         return Measured.normal(self.value, variance, low=0.0, high=high)
 
 
 def estimate(
-    counts: Tensor, figure: Callable[[Tensor], Tensor], others: int, *, rescale: bool = False
+    counts: Tensor, figure: Callable[[Tensor], Tensor], counted: int, *, rescale: bool = False
 ) -> Estimate:
-    """The mean over images of a figure of how many of the `others` count for each, from counts [a,
-    G] by group.
+    """Average a metric of single images, with its values without each group of images.
 
-    With `rescale` the counts without a group are raised to what all groups would give.
+    Args:
+        counts: Number of counted images for each image, by their group, [a, G].
+        figure: The metric of an image as a function of its total count, [a] -> [a].
+        counted: Number of images in the set that is counted.
+        rescale: If True, counts without a group are scaled up to the size of all groups.
     """
     totals = counts.double().sum(1)
-    each = figure(totals)
-    own = _one_hot(len(counts)).double()
-    left = (each.sum() - each @ own) / (len(counts) - own.sum(0))
-    without = []
-    for group, size in enumerate(_one_hot(others).sum(0).tolist()):
-        rest = totals - counts[:, group]
-        without.append(figure(rest * (others / (others - size)) if rescale else rest).mean())
-    return Estimate(float(each.mean()), left, torch.stack(without))
+    values = figure(totals)
+    groups = _one_hot(len(counts)).double()
+    without_averaged = (values.sum() - values @ groups) / (len(counts) - groups.sum(0))
+    without_counted = []
+    for group, size in enumerate(_one_hot(counted).sum(0).tolist()):
+        remaining = totals - counts[:, group]
+        if rescale:
+            remaining = remaining * (counted / (counted - size))
+        without_counted.append(figure(remaining).mean())
+    return Estimate(float(values.mean()), without_averaged, torch.stack(without_counted))
 
 
 # --- Kynkäänniemi et al. 2019, 1904.06991, eq. 1 and 2
 
 
 def precision(near: Neighbourhoods) -> Measured:
-    """Share of samples inside the manifold of real images: in the ball of at least one of them."""
+    """Return the fraction of samples inside the manifold of real images, the union of their balls."""
     return estimate(near.manifold_of_real, _any, len(near.manifold_of_samples)).measured()
 
 
 def recall(near: Neighbourhoods) -> Measured:
-    """Share of real images inside the manifold of samples."""
+    """Return the fraction of real images inside the manifold of samples."""
     return estimate(near.manifold_of_samples, _any, len(near.manifold_of_real)).measured()
 
 
@@ -186,8 +195,9 @@ def recall(near: Neighbourhoods) -> Measured:
 
 
 def density(near: Neighbourhoods) -> Measured:
-    """Real images' balls that hold a sample, over k, on average; above 1 where samples crowd in
-    dense regions.
+    """Return the mean number of real images' balls that hold a sample, divided by k.
+
+    Real images have about 1. It is above 1 if samples concentrate in dense regions.
     """
     result = estimate(
         near.dense, lambda counts: counts / K_DENSITY, len(near.covering), rescale=True
@@ -196,59 +206,58 @@ def density(near: Neighbourhoods) -> Measured:
 
 
 def coverage(near: Neighbourhoods) -> Measured:
-    """Share of real images whose ball holds at least one sample. 1 - (1/2)^k is expected of real
-    images.
-    """
+    """Return the fraction of real images whose ball holds a sample; 1 - (1/2)^k for real images."""
     return estimate(near.covering, _any, len(near.dense)).measured()
 
 
-# --- Salvy et al. 2025, 2507.01761: shares that can be read as percentages. Where x % of the
-# samples are noise, clipped density is about 1 - x %. Where samples leave out x % of the real
-# images' kinds, so is clipped coverage. Real images have about 1.
+# --- Salvy et al. 2025, 2507.01761: fractions that can be read as percentages. If x % of the
+# samples are noise, clipped density is about 1 - x %. If samples miss x % of the modes of the real
+# images, clipped coverage is about 1 - x %. Real images have about 1.
 
 
 def clipped_density(near: Neighbourhoods) -> Measured:
-    """Density of balls no wider than the median one, each sample's share at most 1, over the same
-    of real images; at most 1. 0 where the real images have none (more than half of them are twins).
+    """Return the density of samples relative to that of real images, at most 1.
+
+    Balls are no larger than the median ball, and a sample counts at most as 1. The value is 0 if
+    the real images' own density is 0, because more than half of them are duplicates.
     """
-    samples, real = (
-        estimate(counts, _filled, len(near.covering), rescale=True)
-        for counts in (near.clipped, near.clipped_real)
-    )
+    samples = estimate(near.clipped, _filled, len(near.covering), rescale=True)
+    real = estimate(near.clipped_real, _filled, len(near.covering), rescale=True)
     if real.value == 0:
         return Measured(0.0, [0.0, 1.0])
     value = samples.value / real.value
-    # a group of real images is left out both as centres and as the images that lie in others' balls
-    centres, both = samples.without_other, real.without_own + real.without_other - real.value
-    variance = jackknife_variance(samples.without_own / real.value) + jackknife_variance(
-        centres / both
-    )
+    # real images are centres of balls in both densities, and also lie in balls in their own one
+    without_real = real.without_averaged + real.without_counted - real.value
+    variance = jackknife_variance(samples.without_averaged / real.value)
+    variance += jackknife_variance(samples.without_counted / without_real)
     return Measured(min(1.0, value), Measured.normal(value, variance, low=0.0, high=1.0).interval)
 
 
 def clipped_coverage(near: Neighbourhoods) -> Measured:
-    """How full the real images' balls are of samples, at most k in each, as the share of good
-    samples that is expected to give that.
+    """Return the fraction of good samples that is expected to fill real images' balls as observed.
+
+    The fullness of a ball is its number of samples, at most k, divided by k.
     """
     samples = len(near.dense)
     fullness = estimate(near.covering, _filled, samples, rescale=True).measured()
     expected = expected_fullness(samples, len(near.covering), K_DENSITY)
-    value, *interval = np.searchsorted(
-        expected, [fullness.value, *(fullness.interval or ())]
-    ) / len(expected)
-    return Measured(
-        float(value), list(map(float, interval)) if interval[:1] < interval[1:] else None
-    )
+
+    def invert(fraction: float | None) -> float:
+        return float(np.searchsorted(expected, fraction or 0.0) / len(expected))
+
+    interval = list(map(invert, fullness.interval or ()))
+    has_interval = bool(interval) and interval[0] < interval[1]
+    return Measured(invert(fullness.value), interval if has_interval else None)
 
 
 def expected_fullness(samples: int, real: int, k: int) -> np.ndarray:
-    """Expected min(J, k) / k for M = 0 to `samples` draws of the real distribution, float64
-    [samples + 1].
+    """Return the expected min(J, k) / k for M = 0 to `samples` draws, float64 [samples + 1].
 
-    J is how many of M lie in the ball that reaches to the k-th of N - 1 others: beta-binomial with
-    the parameters k and N - k, whatever the distribution (section 4.2 of the paper).
+    J is the number of M draws from the distribution of N real images that lie in the ball to the
+    k-th nearest of the N - 1 other real images. It is beta-binomial with the parameters k and N - k
+    for any distribution (section 4.2 of the paper).
     """
-    from scipy.stats import betabinom  # here: its import takes a second of every start
+    from scipy.stats import betabinom  # imported here because the import takes a second
 
     j = np.arange(k)  # [k]
     chances = betabinom.pmf(j, np.arange(samples + 1)[:, None], k, real - k)  # [samples + 1, k]
@@ -260,5 +269,5 @@ def _any(counts: Tensor) -> Tensor:
 
 
 def _filled(counts: Tensor) -> Tensor:
-    """The share of K_DENSITY places that counts fill."""
+    """Return counts divided by K_DENSITY, at most 1."""
     return (counts / K_DENSITY).clamp(max=1)

@@ -1,4 +1,4 @@
-"""Labels that spread over a graph of neighbours (Zhou et al. 2004, "Learning with local and global
+"""Label spreading over a neighbour graph (Zhou et al. 2004, "Learning with local and global
 consistency").
 """
 
@@ -8,44 +8,58 @@ from torch import Tensor
 
 from duetgan.metrics.samples.neighbours import neighbours
 
-NEIGHBOURS, DIRECTIONS = 10, 100  # of the graph, and of principal components in which they are near
-UNKNOWN = -1  # a label
-KEPT = 0.99  # share of its neighbours' labels in an image's, alpha of Zhou et al.
-ROUNDS = 50  # of spreading
+NEIGHBOURS = 10  # of each image in the graph
+COMPONENTS = 100  # principal components, in which distances are measured
+UNKNOWN = -1  # label of an image without label
+ALPHA = 0.99  # weight of the neighbours' labels, alpha of Zhou et al.
+ITERATIONS = 50
 
 
 def spreading(
-    features: Tensor, labels: Tensor, asked: Tensor, classes: int
+    features: Tensor, labels: Tensor, queries: Tensor, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """How much of each class's labels arrives at the images of the graph, float64 [n, K], and at
-    the others `asked` for, [m, K], the mean over their neighbours; features are [n, F] and [m, F],
-    `labels` int64 [n], some UNKNOWN.
+    """Spread labels over a neighbour graph and return the scores of each class.
 
-    Two images are joined where one is among the other's nearest, by principal components of unit
-    variance, at most a tenth as many as images. F <- KEPT S F + (1 - KEPT) Y with S = D^-1/2 W
-    D^-1/2 (section 2).
+    Two images are joined if one is among the other's nearest in principal components of unit
+    variance, of which there are at most a tenth as many as images. The iteration is F <- ALPHA S F
+    + (1 - ALPHA) Y with S = D^-1/2 W D^-1/2 (section 2). Scores of a class sum to 1.
+
+    Args:
+        features: Features of the images of the graph, [n, F].
+        labels: Their labels, int64 [n], some of them UNKNOWN.
+        queries: Features of images outside the graph, [m, F].
+        classes: Number of classes K.
+
+    Returns:
+        Scores of the images of the graph, float64 [n, K], and of the queries, [m, K], which are the
+        mean scores of their nearest images.
     """
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
-    x, others = (features - mean) / deviation, (asked - mean) / deviation
+    x = (features - mean) / deviation
     values, axes = torch.linalg.eigh(x.T @ x / len(x))
-    kept = min(DIRECTIONS, max(1, len(x) // 10))
-    axes = axes[:, -kept:] / values[-kept:].clamp_min(1e-6).sqrt()
-    points, count = x @ axes, min(NEIGHBOURS, len(x) - 1)
+    components = min(COMPONENTS, max(1, len(x) // 10))
+    axes = axes[:, -components:] / values[-components:].clamp_min(1e-6).sqrt()
+    points = x @ axes
+    count = min(NEIGHBOURS, len(x) - 1)
     near = neighbours(points, points, count)[1]
     degree = (count + torch.bincount(near.flatten(), minlength=len(x))).double().sqrt()[:, None]
-    found = given = F.one_hot(labels.clamp_min(0), classes) * (labels != UNKNOWN).double()[:, None]
-    for _ in range(ROUNDS):
-        sent = found / degree
-        came = sent[near].sum(1).index_add(0, near.flatten(), sent.repeat_interleave(count, 0))
-        found = KEPT * came / degree + (1 - KEPT) * given
-    found = found / found.sum(0).clamp_min(1e-12)  # every class has as much to give
-    return found, found[neighbours(others @ axes, points, count)[1]].mean(1)
+    one_hot = F.one_hot(labels.clamp_min(0), classes) * (labels != UNKNOWN).double()[:, None]
+    scores = one_hot
+    for _ in range(ITERATIONS):
+        sent = scores / degree
+        received = sent[near].sum(1).index_add(0, near.flatten(), sent.repeat_interleave(count, 0))
+        scores = ALPHA * received / degree + (1 - ALPHA) * one_hot
+    scores = scores / scores.sum(0).clamp_min(1e-12)  # so that all classes count equally
+    query_points = (queries - mean) / deviation @ axes
+    return scores, scores[neighbours(query_points, points, count)[1]].mean(1)
 
 
-def spread_to(others: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """What labels int64 [n] of features [n, F], spread over neighbours, say of other images' [m,
-    F]: float64 [m, K], a class's share of what arrives.
+def spread_to(queries: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Spread labels int64 [n] of features [n, F] to queries [m, F]; return probabilities [m, K].
+
+    The queries are images of the graph, too. The result is float64.
     """
-    x, unknown = torch.cat([features, others]), labels.new_full((len(others),), UNKNOWN)
-    found = spreading(x, torch.cat([labels, unknown]), x[:1], classes)[0][len(labels) :]
-    return found / found.sum(1, keepdim=True).clamp_min(1e-300)
+    x = torch.cat([features, queries])
+    unknown = labels.new_full((len(queries),), UNKNOWN)
+    scores = spreading(x, torch.cat([labels, unknown]), x[:1], classes)[0][len(labels) :]
+    return scores / scores.sum(1, keepdim=True).clamp_min(1e-300)

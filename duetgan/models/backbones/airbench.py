@@ -1,9 +1,9 @@
 """airbench94 (Keller Jordan, 2404.00498, as in its airbench94_muon.py): 94 % on CIFAR-10 in eight
 epochs.
 
-Its first convolution whitens patches of 2x2 px: its filters are made of training images before the
-first step (`whitening`) and never train, its bias does. The other convolutions begin as identities
-of what comes in, BatchNorms have no weights that train, and logits are scaled down.
+Its first convolution whitens patches of 2x2 px: its filters are computed from training images
+before the first step (`whitening`) and never train, its bias does. The other convolutions start as
+identities of their input, BatchNorms have no weights that train, and logits are scaled down.
 """
 
 from collections import OrderedDict
@@ -16,19 +16,25 @@ from torch import Tensor, nn
 
 from duetgan.models.backbones.base import Backbone
 
-SIDE = 2  # px of a patch
-EPS = 5e-4  # added to the second moments, of images normalised to a deviation of about 1
+SIDE = 2  # side of a patch in px
+EPS = 5e-4  # added to the second moments of images, which are normalised to a deviation of about 1
 WIDTHS = (64, 256, 256)  # channels of the three layers
-SCALE = 1 / 9  # of the logits, which have no bias
+SCALE = 1 / 9  # factor of the logits, which have no bias
 
 
 def whitening(images: Iterable[Tensor], eps: float = EPS) -> Tensor:
-    """Filters [2 K, C, 2, 2], K = 4 C, for images in parts [n, C, H, W]: of their patches as
-    vectors the eigenvectors of the second moments, E[x x^T], each divided by the root of its
-    eigenvalue + `eps`, the largest first; then the negatives. So the first K outputs have the
-    identity as second moments. In float64.
+    """Return float64 filters [2 K, C, 2, 2], K = 4 C, that whiten patches of images.
+
+    The first K filters are the eigenvectors of the patches' second moments E[x x^T], the largest
+    eigenvalue first, each divided by the root of its eigenvalue + `eps`; the second K are their
+    negatives. The second moments of the first K outputs are the identity.
+
+    Args:
+        images: Training images in parts [n, C, H, W].
+        eps: Added to the eigenvalues.
     """
-    moments, count = torch.zeros((), dtype=torch.float64), 0
+    moments = torch.zeros((), dtype=torch.float64)
+    count = 0
     for part in images:
         patches = F.unfold(part.double(), SIDE)  # [n, K, patches of an image]
         moments = moments + torch.bmm(patches, patches.mT).sum(0)
@@ -39,24 +45,22 @@ def whitening(images: Iterable[Tensor], eps: float = EPS) -> Tensor:
 
 
 def _layer(inputs: int, outputs: int) -> nn.Sequential:
-    parts: list[tuple[str, nn.Module]] = []
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
     for number, channels in ((1, inputs), (2, outputs)):
         conv = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
         nn.init.dirac_(conv.weight.data[:channels])
-        norm = nn.BatchNorm2d(outputs, eps=1e-12, momentum=0.4)
-        pool = [("pool", nn.MaxPool2d(2))] if number == 1 else []
-        parts += [
-            (f"conv{number}", conv),
-            *pool,
-            (f"norm{number}", norm),
-            (f"act{number}", nn.GELU()),
-        ]
-    return nn.Sequential(OrderedDict(parts))
+        modules[f"conv{number}"] = conv
+        if number == 1:
+            modules["pool"] = nn.MaxPool2d(2)
+        modules[f"norm{number}"] = nn.BatchNorm2d(outputs, eps=1e-12, momentum=0.4)
+        modules[f"act{number}"] = nn.GELU()
+    return nn.Sequential(modules)
 
 
 class ScaledPool(nn.Module):
-    """Largest values over the maps, [N, C, 1, 1], times SCALE, which stands for that of the logits.
-    On CUDA adaptive pooling has no deterministic gradient.
+    """Global max pooling to [N, C, 1, 1], times SCALE, which has the effect of scaling the logits.
+
+    Adaptive pooling has no deterministic gradient on CUDA.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,15 +68,16 @@ class ScaledPool(nn.Module):
 
 
 class Airbench(nn.Module):
-    """The network's layers, which `Backbone.features` calls in turn."""
+    """The network's layers, which `Backbone.features` calls one after another."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.whiten = nn.Conv2d(channels, 2 * channels * SIDE**2, SIDE)
         self.act = nn.GELU()
-        for number, (before, width) in enumerate(pairwise([self.whiten.out_channels, *WIDTHS]), 1):
-            self.add_module(f"layer{number}", _layer(before, width))
-        self.pool = ScaledPool()  # at 32 px over 3x3
+        widths = [self.whiten.out_channels, *WIDTHS]
+        for number, (inputs, outputs) in enumerate(pairwise(widths), 1):
+            self.add_module(f"layer{number}", _layer(inputs, outputs))
+        self.pool = ScaledPool()  # of 3x3 maps for images of 32 px
         self.head = nn.Linear(WIDTHS[-1], 2, bias=False)
 
 

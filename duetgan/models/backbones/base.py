@@ -1,163 +1,163 @@
-"""What the rest of the program knows of a network: how it is cut into stages, where it begins and
-where it ends.
+"""Description of a classifier's network: its stages, its first convolution and its head.
 
-A network of your own is a file with a `Backbone`, whose `network` builds it, and a line in
+To add a network, write a file with a `Backbone`, whose `network` builds it, and a line in
 models/registry.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
 from duetgan.utils.errors import UserError
 
-# of ImageNet, per channel, in [0, 1] units
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Of ImageNet's images, per channel, for values in [0, 1].
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 # (a stage's modules, its input) -> its output, as `in_turn`
 Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A family of networks, by the names of their modules. It is all that freezing, layer decay,
-    splits, checkpointing, Grad-CAM, weights and export know of them.
+    """Description of a family of networks by the names of their modules.
+
+    Freezing, layer decay, splits, checkpointing, Grad-CAM, weights and export use nothing else.
     """
 
-    names: tuple[str, ...]  # of the family's networks, as model.name has them
+    names: tuple[str, ...]  # of the family's networks, as in model.name
     # (name, channels) -> the network, an nn.Module with any number of outputs; None: torchvision's
-    # of that name
+    # network of that name
     network: Callable[[str, int], nn.Module] | None = None
-    # name -> its weights, each with a URL; None: torchvision's where the network is, else there are
-    # none
+    # name of the network -> names of its published weights with their URLs; None: torchvision's
+    # for torchvision's networks, no weights for others
     files: Callable[[str], dict[str, str]] | None = None
-    # from the images to the features: stage -> its modules, called in turn; each child of
-    # `layer1.*` is a block, which layer decay and model.split take as one, and so is each other
-    # module. The first stage, the stem, is one block
+    # Stage -> names of its modules, called one after another, from the images to the features.
+    # Each module is a block, the unit of layer decay and model.split; `layer1.*` stands for the
+    # children of layer1. The first stage, the stem, is a single block.
     stages: dict[str, tuple[str, ...]]
-    # what comes after, before the features are flattened; with the last block
+    # modules between the last stage and the flattened features; they belong to the last block
     pool: tuple[str, ...]
     first: str  # the convolution that takes the images
-    head: str  # the linear layer that gives the logits; a stage of its own
-    maps: str  # whose output Grad-CAM looks at unless told
-    shrink: str | None = None  # of the stem, what small images do without
-    # gives a network He's own strides, if it can
+    head: str  # the linear layer that gives the logits; a separate stage
+    maps: str  # the module whose output Grad-CAM uses by default
+    shrink: str | None = None  # the stem's pooling, which the stems for small images leave out
+    # changes a network to He's original strides; returns False if it has none
     he_strides: Callable[[nn.Module], bool] | None = None
-    smallest: int = 1  # px of the images over the first convolution's stride, at least
-    side: int | None = None  # px, where images must have just that
+    smallest: int = 1  # least side of the images in px, divided by the first convolution's stride
+    side: int | None = None  # side of the images in px, if only one is possible
     head_bias: bool = True
     frozen: tuple[str, ...] = ()  # patterns of parameter names that never train
-    # gives the first convolution's weights for training images as it takes them, in parts [n,
-    # channels, H, W]; None: it begins at random
+    # Returns the first convolution's weights for training images, in parts [n, channels, H, W] as
+    # the convolution takes them; None: random initial weights.
     first_filters: Callable[[Iterable[Tensor]], Tensor] | None = None
-    # the first convolution can be exchanged, for small images and other channels
+    # The first convolution can be replaced, for small images and other numbers of channels.
     stems: bool = True
-    # the stages can be called one by one: computed again, or on several devices
+    # The stages can be called one by one, for checkpointing and for several devices.
     in_turn: bool = True
-    # that torchvision builds the networks with. Dropout and stochastic depth are off: what they
-    # draw would depend on how a batch is cut up
-    options: dict[str, Any] = field(default_factory=dict)
-    # that its weights were made for: px, of the shorter side before the middle is taken, filter;
-    # None: torchvision says
+    # Arguments of torchvision's function. Dropout and stochastic depth are off, because their draws
+    # would depend on how a batch is divided.
+    options: dict[str, object] = field(default_factory=dict)
+    # Images that the published weights were trained on: side in px, shorter side in px before the
+    # centre crop, filter; None: as torchvision states.
     images: tuple[int, int, str] | None = None
-    mean: tuple[float, ...] = MEAN  # of the images that the family's weights have seen
+    mean: tuple[float, ...] = MEAN  # of the images that the published weights were trained on
     std: tuple[float, ...] = STD
 
     def build(
         self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False
-    ) -> Any:
-        """The network, an nn.Module, without weights. Raises UserError for a stem or strides that
-        it cannot have.
+    ) -> nn.Module:
+        """Return the network with initial weights.
+
+        Raises UserError for a stem or strides that it cannot have.
         """
         if stem != "imagenet" and not self.stems:
             raise UserError(
-                f"model.stem is not for {name}: set --model.stem null; model.input_size enlarges images"
+                f"model.stem is not for {name}: set --model.stem null; "
+                "model.input_size enlarges images"
             )
-        network: Any = (
-            make(name, **self.options) if self.network is None else self.network(name, channels)
-        )
+        if self.network is None:
+            network = make(name, **self.options)
+        else:
+            network = self.network(name, channels)
         self._check(name, network)
         if he_strides and not (self.he_strides and self.he_strides(network)):
             raise UserError(
-                f"model.he_strides is for bottlenecks (resnet50 and larger); {name} has none: leave it out"
+                f"model.he_strides is for bottlenecks (resnet50 and larger); {name} has none: "
+                "leave it out"
             )
         first = network.get_submodule(self.first)
-        if self.stems and (stem != "imagenet" or channels != first.in_channels):
+        is_new = stem != "imagenet"
+        if (
+            self.stems
+            and isinstance(first, nn.Conv2d)
+            and (is_new or channels != first.in_channels)
+        ):
             network.set_submodule(self.first, _first(first, channels, stem))
         if stem != "imagenet" and self.shrink is not None:
             network.set_submodule(self.shrink, nn.Identity())
-        for parameter, value in network.named_parameters() if self.frozen else ():
-            value.requires_grad_(
-                not any(fnmatchcase(parameter, pattern) for pattern in self.frozen)
-            )
+        if self.frozen:
+            for path, parameter in network.named_parameters():
+                is_frozen = any(fnmatchcase(path, pattern) for pattern in self.frozen)
+                parameter.requires_grad_(not is_frozen)
         return network
 
     def _check(self, name: str, network: nn.Module) -> None:
-        """Raise UserError, naming the family, where the description does not fit the network."""
+        """Raise UserError, naming the family, if the description does not fit the network."""
         modules = dict(network.named_modules())
-        paths = [
-            self.first,
-            self.head,
-            self.maps,
-            self.shrink or "",
-            *self.pool,
-            *sum(self.stages.values(), ()),
-        ]
-        wrong = [f"it has no {path}" for path in paths if path.removesuffix(".*") not in modules]
-        if not wrong:
-            kinds: dict[str, type] = {
-                self.first: nn.Conv2d if self.stems else nn.Module,
-                self.head: nn.Linear,
-            }
-            wrong = [
-                f"its {path} is no {k.__name__}"
-                for path, k in kinds.items()
-                if not isinstance(modules[path], k)
-            ]
-            held = self.block_of(network)
-            wrong += [
-                f"no stage holds its {path}"
-                for path, _ in network.named_parameters()
-                if path not in held
-            ]
-        if wrong:
+        paths = [self.first, self.head, self.maps, self.shrink or "", *self.pool]
+        paths += [path for stage in self.stages.values() for path in stage]
+        faults = [f"it has no {path}" for path in paths if path.removesuffix(".*") not in modules]
+        if not faults:
+            if self.stems and not isinstance(modules[self.first], nn.Conv2d):
+                faults.append(f"its {self.first} is no Conv2d")
+            if not isinstance(modules[self.head], nn.Linear):
+                faults.append(f"its {self.head} is no Linear")
+            block_of = self.block_of(network)
+            for path, _ in network.named_parameters():
+                if path not in block_of:
+                    faults.append(f"no stage holds its {path}")
+        if faults:
             raise UserError(
-                f"the description of {', '.join(self.names)} (models/backbones/) does not fit {name}: {wrong[0]}; mend "
-                "it"
+                f"the description of {', '.join(self.names)} (models/backbones/) does not fit "
+                f"{name}: {faults[0]}; mend it"
             )
 
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Block (`stem`, `layer1.0`, ..., `head`; its stage before the dot) -> its modules, from
-        images to logits.
+        """Return the modules of each block, from the images to the logits.
+
+        Blocks are called `stem`, `layer1.0`, ..., `head`; the stage stands before the dot.
         """
         stem, *stages = self.stages
         blocks = {stem: self.stages[stem]}
         for stage in stages:
             modules: list[str] = []
             for name in self.stages[stage]:
-                parent, every, _ = name.partition(".*")
-                children = network.get_submodule(parent).named_children()
-                modules += [f"{parent}.{child}" for child, _ in children] if every else [name]
+                parent, wildcard, _ = name.partition(".*")
+                if wildcard:
+                    children = network.get_submodule(parent).named_children()
+                    modules += [f"{parent}.{child}" for child, _ in children]
+                else:
+                    modules.append(name)
             blocks |= {f"{stage}.{number}": (module,) for number, module in enumerate(modules)}
         blocks[next(reversed(blocks))] += self.pool
         return blocks | {"head": (self.head,)}
 
     def block_of(self, network: nn.Module) -> dict[str, str]:
-        """Parameter -> its block, from the images to the logits."""
-        return {
-            f"{module}.{name}": block
-            for block, modules in self.blocks(network).items()
-            for module in modules
-            for name, _ in network.get_submodule(module).named_parameters()
-        }
+        """Return the block of each parameter, from the images to the logits."""
+        block_of: dict[str, str] = {}
+        for block, modules in self.blocks(network).items():
+            for module in modules:
+                for name, _ in network.get_submodule(module).named_parameters():
+                    block_of[f"{module}.{name}"] = block
+        return block_of
 
     def published(self, name: str) -> dict[str, str]:
-        """Where the network's weights are: name -> URL."""
+        """Return the names of the network's published weights with their URLs."""
         if self.files or self.network:
             return self.files(name) if self.files else {}
-        # a second and a half, of which a GAN's processes need nothing
+        # imported here: it takes 1.5 s, and a GAN's processes do not need it
         from torchvision import models
 
         return {
@@ -165,25 +165,35 @@ class Backbone:
         }
 
     def images_of(self, name: str, file: str) -> tuple[int, int, str]:
-        """`images` of the network's published weights, for torchvision's the ones in `file`, else
-        its first.
+        """Return `images` of the network's published weights.
+
+        For torchvision's networks it is that of the weights in `file`, or of the first weights.
         """
         if self.images is not None:
             return self.images
         from torchvision import models
 
-        every = list(models.get_model_weights(name))
-        how = next(
-            (weights for weights in every if weights.url.endswith(f"/{file}")), every[0]
-        ).transforms()
-        return how.crop_size[0], how.resize_size[0], how.interpolation.value
+        weights = list(models.get_model_weights(name))
+        match = next((entry for entry in weights if entry.url.endswith(f"/{file}")), weights[0])
+        transforms = match.transforms()
+        return (
+            transforms.crop_size[0],
+            transforms.resize_size[0],
+            transforms.interpolation.value,
+        )
 
     def features(
         self, network: nn.Module, x: Tensor, run: Run, begin: int = 0, end: int | None = None
     ) -> Tensor:
-        """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution
-        takes them. `begin`: x has been through so many stages already; `end`: what comes out of so
-        many instead.
+        """Return the features [N, F] that the head takes.
+
+        Args:
+            network: The network without its head.
+            x: Images [N, channels, H, W] as the first convolution takes them, or the output of the
+                first `begin` stages.
+            run: Calls a stage's modules, see `Run`.
+            begin: Number of stages that have been computed already.
+            end: If not None, return the output of the first `end` stages instead.
         """
         stages = list(self.stages.values())
         for names in stages[begin:end]:
@@ -194,33 +204,48 @@ class Backbone:
 
 
 def in_turn(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """The last of the modules' output, each having taken that of the one before."""
+    """Return the output of the modules, called one after another."""
     for module in modules:
         x = module(x)
     return x
 
 
-def make(name: str, **options: Any) -> Any:
-    """torchvision's network of that name, without weights."""
+def make(name: str, **options: object) -> nn.Module:
+    """Return torchvision's network of that name with initial weights."""
     from torchvision import models  # see `published`
 
     return models.get_model(name, weights=None, **options)
 
 
 def normalize(images: Tensor) -> Tensor:
-    """[n, 1 or 3, H, W] in [0, 1] -> [n, 3, H, W] as ImageNet's networks take them; grey is
-    repeated.
+    """Normalise images by ImageNet's mean and deviation; grey is repeated.
+
+    [n, 1 or 3, H, W] in [0, 1] -> [n, 3, H, W].
     """
-    mean, std = (images.new_tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    mean = images.new_tensor(MEAN).view(3, 1, 1)
+    std = images.new_tensor(STD).view(3, 1, 1)
     return (images.expand(-1, 3, -1, -1) - mean) / std
 
 
 def _first(old: nn.Conv2d, channels: int, stem: str) -> nn.Conv2d:
-    """A first convolution for other channels, or 3x3 for small images, initialised as He did."""
-    shape: Any = {"kernel_size": old.kernel_size, "stride": old.stride, "padding": old.padding}
-    if stem != "imagenet":
-        shape = {"kernel_size": 3, "stride": 2 if stem == "small-stride2" else 1, "padding": 1}
-    conv = nn.Conv2d(channels, old.out_channels, **shape, bias=old.bias is not None)
+    """Return a first convolution for other channels, or a 3x3 one for small images.
+
+    The weights are initialised as in He's ResNets.
+    """
+    width = old.out_channels
+    has_bias = old.bias is not None
+    if stem == "imagenet":
+        conv = nn.Conv2d(
+            channels,
+            width,
+            old.kernel_size,  # type: ignore[arg-type]
+            old.stride,  # type: ignore[arg-type]
+            old.padding,  # type: ignore[arg-type]
+            bias=has_bias,
+        )
+    else:
+        stride = 2 if stem == "small-stride2" else 1
+        conv = nn.Conv2d(channels, width, 3, stride, padding=1, bias=has_bias)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)

@@ -1,21 +1,21 @@
-"""A GAN's discriminator as a backbone: what it has learnt to see, up to its last maps of 4x4
-pixels.
+"""A GAN's discriminator as a backbone, up to its last maps of 4x4 pixels.
 
-Radford et al. (1511.06434, section 5.1) classify by a discriminator's maps; here their means are
-the features. What follows them in the discriminator is not taken: it may look at the batch, and
-asks one question only.
+Radford et al. (1511.06434, section 5.1) classify by a discriminator's maps; here the features are
+the means of the last maps. The discriminator's layers after them are left out, because they may use
+statistics of the batch and only separate real images from generated ones.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from duetgan.models.backbones.base import Backbone
+from duetgan.models.gan import ImageDiscriminator
 from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.config.model import PositiveInt, Stored
+from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import Rectangle
 
@@ -23,18 +23,18 @@ NAME = "discriminator"
 
 
 class Form(Stored):
-    """What is known of the discriminator."""
+    """Architecture, configuration and image size of a discriminator."""
 
     architecture: str
     resolution: PositiveInt | Rectangle
     channels: Literal[1, 3]
-    config: dict[str, Any]
+    config: Tree
 
 
 class Trunk(nn.Module):
     """A discriminator's stages, the means of the last maps, and a head for classes."""
 
-    def __init__(self, discriminator: Any) -> None:
+    def __init__(self, discriminator: ImageDiscriminator) -> None:
         super().__init__()
         for name, stage in discriminator.trunk().items():
             self.add_module(name, stage)
@@ -42,22 +42,31 @@ class Trunk(nn.Module):
         self.fc = nn.Linear(discriminator.trunk_width, 2)
 
 
-def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
-    """The description of a discriminator's trunk. Raises UserError for a form that is none."""
-    with explained(ValueError, "{}; leave it out, the run of model.weights says it".format):
-        about = Form.read(form, "model.discriminator")
-    size, given = about.resolution, about.channels
+def discriminator_backbone(form: Tree) -> Backbone:
+    """Return the description of a discriminator's trunk.
 
-    def trunk(_name: str = NAME, channels: int = given) -> Trunk:
-        if channels != given:
+    Raises UserError if `form` is not the dict of a `Form`.
+    """
+    with explained(ValueError, "{}; leave it out, the run of model.weights says it".format):
+        described = Form.read(form, "model.discriminator")
+    size = described.resolution
+    trained_channels = described.channels
+
+    def trunk(_name: str = NAME, channels: int = trained_channels) -> Trunk:
+        if channels != trained_channels:
             raise UserError(
-                f"model.weights: the discriminator has seen images of {given} channels, these have {channels}; pack "
-                f"them with --channels {given}, or give another GAN"
+                f"model.weights: the discriminator has seen images of {trained_channels} channels, "
+                f"these have {channels}; pack them with --channels {trained_channels}, or give "
+                "another GAN"
             )
-        shape = {"classes": 0, "resolution": size, "channels": given}
-        return Trunk(
-            architecture_of(about.architecture).build("discriminator", about.config, **shape)
+        discriminator = architecture_of(described.architecture).build(
+            "discriminator",
+            described.config,
+            classes=0,
+            resolution=size,
+            channels=trained_channels,
         )
+        return Trunk(discriminator)
 
     with torch.device("meta"):
         *stages, _pool, _fc = dict(trunk().named_children())
@@ -74,22 +83,27 @@ def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
     )
 
 
-def form_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GAN's checkpoint says of its discriminator."""
-    shape, config = content["shape"], content["config"]
-    about = {
+def form_of(content: checkpoints.Checkpoint) -> Tree:
+    """Return the `Form` of the discriminator of a GAN's checkpoint, as a dict."""
+    shape = content["shape"]
+    config = content["config"]
+    return {
         "architecture": config.get("architecture", DEFAULT),
         "config": dict(config["discriminator"]),
+        "resolution": shape["resolution"],
+        "channels": shape["channels"],
     }
-    return about | {key: shape[key] for key in ("resolution", "channels")}
 
 
-def read_form(run: str) -> dict[str, Any]:
-    """`form_of` the run's last checkpoint, or a file's. Raises UserError for another task's."""
+def read_form(run: str) -> Tree:
+    """Return the `form_of` a checkpoint file or a run's last checkpoint.
+
+    Raises UserError for the checkpoint of another task.
+    """
     content = checkpoints.load(checkpoints.resolve(run))
     if content["task"] != "gan":
         raise UserError(
-            f"model.weights {run}: is of task {content['task']!r}; model.name {NAME} needs a GAN's run, whose "
-            "discriminator it takes"
+            f"model.weights {run}: is of task {content['task']!r}; model.name {NAME} needs a GAN's "
+            "run, whose discriminator it takes"
         )
     return form_of(content)

@@ -15,56 +15,72 @@ PREFIX = "timm:"
 
 
 class TimmBackbone(Backbone):
-    """A network as timm describes it (`group_matcher`, `pretrained_cfg`); the order of its calls is
-    not known.
+    """A network as timm describes it (`group_matcher`, `pretrained_cfg`).
+
+    timm does not describe the order of the modules' calls, so that stages cannot run one by one.
     """
 
     def block_of(self, network: Any) -> dict[str, str]:
+        """Return the block of each parameter, from the images to the logits."""
         group = importlib.import_module("timm.models").group_parameters
-        stages, blocks = (
-            group(network, network.group_matcher(coarse=c), reverse=True) for c in (True, False)
-        )
-        found = {}
-        for name in sorted(
-            stages, key=lambda name: (name.startswith(f"{self.head}."), stages[name], blocks[name])
-        ):
+        stages = group(network, network.group_matcher(coarse=True), reverse=True)
+        blocks = group(network, network.group_matcher(coarse=False), reverse=True)
+        head = f"{self.head}."
+
+        def position(name: str) -> tuple[bool, int, int]:
+            return name.startswith(head), stages[name], blocks[name]
+
+        block_of = {}
+        for name in sorted(stages, key=position):
             block = f"stage{stages[name]}.{blocks[name]}" if stages[name] else "stem"
-            found[name] = "head" if name.startswith(f"{self.head}.") else block
-        return found
+            block_of[name] = "head" if name.startswith(head) else block
+        return block_of
 
     def features(
         self, network: Any, x: Tensor, _run: object, begin: int = 0, end: int | None = None
     ) -> Tensor:
+        """Return the features [N, F] of images; `x` itself if it is features already (`begin`)."""
         return x if begin else network.forward_head(network.forward_features(x), pre_logits=True)
 
 
 @functools.cache
 def timm_backbone(name: str) -> TimmBackbone:
-    """The description of `timm:NAME`. Raises UserError without timm, for an unknown name, and for a
-    network that timm does not describe or that has no single linear head.
+    """Return the description of `timm:NAME`.
+
+    Raises UserError without timm, for an unknown name, and for a network that timm does not
+    describe or that has no single linear head.
     """
     with torch.device("meta"):
         network = _create(name)
-    about = network.pretrained_cfg
-    side = about["input_size"][-1]
-    first, head, maps = (
-        about.get("first_conv"),
-        about.get("classifier"),
-        getattr(network, "feature_info", [{}])[-1],
+    config = network.pretrained_cfg
+    side = config["input_size"][-1]
+    first = config.get("first_conv")
+    head = config.get("classifier")
+    maps = getattr(network, "feature_info", [{}])[-1]
+    is_described = (
+        isinstance(first, str)
+        and isinstance(head, str)
+        and hasattr(network, "group_matcher")
+        and isinstance(network.get_submodule(head), nn.Linear)
+        and "module" in maps
     )
-    known = isinstance(first, str) and isinstance(head, str) and hasattr(network, "group_matcher")
-    if not (known and isinstance(network.get_submodule(head), nn.Linear) and "module" in maps):
+    if not is_described:
         raise UserError(
-            f"model {name}: timm does not describe its stages, or it has no linear head; choose another"
+            f"model {name}: timm does not describe its stages, or it has no linear head; "
+            "choose another"
         )
-    # timm needs it
-    hub, repository = importlib.import_module("huggingface_hub"), about.get("hf_hub_id")
+    repository = config.get("hf_hub_id")
+
+    def files(_name: str) -> dict[str, str]:
+        if not repository:
+            return {}
+        hub = importlib.import_module("huggingface_hub")  # which timm installs
+        return {"DEFAULT": hub.hf_hub_url(repository, "model.safetensors")}
+
     return TimmBackbone(
         names=(name,),
         network=lambda name, channels: _create(name, in_chans=channels),
-        files=lambda _: (
-            {"DEFAULT": hub.hf_hub_url(repository, "model.safetensors")} if repository else {}
-        ),
+        files=files,
         stages={},
         pool=(),
         stems=False,
@@ -72,21 +88,26 @@ def timm_backbone(name: str) -> TimmBackbone:
         first=first,
         head=head,
         maps=maps["module"],
-        side=side if about.get("fixed_input_size") else None,
-        images=(side, int(side / about.get("crop_pct", 1)), about.get("interpolation", "bicubic")),
-        mean=about["mean"],
-        std=about["std"],
+        side=side if config.get("fixed_input_size") else None,
+        images=(
+            side,
+            int(side / config.get("crop_pct", 1)),
+            config.get("interpolation", "bicubic"),
+        ),
+        mean=config["mean"],
+        std=config["std"],
     )
 
 
 def _create(name: str, **options: Any) -> Any:
-    lacking = "model {} needs timm ({}); `pip install timm`, or choose another model"
-    with explained(ImportError, lambda why: lacking.format(name, why)):
+    not_installed = "model {} needs timm ({}); `pip install timm`, or choose another model"
+    with explained(ImportError, lambda error: not_installed.format(name, error)):
         timm = importlib.import_module("timm")
-    plain = name.removeprefix(PREFIX)
+    timm_name = name.removeprefix(PREFIX)
 
-    def unknown(why: Exception) -> str:
-        return f"model {name}: timm has no such network{did_you_mean(plain, timm.list_models())} ({why})"
+    def unknown(error: Exception) -> str:
+        hint = did_you_mean(timm_name, timm.list_models())
+        return f"model {name}: timm has no such network{hint} ({error})"
 
     with explained((RuntimeError, ValueError), unknown):
-        return timm.create_model(plain, num_classes=2, **options)
+        return timm.create_model(timm_name, num_classes=2, **options)

@@ -6,9 +6,10 @@ from duetgan.models.backbones.base import Backbone
 
 
 def he_strides(network: Any) -> bool:
-    """Move each stage's stride of 2 from conv2 to conv1: He's original bottlenecks stride in the
-    first 1x1 convolution, torchvision's in the 3x3. False for a network of basic blocks, which
-    stays as it is.
+    """Move each stage's stride of 2 from conv2 to conv1, as in He's original bottlenecks.
+
+    They stride in the first 1x1 convolution, torchvision's in the 3x3 one. Returns False, without a
+    change, for a network of basic blocks.
     """
     if not hasattr(network.layer2[0], "conv3"):
         return False
@@ -37,7 +38,7 @@ RESNET = Backbone(  # 1512.03385, ResNeXts (1611.05431) and wide ResNets (1605.0
     shrink="maxpool",
     he_strides=he_strides,
 )
-# 2201.03545; no BatchNorm, and stages after the first begin with a layer that halves the maps
+# 2201.03545; no BatchNorm. Each stage but the first begins with a layer that halves the maps.
 CONVNEXT = Backbone(
     names=("convnext_tiny", "convnext_small", "convnext_base", "convnext_large"),
     stages={"stem": ("features.0",), "stage1": ("features.1.*",)}
@@ -49,7 +50,7 @@ CONVNEXT = Backbone(
     smallest=8,
     options={"stochastic_depth_prob": 0.0},
 )
-# 1905.11946; the last stage ends with a 1x1 convolution, whose maps Grad-CAM looks at
+# 1905.11946; the last stage ends with a 1x1 convolution, whose maps Grad-CAM uses.
 EFFICIENTNET = Backbone(
     names=tuple(f"efficientnet_b{n}" for n in range(8)),
     stages={"stem": ("features.0",)}

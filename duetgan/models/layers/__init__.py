@@ -1,17 +1,15 @@
-"""Layers that the GAN's networks share: equalised learning rate, the scaled activation, FIR
-resampling.
+"""Layers of several GANs: equalised learning rate, scaled activation, FIR resampling.
 
 Formulas: Karras et al., StyleGAN (1812.04948) and StyleGAN2 (1912.04958).
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from duetgan.models.layers.convolution import Geometry, convolve
+from duetgan.models.layers.convolution import Context, Geometry, convolve
 from duetgan.models.layers.convolution import compute_dtype as compute_dtype
 
 LEAKY_SLOPE = 0.2
@@ -60,8 +58,8 @@ class EqualizedConv2d(nn.Module):
     """Convolution with equalised learning rate, bias, and optional FIR downsampling by 2 before it.
 
     Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2].
-    `gain` scales the output (sqrt(0.5) on residual branches); it folds into the weights like the
-    activation's.
+    `gain` scales the output (sqrt(0.5) on residual branches); like the gain of the activation it
+    multiplies the weights.
     """
 
     def __init__(
@@ -90,20 +88,22 @@ class EqualizedConv2d(nn.Module):
         if self.downsample and kernel_size == 1:
             x = convolve(downsample_fir(x), weight, bias, Geometry())
         elif self.downsample:
-            # blur at full resolution, then the convolution strides; the output is H/2 because of
-            # the FIR's padding
+            # A blur at full resolution, then a convolution with stride; the blur's padding makes
+            # the output H/2.
             x = convolve(
                 blur_fir(x, padding=kernel_size // 2 + 1), weight, bias, Geometry(stride=2)
             )
         else:
             x = convolve(x, weight, bias, Geometry(padding=kernel_size // 2))
-        # in place: no derivative of a convolution looks at its output
+        # In place, because no derivative of a convolution needs its output.
         return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
 
 class _ScaledActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None
+    ) -> Tensor:
         y = torch.addcmul(bias, x, scale)
         if noise is not None:
             y.add_(noise)
@@ -112,38 +112,43 @@ class _ScaledActivation(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, y = ctx.saved_tensors
-        # y has the sign of what it was made from
+        # y has the sign of the activation's input.
         grad = torch.ops.aten.leaky_relu_backward(grad, y, LEAKY_SLOPE, True)
-        wanted = ctx.needs_input_grad
+        needed = ctx.needs_input_grad
         return (
-            grad * scale if wanted[0] else None,
-            (grad * x).sum(dim=(2, 3), keepdim=True) if wanted[1] else None,
-            grad.sum(dim=(0, 2, 3), keepdim=True) if wanted[2] else None,
-            grad.sum(dim=1, keepdim=True) if wanted[3] else None,
+            grad * scale if needed[0] else None,
+            (grad * x).sum(dim=(2, 3), keepdim=True) if needed[1] else None,
+            grad.sum(dim=(0, 2, 3), keepdim=True) if needed[2] else None,
+            grad.sum(dim=1, keepdim=True) if needed[3] else None,
         )
 
 
 def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None) -> Tensor:
-    """leaky_relu(x * scale + bias + noise), what follows a modulated convolution, with one
-    intermediate in memory.
+    """Return leaky_relu(x * scale + bias + noise), the step after a modulated convolution.
 
-    x [N, C, H, W], scale [N, C, 1, 1], bias [1, C, 1, 1], noise [N, 1, H, W] or None, of one dtype.
-    Differentiable any number of times; autograd's own derivative of addcmul passes over the image
-    once more.
+    It keeps one intermediate in memory and is differentiable any number of times; autograd's
+    derivative of addcmul would pass over the image once more.
+
+    Args:
+        x: [N, C, H, W].
+        scale: [N, C, 1, 1]; all tensors have the same dtype.
+        bias: [1, C, 1, 1].
+        noise: [N, 1, H, W] or None.
     """
-    if torch.jit.is_tracing():  # TensorBoard's graph: the tracer cannot look into a node of our own
+    if torch.jit.is_tracing():  # TensorBoard's graph: the tracer cannot record a custom node
         x = torch.addcmul(bias, x, scale)
         return F.leaky_relu(x if noise is None else x + noise, LEAKY_SLOPE)
     return _ScaledActivation.apply(x, scale, bias, noise)
 
 
 def pointwise(x: Tensor, filters: Tensor) -> Tensor:
-    """1x1 convolution by each sample's own filters: x [N, I, H, W], filters [N, O, I] -> [N, O, H,
-    W] in x's layout.
+    """Return the 1x1 convolution of each sample with its own filters, in the layout of `x`.
+
+    x [N, I, H, W], filters [N, O, I] -> [N, O, H, W].
     """
-    # the product in the layout of x, so that its gradient has that layout, too
+    # The product is in the layout of x, so that its gradient has that layout, too.
     if x.is_contiguous(memory_format=torch.channels_last):
         n, _, h, w = x.shape
         rows = x.permute(0, 2, 3, 1).flatten(1, 2)  # [N, H W, I], a view
@@ -151,34 +156,39 @@ def pointwise(x: Tensor, filters: Tensor) -> Tensor:
     return torch.bmm(filters, x.flatten(2)).unflatten(2, x.shape[2:])
 
 
-# --- FIR resampling  The low-pass is [1, 3, 3, 1] x [1, 3, 3, 1]. It is symmetric, so each of the
-# three operations is the transpose of another one: a blur that of a blur, downsampling that of
-# upsampling. Their gradients are written as that, and in turn have gradients. Autograd's own
-# derivatives of the convolutions below would compute gradients of the constant taps, fall into slow
-# kernels (the backward of a strided depthwise convolution, bf16 on the CPU: 16 times slower) and,
-# for the second derivative, into a loop over the channels.
+# --- FIR resampling
+# The low-pass is [1, 3, 3, 1] x [1, 3, 3, 1]. It is symmetric, so each of the three operations is
+# the transpose of another one: a blur of a blur, downsampling of upsampling. Their gradients are
+# written as these operations, and in turn have gradients. Autograd's derivatives of the
+# convolutions below would compute gradients of the constant taps, use slow kernels (the backward of
+# a strided depthwise convolution, bf16 on the CPU: 16 times slower) and, for the second derivative,
+# a loop over the channels.
 
 TAPS = (1.0, 3.0, 3.0, 1.0)
 ODD_TAPS = (1.0, 2.0, 1.0)  # [1, 2, 1] * [1, 1] = [1, 3, 3, 1]
-TRANSPOSED = {"blur": "blur", "down": "up", "up": "down"}  # whose matrix is the transposed one
+TRANSPOSED = {"blur": "blur", "down": "up", "up": "down"}  # operation -> its transpose
 
-_kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would cost seven launches
+_KernelKey = tuple[float, tuple[float, ...], torch.dtype, torch.device]
+# Kernels are cached because building one in each call would cost seven launches.
+_kernels: dict[_KernelKey, Tensor] = {}
 
 
-def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
-    """Depthwise kernel [channels, 1, k, k]: the outer product of k taps, sum `gain`, in `like`'s
-    dtype and device.
+def fir_kernel(channels: int, gain: float, x: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
+    """Return a depthwise kernel [channels, 1, k, k] in the dtype and on the device of `x`.
+
+    It is the outer product of the k taps, scaled to the sum `gain`.
     """
     make = _make_kernel if torch.compiler.is_dynamo_compiling() else constant_kernel
-    return make(gain, taps, like.dtype, like.device).expand(channels, 1, -1, -1)
+    return make(gain, taps, x.dtype, x.device).expand(channels, 1, -1, -1)
 
 
 def _make_kernel(
     gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[1, 1, k, k], by fills: nothing is copied from the host. Graphs of torch.compile make theirs
-    so: what they look for outside has guards, and of constants torch 2.11 takes only one in a
-    graph.
+    """Return a kernel [1, 1, k, k] made by fills, without a copy from the host.
+
+    Graphs of torch.compile call this in each pass: a cache outside of a graph would add guards, and
+    torch 2.11 accepts only one constant in a graph.
     """
     line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in taps])
     return (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]
@@ -187,30 +197,33 @@ def _make_kernel(
 def constant_kernel(
     gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The same, made once."""
+    """Return the kernel of `_make_kernel` from a cache."""
     key = (gain, taps, dtype, device)
-    if (kernel := _kept.get(key)) is None:
+    kernel = _kernels.get(key)
+    if kernel is None:
         with torch.inference_mode(False):
             kernel = _make_kernel(gain, taps, dtype, device)
-        if type(kernel) is Tensor:  # and not what torch.export puts in its place
-            _kept[key] = kernel
+        if type(kernel) is Tensor:  # not a stand-in of torch.export
+            _kernels[key] = kernel
     return kernel
 
 
 def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
-    """The operation itself. Upsampling with gain 4 is bilinear interpolation, but for the outermost
-    rows and columns, beyond which the filter sees zeros: a depthwise transposed convolution is 3
-    (fp32) to 40 (bf16) times slower on the CPU.
+    """Compute the operation `kind`.
+
+    Upsampling with gain 4 equals bilinear interpolation, except in the outermost rows and columns,
+    beyond which the filter reads zeros. A depthwise transposed convolution is 3 (fp32) to 40 (bf16)
+    times slower on the CPU.
     """
     if kind == "up":
-        x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it costs least
+        x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it is cheapest
         with torch.autocast(x.device.type, enabled=False):  # CUDA's would return fp32
             x = F.interpolate(x, scale_factor=2, mode="bilinear")
         for edge in (x[:, :, :1], x[:, :, -1:], x[..., :1], x[..., -1:]):
             edge.mul_(0.75)
         return x
     channels, stride = x.shape[1], 2 if kind == "down" else 1
-    if not in_two(x):
+    if not uses_odd_taps(x):
         return F.conv2d(
             x, fir_kernel(channels, gain, x), stride=stride, padding=padding, groups=channels
         )
@@ -219,22 +232,23 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
     return torch.lerp(x[..., :-1:stride], x[..., 1::stride], 0.5)
 
 
-def in_two(x: Tensor) -> bool:
-    """Whether 3x3 taps and means of neighbours are faster than 4x4 taps, for which cuDNN has no
-    kernel of its own: 70 % of StyleGAN2's step on an H200 (docs/measurements/gpu.md). Not on the
-    CPU.
+def uses_odd_taps(x: Tensor) -> bool:
+    """Return True where 3x3 taps and means of neighbours are faster than 4x4 taps.
+
+    That is on CUDA: cuDNN has no kernel for 4x4 depthwise filters, which took 70 % of StyleGAN2's
+    step on an H200 (docs/measurements/gpu.md).
     """
     return x.is_cuda
 
 
 class _Resample(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
         ctx.operation = (kind, gain, padding)
         return _run(x, kind, gain, padding)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         kind, gain, padding = ctx.operation
         if kind == "blur":
             padding = len(TAPS) - 1 - padding
@@ -242,14 +256,16 @@ class _Resample(torch.autograd.Function):
 
 
 def _resample(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
-    # without a graph to build, plain operators: what exports and compiles sees nothing of our own
+    # Without a gradient plain operators run, so that exports and compilers meet no custom node.
     if torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing():
         return _Resample.apply(x, kind, gain, padding)
     return _run(x, kind, gain, padding)
 
 
 def blur_fir(x: Tensor, *, padding: int, gain: float = 1.0) -> Tensor:
-    """FIR with zero padding, 0 to 3 pixels; [N, C, H, W] -> [N, C, H + 2 padding - 3, ...]."""
+    """Apply the FIR with zero padding of 0 to 3 pixels; [N, C, H, W] -> [N, C, H + 2 padding - 3,
+    W + 2 padding - 3].
+    """
     return _resample(x, "blur", gain, padding)
 
 
@@ -259,7 +275,8 @@ def downsample_fir(x: Tensor) -> Tensor:
 
 
 def upsample_fir(x: Tensor) -> Tensor:
-    """Double H and W: zero insertion, then the FIR with gain 4 (2 per axis); [N, C, H, W] -> [N, C,
-    2H, 2W].
+    """Double H and W: insert zeros, then apply the FIR with gain 4 (2 per axis).
+
+    [N, C, H, W] -> [N, C, 2H, 2W].
     """
     return _resample(x, "up", 4.0, 1)

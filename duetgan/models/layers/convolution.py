@@ -1,17 +1,17 @@
-"""Convolutions to be differentiated twice.
+"""Convolutions with fast second derivatives.
 
-Penalties differentiate a network's gradient. Autograd's own second derivative of a convolution is
-itself a convolution with filters as large as the image, for grouped ones a loop over the groups: on
-the CPU 2 times slower than need be for grouped and 80 times for depthwise convolutions, on an H200
-half of StyleGAN2's penalties. But every derivative of a convolution is one of three: a convolution,
-its gradient for the input, its gradient for the weight. Input and weight have a node each, because
-autograd asks a node that is written in Python for all its gradients, and the inner gradient of a
-penalty needs none for weights.
+Penalties differentiate a network's gradient. Autograd's second derivative of a convolution is a
+convolution with filters as large as the image, and for grouped ones a loop over the groups: on the
+CPU 2 times slower than necessary for grouped and 80 times for depthwise convolutions; on an H200 it
+takes half the time of StyleGAN2's penalties. Every derivative of a convolution is one of three
+operations: a convolution, its gradient for the input, its gradient for the weight. Here the input
+and the weight have separate autograd nodes, because a node written in Python computes all its
+gradients, and the inner gradient of a penalty needs none for weights.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +22,25 @@ _penalised = False
 
 @contextlib.contextmanager
 def penalised(on: bool = True) -> Iterator[None]:
-    """In it `convolve` prepares for a penalty: second derivatives are fast then, first ones a
+    """Inside the block `convolve` prepares for a penalty: second derivatives are fast, first ones a
     little slower.
     """
     global _penalised
-    before, _penalised = _penalised, on
+    previous = _penalised
+    _penalised = on
     try:
         yield
     finally:
-        _penalised = before
+        _penalised = previous
 
 
-def penalty_comes() -> bool:
+def is_penalised() -> bool:
+    """Return True inside a block of `penalised`."""
     return _penalised
 
 
 class Geometry(NamedTuple):
-    """How a convolution of square filters moves over the image."""
+    """Stride, padding, groups and direction of a convolution of square filters."""
 
     stride: int = 1
     padding: int = 0
@@ -46,8 +48,22 @@ class Geometry(NamedTuple):
     transposed: bool = False
 
 
+class Context(Protocol):
+    """The part of an autograd context that these functions use."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    geometry: Geometry
+    for_input: bool
+    operation: tuple[str, float, int]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+    def mark_dirty(self, *tensors: Tensor) -> None: ...
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that convolutions of `x` run in: autocast's where it is on, else that of `x`."""
+    """Return the dtype that convolutions of `x` run in: autocast's if it is on, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -60,10 +76,15 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """x [N, I, H, W], filters [O, I / groups, k, k] (transposed: [I, O / groups, k, k]), bias [O];
-    under autocast.
+    """Return a convolution in autocast's precision, see `penalised`.
+
+    Args:
+        x: [N, I, H, W].
+        weight: [O, I / groups, k, k]; transposed: [I, O / groups, k, k].
+        bias: [O] or None.
+        geometry: Stride, padding, groups and direction.
     """
-    # which know of no second derivatives
+    # Compiled and traced graphs have no second derivatives.
     plain = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if plain or not _penalised or not torch.is_grad_enabled():
         return _plain(x, weight, bias, geometry)
@@ -79,18 +100,18 @@ def _twice(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -
 
 
 class _InputPath(torch.autograd.Function):
-    """The convolution, whose gradient goes to x alone."""
+    """The convolution, with a gradient for x only."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
         return _plain(x, weight, bias, geometry)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         x, weight = ctx.saved_tensors
@@ -98,15 +119,15 @@ class _InputPath(torch.autograd.Function):
 
 
 class _WeightPath(torch.autograd.Function):
-    """Nothing, in the shape of the convolution, whose gradient goes to weight and bias alone.
+    """Zeros in the shape of the convolution, with gradients for weight and bias only.
 
-    x comes in a tuple, which autograd does not look into: as an input it would put this node on the
-    way to the image.
+    x comes in a tuple, which hides it from autograd: as an input it would connect this node to the
+    image.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         wrapped: tuple[Tensor],
         weight: Tensor,
         bias: Tensor | None,
@@ -119,62 +140,76 @@ class _WeightPath(torch.autograd.Function):
         return x.new_zeros(()).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        to_weight = (
-            _Gradient.apply(grad, x, weight.detach(), ctx.geometry, False)
-            if ctx.needs_input_grad[1]
-            else None
-        )
-        return (
-            None,
-            to_weight,
-            grad.sum(dim=(0, 2, 3)) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        weight_gradient = None
+        bias_gradient = None
+        if ctx.needs_input_grad[1]:
+            weight_gradient = _Gradient.apply(grad, x, weight.detach(), ctx.geometry, False)
+        if ctx.needs_input_grad[2]:
+            bias_gradient = grad.sum(dim=(0, 2, 3))
+        return None, weight_gradient, bias_gradient, None, None
 
 
 class _Joined(torch.autograd.Function):
-    """y as it lies in memory, with both paths' gradients: a sum would pass over the image."""
+    """y itself, with the gradients of both paths: a sum would pass over the image once more."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, _nothing: Tensor) -> Tensor:
+    def forward(ctx: Context, y: Tensor, _zeros: Tensor) -> Tensor:
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Any:
+    def backward(_ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad
 
 
 class _Gradient(torch.autograd.Function):
-    """d<grad, convolution>/dx, bilinear in grad and weight, or /dweight, bilinear in grad and x.
+    """Gradient of <grad, convolution> for `target`: x if `for_input`, else the weight.
 
-    `other` is weight or x; of `like`, the one that the gradient is for, only the shape and the
-    layout matter.
+    It is bilinear in `grad` and `factor`, which is the weight or x. Only the shape and the layout
+    of `target` matter.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, grad: Tensor, other: Tensor, like: Tensor, geometry: Geometry, of_input: bool
+        ctx: Context,
+        grad: Tensor,
+        factor: Tensor,
+        target: Tensor,
+        geometry: Geometry,
+        for_input: bool,
     ) -> Tensor:
-        ctx.save_for_backward(grad, other)
-        ctx.settings = geometry, of_input
-        x, weight = (like, other) if of_input else (other, like)
-        (stride, padding, groups, transposed), mask = geometry, [of_input, not of_input, False]
-        # no dilation, no padding of the output
-        how = [stride] * 2, [padding] * 2, [1, 1], transposed, [0, 0], groups
-        gradients = torch.ops.aten.convolution_backward(grad, x, weight, None, *how, mask)
-        return gradients[0] if of_input else gradients[1]
+        ctx.save_for_backward(grad, factor)
+        ctx.geometry = geometry
+        ctx.for_input = for_input
+        x, weight = (target, factor) if for_input else (factor, target)
+        gradients = torch.ops.aten.convolution_backward(
+            grad,
+            x,
+            weight,
+            None,
+            stride=[geometry.stride] * 2,
+            padding=[geometry.padding] * 2,
+            dilation=[1, 1],
+            transposed=geometry.transposed,
+            output_padding=[0, 0],
+            groups=geometry.groups,
+            output_mask=[for_input, not for_input, False],
+        )
+        return gradients[0] if for_input else gradients[1]
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> Any:
-        (grad, other), (geometry, of_input) = ctx.saved_tensors, ctx.settings
-        x, weight = (outer, other) if of_input else (other, outer)
-        to_grad = _twice(x, weight, None, geometry) if ctx.needs_input_grad[0] else None
-        wanted = ctx.needs_input_grad[1]
-        to_other = (
-            _Gradient.apply(grad, outer, other.detach(), geometry, not of_input) if wanted else None
-        )
-        return to_grad, to_other, None, None, None
+    def backward(ctx: Context, outer: Tensor) -> tuple[Tensor | None, ...]:
+        grad, factor = ctx.saved_tensors
+        geometry = ctx.geometry
+        x, weight = (outer, factor) if ctx.for_input else (factor, outer)
+        grad_gradient = None
+        factor_gradient = None
+        if ctx.needs_input_grad[0]:
+            grad_gradient = _twice(x, weight, None, geometry)
+        if ctx.needs_input_grad[1]:
+            factor_gradient = _Gradient.apply(
+                grad, outer, factor.detach(), geometry, not ctx.for_input
+            )
+        return grad_gradient, factor_gradient, None, None, None

@@ -1,11 +1,11 @@
-"""Parts of StyleGAN2's networks (1912.04958): mapping, modulated convolution, blocks, minibatch
+"""Layers of StyleGAN2's networks (1912.04958): mapping, modulated convolution, blocks, minibatch
 standard deviation.
 
-The modulated convolution is the training form: activations are scaled by the style, one shared
-convolution follows, and the demodulation coefficient scales its output. Under fp16 autocast
-(2006.06676, appendix on mixed precision) styles and weights are divided by their largest magnitude
-first, and outputs are clamped to +-`clamp`, as in NVIDIA's networks: of every convolution but
-ToRGB's upsampled sum and the discriminator's skip.
+The modulated convolution is the training form: the style scales the activations, one convolution
+for all samples follows, and the demodulation coefficient scales its output. Under fp16 autocast
+(2006.06676, appendix on mixed precision) styles and weights are first divided by their largest
+magnitude, and the outputs of convolutions are clamped to +-`clamp`, as in NVIDIA's networks;
+ToRGB's upsampled sum and the discriminator's skip are not.
 """
 
 import math
@@ -32,40 +32,38 @@ from duetgan.models.layers.convolution import Geometry, convolve
 
 
 def clamped(x: Tensor, limit: float | None) -> Tensor:
-    """`x` within +-limit; `x` itself when `limit` is None."""
+    """Return `x` clamped to +-limit; `x` itself if `limit` is None."""
     return x if limit is None else x.clamp(-limit, limit)
 
 
 def is_one(alpha: Alpha) -> bool:
-    """Whether `alpha` is the number 1, so that there is nothing to fade; a tensor's value is not
-    asked for.
-    """
+    """Return True if `alpha` is the number 1; False for any tensor, whose value is not read."""
     return not isinstance(alpha, Tensor) and alpha == 1
 
 
 class Fp16Plan:
-    """What fp16 autocast means to a network: its largest resolutions from 8 px run in fp16, the
-    others in fp32.
+    """Precision of a network's resolutions under fp16 autocast.
 
-    Nothing changes without autocast, or under bf16's; but with `clamp_always` the clamp acts in any
-    precision.
+    The largest resolutions, from 8 px up, run in fp16, the others in fp32. It has no effect without
+    autocast or under bf16; with `clamp_always` outputs are clamped in any precision.
     """
 
     def __init__(self, config: Any, resolution: int) -> None:  # a SizeConfig of models/stylegan2.py
         self.lowest = max(8, 2 * resolution >> config.fp16_resolutions)
         self.clamp_always = config.clamp_always
-        self.conv_clamp = (
-            config.conv_clamp if config.fp16_resolutions or config.clamp_always else None
-        )
+        self.conv_clamp = None
+        if config.fp16_resolutions or config.clamp_always:
+            self.conv_clamp = config.conv_clamp
 
     def clamp(self, x: Tensor) -> float | None:
-        """The limit of convolutions' outputs, at all resolutions: what enters the first one in fp16
-        must fit, too.
+        """Return the limit of convolutions' outputs at all resolutions, or None for no clamp.
+
+        fp32 resolutions are clamped, too, because their output enters the first one in fp16.
         """
         return self.conv_clamp if self.clamp_always or compute_dtype(x) == torch.float16 else None
 
     def call(self, size: int, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
-        """`function(x, *arguments)`, the layers at `size` px, in the precision that is theirs."""
+        """Return `function(x, *arguments)`, run in the precision of the layers at `size` px."""
         if compute_dtype(x) == torch.float16 and size < self.lowest:
             with torch.autocast(x.device.type, enabled=False):
                 return function(x.float() if x.dtype == torch.float16 else x, *arguments)
@@ -73,10 +71,10 @@ class Fp16Plan:
 
 
 class MappingNetwork(nn.Module):
-    """z [N, z_dim] and labels [N] (int64) to w [N, w_dim].
+    """Mapping network: z [N, z_dim] and labels [N] (int64) -> w [N, w_dim].
 
-    z and the embedded label are each normalised to unit second moment and concatenated. Runs in the
-    parameters' own precision whatever autocast says.
+    z and the embedded label are each normalised to unit second moment and concatenated. It runs
+    without autocast, in the precision of its parameters.
     """
 
     def __init__(
@@ -127,11 +125,11 @@ class ModulatedConv2d(nn.Module):
         self.upsample = upsample
 
     def forward(self, x: Tensor, w: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor | None]:
-        """The convolution's output before it is scaled, and its scale [N, O, 1, 1] (None: 1).
+        """Return the convolution's unscaled output and its scale [N, O, 1, 1] (None: 1).
 
-        The scale is the demodulation coefficient times `gain`, and in fp16 what normalising took
-        away; without demodulation there is no gain, and fp16's scale stays in the parameters'
-        precision.
+        The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms
+        that style and weight were divided by. Without demodulation `gain` is not used, and fp16's
+        scale has the precision of the parameters.
         """
         dtype = compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
@@ -139,7 +137,7 @@ class ModulatedConv2d(nn.Module):
             weight: Tensor = self.weight
             scale: Tensor | None = None
             if self.demodulate:
-                # the weight's gain cancels against the demodulation, so neither is applied
+                # The demodulation cancels the weight's gain, so neither is applied.
                 energy = style.square() @ weight.square().sum(dim=(2, 3)).t()  # [N, O]
                 scale = gain * torch.rsqrt(energy + 1e-8 / self.weight_gain**2)
             if dtype == torch.float16:
@@ -149,8 +147,8 @@ class ModulatedConv2d(nn.Module):
             if scale is not None:
                 scale = (scale.to(dtype) if self.demodulate else scale)[:, :, None, None]
         if weight.shape[-1] == 1 and not self.upsample:
-            # to few channels the styles go into filters of each sample's own: no pass over the
-            # images for them
+            # For few output channels it is cheaper to scale the filters of each sample than the
+            # maps.
             return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype)), scale
         x = x.to(dtype) * style.to(dtype)[:, :, None, None]
         if self.upsample:
@@ -162,31 +160,33 @@ class ModulatedConv2d(nn.Module):
         return x, scale
 
     def _normalised(self, style: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """fp16: each sample's style [N, I] and each filter divided by their max norms, which the
-        scale [N, O] takes back.
+        """Divide each sample's style [N, I] and each filter by its max norm, for fp16.
 
-        With inputs within 256 no product then leaves fp16's range. The result does not depend on
-        the norms, so they are constants to the gradient.
+        With inputs within +-256 no product exceeds fp16's range. The result does not depend on the
+        norms, so gradients treat them as constants.
+
+        Returns:
+            Style [N, I], weight [O, I, k, k] and the scale [N, O] that restores the norms.
         """
         style_norm = style.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-8)  # [N, 1]
         weight_norm = self.weight.detach().abs().amax(dim=(1, 2, 3)).clamp_min(1e-8)  # [O]
         weight = self.weight * (self.weight_gain / weight_norm)[:, None, None, None]
         norms = style_norm * weight_norm
         if scale is not None:
-            # a sample whose large styles all meet small weights: a finite scale, since 0 * inf
-            # would be NaN
+            # The scale must be finite, since 0 * inf is NaN: it overflows where all large styles of
+            # a sample meet small weights.
             norms = (scale * norms / self.weight_gain).clamp(max=torch.finfo(torch.float16).max)
         return style / style_norm, weight, norms
 
 
 class StyledLayer(nn.Module):
     """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky
-    ReLU, clamp.
+    ReLU, clamp. `size`: height and width in px, or the side.
     """
 
     def __init__(
         self, in_channels: int, out_channels: int, w_dim: int, *size: int, upsample: bool = False
-    ) -> None:  # size: height and width in px, or the side
+    ) -> None:
         super().__init__()
         self.conv = ModulatedConv2d(in_channels, out_channels, 3, w_dim, upsample=upsample)
         self.bias = nn.Parameter(torch.zeros(out_channels))
@@ -204,8 +204,9 @@ class StyledLayer(nn.Module):
 
 
 class ToRGB(nn.Module):
-    """1x1 modulated convolution, not demodulated: [N, C, H, W] -> [N, channels, H, W] in the
-    parameters' precision.
+    """1x1 modulated convolution without demodulation, [N, C, H, W] -> [N, channels, H, W].
+
+    The output has the precision of the parameters.
     """
 
     def __init__(self, in_channels: int, channels: int, w_dim: int) -> None:
@@ -216,15 +217,16 @@ class ToRGB(nn.Module):
     def forward(self, x: Tensor, w: Tensor, clamp: float | None = None) -> Tensor:
         rgb, scale = self.conv(x, w)
         rgb, bias = rgb.to(self.bias.dtype), self.bias[None, :, None, None]
-        return clamped(rgb + bias if scale is None else torch.addcmul(bias, rgb, scale), clamp)
+        if scale is None:
+            return clamped(rgb + bias, clamp)
+        return clamped(torch.addcmul(bias, rgb, scale), clamp)
 
 
 class SynthesisBlock(nn.Module):
-    """One resolution: an upsampling layer (not in the `first`), a layer, ToRGB added to the
-    upsampled image so far.
+    """One resolution: an upsampling layer (absent in the `first`), a layer, and ToRGB, whose output
+    is added to the upsampled image of the previous resolutions.
 
-    `alpha` scales this resolution's own contribution to the image; the first has no other, and it
-    is not looked at.
+    `alpha` scales this resolution's contribution to the image; the first one ignores it.
     """
 
     def __init__(
@@ -246,7 +248,7 @@ class SynthesisBlock(nn.Module):
 
     @property
     def layers(self) -> list[StyledLayer]:
-        """The layers of this resolution, in the order they are applied."""
+        """The layers of this resolution, in order."""
         return [layer for layer in (self.first, self.second) if layer is not None]
 
     def forward(
@@ -267,11 +269,11 @@ class SynthesisBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Two 3x3 convolutions, the second halving H and W; residual: plus a 1x1 skip, both times
-    sqrt(0.5).
+    """Two 3x3 convolutions, the second of which halves H and W; residual: plus a 1x1 skip, both
+    times sqrt(0.5).
 
-    `clamp` bounds the output of both 3x3 convolutions, times their gain, and not the skip's (as
-    NVIDIA's).
+    `clamp` times the gain bounds the outputs of the 3x3 convolutions, but not the skip's, as in
+    NVIDIA's code.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, residual: bool) -> None:
@@ -279,8 +281,9 @@ class DiscriminatorBlock(nn.Module):
         self.gain = math.sqrt(0.5) if residual else 1.0
         self.first = EqualizedConv2d(in_channels, in_channels, 3)
         self.second = EqualizedConv2d(in_channels, out_channels, 3, downsample=True, gain=self.gain)
-        self.skip = (
-            EqualizedConv2d(
+        skip = None
+        if residual:
+            skip = EqualizedConv2d(
                 in_channels,
                 out_channels,
                 1,
@@ -289,9 +292,7 @@ class DiscriminatorBlock(nn.Module):
                 activation=False,
                 gain=self.gain,
             )
-            if residual
-            else None
-        )
+        self.skip = skip
 
     def forward(self, x: Tensor, clamp: float | None = None) -> Tensor:
         y = clamped(
@@ -301,12 +302,19 @@ class DiscriminatorBlock(nn.Module):
 
 
 def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
-    """Append one feature map: the standard deviation over groups of `group` consecutive samples;
-    [N, C, H, W] -> [N, C + 1, H, W].
+    """Append the standard deviation over groups of samples as a map; [N, C, H, W] -> [N, C + 1, H,
+    W].
 
-    sqrt(var + 1e-8), averaged over channels and pixels. `strided`: group j has the samples j, j + N
-    / group, j + 2 N / group, ..., as in NVIDIA's code. Raises ValueError unless N is a multiple of
-    `group`.
+    It is sqrt(var + 1e-8), averaged over channels and pixels.
+
+    Args:
+        x: Maps [N, C, H, W].
+        group: Number of consecutive samples of a group.
+        strided: Group j has the samples j, j + N / group, j + 2 N / group, ... instead, as in
+            NVIDIA's code.
+
+    Raises:
+        ValueError: N is no multiple of `group`.
     """
     n, c, h, w = x.shape
     if n % group:
@@ -318,7 +326,7 @@ def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
         back = torch.arange(n, device=x.device).view(n // group, group).t().flatten()
         return minibatch_std(x[order], group)[back]
     grouped = x.reshape(n // group, group, c, h, w)
-    # torch.var over an inner dimension was measured 20 times slower than this on the CPU
+    # On the CPU torch.var over an inner dimension was measured to be 20 times slower.
     variance = (grouped - grouped.mean(dim=1, keepdim=True)).square().mean(dim=1)
     std = (variance + 1e-8).sqrt().mean(dim=(1, 2, 3))
     return torch.cat(

@@ -1,17 +1,14 @@
-"""R3GAN's networks (the authors' program): pickled module by module, without what they were built
-with.
-"""
+"""R3GAN's networks from the authors' program, which pickles modules without their arguments."""
 
 import re
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from duetgan.models.official.names import NETWORKS, Converted, Place, Source, number, renamed, sizes
 from duetgan.models.official.unpickle import Inert, Refused, module_state
+from duetgan.utils.config.yaml_files import Tree
 
 MAIN = "Model.MainLayers"
-NAMES = {  # ours -> theirs, but for what is first or last in a stage
+NAMES = {  # our name -> R3GAN's, except for the first or last layers of stages
     "embed.weight": "Model.EmbeddingLayer.weight",
     "from_rgb.weight": "Model.ExtractionLayer.Layer.weight",
     "to_rgb.weight": "Model.AggregationLayer.Layer.weight",
@@ -23,73 +20,86 @@ NAMES = {  # ours -> theirs, but for what is first or last in a stage
 }
 
 
-def convert(content: Mapping[str, Any]) -> Converted:
-    """The networks `G`, `D`, `G_ema` of a file. Their sizes are read from the shapes of their
-    weights.
+def convert(content: Tree) -> Converted:
+    """Return the networks `G`, `D`, `G_ema` of a file.
+
+    Their sizes are inferred from the shapes of their weights.
     """
     for name in NETWORKS.values():
         if not isinstance(content.get(name), Inert):
             raise Refused(f"it holds no network {name!r}")
-    about = content["G_ema"].state
-    side, classes = about.get("img_resolution"), number(about.get("c_dim"), "c_dim")
+    attributes = content["G_ema"].state
+    side = attributes.get("img_resolution")
+    classes = number(attributes.get("c_dim"), "c_dim")
     stages = len(sizes(side))
     gan = Converted("r3gan", {"resolution": side, "classes": classes}, {}, {}, {})
-    for ours, theirs in NETWORKS.items():
-        source = Source(module_state(content[theirs]), theirs)
+    for part, network in NETWORKS.items():
+        is_discriminator = network == "D"
+        source = Source(module_state(content[network]), network)
         source.drop_filters("Resampler.Kernel")
-        config = _sizes(source, stages, first=int(theirs != "D"))
-        place = partial(_place, theirs == "D", stages - 1, config["blocks"])
+        config = _sizes(source, stages, is_discriminator)
+        place = partial(_place, is_discriminator, stages - 1, config["blocks"])
         if classes:
             config["embed_dim"] = source.shape(NAMES["embed.weight"], 2)[0]
-        if theirs == "D":
+        if is_discriminator:
             gan.discriminator = config
         else:
-            gan.generator = gan.generator or config | {"z_dim": number(about.get("z_dim"), "z_dim")}
+            z_dim = number(attributes.get("z_dim"), "z_dim")
+            gan.generator = gan.generator or {**config, "z_dim": z_dim}
             gan.shape["channels"] = source.shape(NAMES["to_rgb.weight"], 4)[0]
-        gan.take(ours, source, place)
+        gan.take(part, source, place)
     return gan
 
 
-def _place(back: bool, last: int, blocks: int, name: str) -> Place:
-    """A generator's stage begins with the change of width, a discriminator's ends with it, where
-    ours opens the next one; so does the layer at 4 px.
+def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> Place:
+    """Return the place of our tensor `name`.
+
+    R3GAN's generator begins a stage with the change of width, as ours do. Its discriminator ends a
+    stage with it, and ours begins the next one. The same holds for the layer at 4 px.
     """
-    edge = f"{MAIN}.{last}.Layers.{blocks}" if back else f"{MAIN}.0.Layers.0"
+    edge = f"{MAIN}.{last}.Layers.{blocks}" if is_discriminator else f"{MAIN}.0.Layers.0"
     if name == "basis":
-        return Place(f"{edge}.Basis.weight" if back else f"{edge}.Basis")
+        return Place(f"{edge}.Basis.weight" if is_discriminator else f"{edge}.Basis")
     if name in ("linear.weight", "output.weight"):
         return Place(f"{edge}.LinearLayer.weight")
     if match := re.fullmatch(r"stages\.(\d+)\.change\.weight", name):
-        return Place(
-            f"{MAIN}.{int(match[1]) - back}.Layers.{blocks * back}.LinearLayer.Layer.weight"
-        )
+        stage = int(match[1]) - is_discriminator
+        layer = blocks * is_discriminator
+        return Place(f"{MAIN}.{stage}.Layers.{layer}.LinearLayer.Layer.weight")
     if match := re.fullmatch(r"stages\.(\d+)\.blocks\.(\d+)\.(.+)", name):
-        name = f"{MAIN}.{match[1]}.Layers.{int(match[2]) + (not back)}.{match[3]}"
+        layer = int(match[2]) + (not is_discriminator)
+        name = f"{MAIN}.{match[1]}.Layers.{layer}.{match[3]}"
     return Place(renamed(name, NAMES))
 
 
-def _sizes(source: Source, stages: int, *, first: int) -> dict[str, Any]:
-    """Our configuration. `first`: the place of a stage's first block; a generator's stages go
-    upwards.
-    """
+def _sizes(source: Source, stages: int, is_discriminator: bool) -> Tree:
+    """Return our configuration of a network, inferred from the shapes of its weights."""
+    first = 0 if is_discriminator else 1  # number of the first block in a stage
     blocks = sum(
         f"{MAIN}.0.Layers.{first + n}.LinearLayer1.Layer.weight" in source.tensors
         for n in range(100)
     )
     if not blocks:
-        raise Refused(f"{source.what} has no blocks of R3GAN's")
+        raise Refused(f"{source.title} has no blocks of R3GAN's")
 
     def shape(stage: int, layer: int) -> tuple[int, ...]:
         return source.shape(f"{MAIN}.{stage}.Layers.{first}.LinearLayer{layer}.Layer.weight", 4)
 
-    order = range(stages)[:: 1 if first else -1]  # from 4 px up
+    order = range(stages)[:: -1 if is_discriminator else 1]  # from 4 px up
     widths = [shape(stage, 1)[1] for stage in order]
     inside, inputs, *_ = shape(order[0], 2)
-    whole = 4 << max(place for place, width in enumerate(widths) if width == widths[0])
-    expected = [widths[0] * whole // max(4 << place, whole) for place in range(stages)]
+    # the largest size in px with the full width
+    full = 4 << max(n for n, width in enumerate(widths) if width == widths[0])
+    expected = [widths[0] * full // max(4 << n, full) for n in range(stages)]
     if widths != expected or inside % widths[0] or inside % inputs:
         raise Refused(
-            f"{source.what} has the widths {widths}; Duet's are whole up to one resolution, then halved"
+            f"{source.title} has the widths {widths}; Duet's are whole up to one resolution, then "
+            "halved"
         )
-    config = {"width": widths[0], "blocks": blocks, "cardinality": inside // inputs}
-    return config | {"expansion": inside // widths[0], "full_width_up_to": whole}
+    return {
+        "width": widths[0],
+        "blocks": blocks,
+        "cardinality": inside // inputs,
+        "expansion": inside // widths[0],
+        "full_width_up_to": full,
+    }

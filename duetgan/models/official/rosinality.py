@@ -2,22 +2,22 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from duetgan.models.official.names import Converted, Place, Source, by_their_names, renamed, sizes
+from duetgan.models.official.names import Converted, Place, Source, official_state, renamed, sizes
 from duetgan.models.official.unpickle import Refused
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.checkpoint.state_schema import check_tensors
+from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.seeding import generator as keyed
 
-DRAWS = 4096  # of z, for the mean w that training files lack
-# a part of our state -> theirs
+DRAWS = 4096  # latents for the mean w, which training files do not have
+# part of our state -> rosinality's key
 NETWORKS = {"generator_ema": "g_ema", "generator": "g", "discriminator": "d"}
-LR_MULTIPLIER = 0.01  # of their mapping network's learning rate
-STYLED = {  # ours -> theirs
+LR_MULTIPLIER = 0.01  # of rosinality's mapping network's learning rate
+STYLED = {  # our name -> rosinality's
     r"conv\.affine\.(.+)": r"conv.modulation.\1",
     "noise_strength": "noise.weight",
     "bias": "activate.bias",
@@ -39,8 +39,8 @@ BLOCK = {  # of the discriminator
 }
 
 
-def convert(content: Mapping[str, Any]) -> Converted:
-    """The networks `g_ema`, and where the file has them `g` and `d`."""
+def convert(content: Tree) -> Converted:
+    """Return the network `g_ema` of a file and, if it has them, `g` and `d`."""
     for name in NETWORKS.values():
         if name in content or name == "g_ema":
             check_tensors(name, content.get(name))
@@ -50,11 +50,12 @@ def convert(content: Mapping[str, Any]) -> Converted:
     )
     layers = sum(re.fullmatch(r"style\.\d+\.weight", name) is not None for name in average.tensors)
     last = average.shape(f"to_rgbs.{len(sizes(side)) - 2}.conv.weight", 5)[2]
-    base: dict[str, Any] = {
+    base: Tree = {
         "channel_base": last * side,
         "channel_max": average.shape("input.input", 4)[1],
+        "fp16_resolutions": 0,
+        "conv_clamp": None,
     }
-    base |= {"fp16_resolutions": 0, "conv_clamp": None}
     dims = average.shape("style.1.weight", 2)[1]
     g = base | {"z_dim": dims, "w_dim": dims, "mapping_layers": layers}
     d = base | {
@@ -63,93 +64,106 @@ def convert(content: Mapping[str, Any]) -> Converted:
         "minibatch_std_order": "strided",
     }
     gan = Converted("stylegan2", {"resolution": side, "channels": 3, "classes": 0}, g, d, {})
-    if (mean := content.get("latent_avg")) is None:
+    mean = content.get("latent_avg")
+    if mean is None:
         gan.notes.append(f"the file has no mean w; it was taken over {DRAWS:,} draws")
-    for ours, theirs in NETWORKS.items():
-        if theirs in content:
-            given = (
-                {} if theirs == "d" else {"latent_avg": torch.zeros(dims) if mean is None else mean}
-            )
-            source = Source(content[theirs] | given, theirs)
-            source.drop_filters(".kernel", (1.0,) if theirs == "d" else (1.0, 4.0))
-            state = gan.take(
-                ours, source, _discriminator_place if theirs == "d" else _generator_place
-            )
-            if mean is None and theirs != "d":
-                state["w_avg"] = _mean(state, g, gan.shape)
+    for part, network in NETWORKS.items():
+        if network not in content:
+            continue
+        tensors = dict(content[network])
+        if network == "d":
+            source = Source(tensors, network)
+            source.drop_filters(".kernel")
+            gan.take(part, source, _discriminator_place)
+            continue
+        tensors["latent_avg"] = torch.zeros(dims) if mean is None else mean
+        source = Source(tensors, network)
+        source.drop_filters(".kernel", (1.0, 4.0))
+        state = gan.take(part, source, _generator_place)
+        if mean is None:
+            state["w_avg"] = _mean(state, g, gan.shape)
     return gan
 
 
-def theirs(gan: Converted) -> dict[str, Any]:
-    """What their torch.save would hold: `g_ema`, `latent_avg`, and where they are there `g` and
-    `d`. One mean w serves both generators. Raises Refused for networks that theirs cannot be.
+def to_official(gan: Converted) -> Tree:
+    """Return the content of a file of rosinality's program.
+
+    It has `g_ema`, `latent_avg` (one mean w for both generators) and, if present, `g` and `d`.
+    Raises Refused for networks that the program does not support.
     """
-    shape, g, d = gan.shape, gan.generator, gan.discriminator
+    shape = gan.shape
+    g = gan.generator
+    d = gan.discriminator
     if shape["classes"] or shape["channels"] != 3:
         raise Refused(
-            f"rosinality's networks are RGB and without classes, this one has {shape['channels']} channels and "
-            f"{shape['classes']} classes"
+            "rosinality's networks are RGB and without classes, this one has "
+            f"{shape['channels']} channels and {shape['classes']} classes"
         )
     if g["z_dim"] != g["w_dim"] or g["mapping_lr_multiplier"] != LR_MULTIPLIER:
         raise Refused(
-            f"rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of {LR_MULTIPLIER}"
+            "rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of "
+            f"{LR_MULTIPLIER}"
         )
-    rest = range(len(sizes(shape["resolution"])) - 1)
-    filters = [
-        name
-        for n in rest
-        for name in (f"convs.{2 * n}.conv.blur.kernel", f"to_rgbs.{n}.upsample.kernel")
-    ]
-    content: dict[str, Any] = {}
-    for ours, name in (("generator_ema", "g_ema"), ("generator", "g")):
-        if ours in gan.state:
-            content[name] = by_their_names(gan.state[ours], _generator_place, filters, gain=4.0)
-            content["latent_avg"] = content[name].pop("latent_avg")
+    generator_filters: list[str] = []
+    discriminator_filters: list[str] = []
+    for n in range(len(sizes(shape["resolution"])) - 1):
+        generator_filters += [f"convs.{2 * n}.conv.blur.kernel", f"to_rgbs.{n}.upsample.kernel"]
+        discriminator_filters += [
+            f"convs.{n + 1}.conv2.0.kernel",
+            f"convs.{n + 1}.skip.0.kernel",
+        ]
+    content: Tree = {}
+    for part in ("generator_ema", "generator"):
+        if part in gan.state:
+            state = official_state(gan.state[part], _generator_place, generator_filters, gain=4.0)
+            content[NETWORKS[part]] = state
+            content["latent_avg"] = state.pop("latent_avg")
     if (
         "discriminator" in gan.state
         and d["architecture"] == "residual"
         and d["minibatch_std_group"] > 1
     ):
-        filters = [
-            name
-            for n in rest
-            for name in (f"convs.{n + 1}.conv2.0.kernel", f"convs.{n + 1}.skip.0.kernel")
-        ]
-        content["d"] = by_their_names(gan.state["discriminator"], _discriminator_place, filters)
+        content["d"] = official_state(
+            gan.state["discriminator"], _discriminator_place, discriminator_filters
+        )
     return content
 
 
 @torch.no_grad()
-def _mean(
-    part: Mapping[str, Tensor], config: Mapping[str, Any], shape: Mapping[str, int]
-) -> Tensor:
-    """The mean w of draws of z, as their `mean_latent`."""
+def _mean(state: Mapping[str, Tensor], config: Tree, shape: Mapping[str, int]) -> Tensor:
+    """Return the mean w of DRAWS latents, like rosinality's `mean_latent`."""
     network = Generator(GeneratorConfig(**config), **shape).mapping
-    held = {
-        name.partition(".")[2]: value for name, value in part.items() if name.startswith("mapping.")
-    }
-    network.load_state_dict(held)
-    return network(
-        torch.randn(DRAWS, config["z_dim"], generator=keyed(0, "eval", "mean w")), None
-    ).mean(dim=0)
+    network.load_state_dict(
+        {
+            name.removeprefix("mapping."): value
+            for name, value in state.items()
+            if name.startswith("mapping.")
+        }
+    )
+    z = torch.randn(DRAWS, config["z_dim"], generator=keyed(0, "eval", "mean w"))
+    return network(z, None).mean(dim=0)
 
 
 def _generator_place(name: str) -> Place:
-    """`latent_avg` is no part of their network, but beside it."""
+    """Return the place of a tensor; files hold `latent_avg` next to the network, not inside it."""
     if match := re.fullmatch(r"mapping\.layers\.(\d+)\.(.+)", name):
         return Place(f"style.{int(match[1]) + 1}.{match[2]}")
     if match := re.fullmatch(r"blocks\.(\d+)\.(first|second|to_rgb)\.(.+)", name):
-        n, layer, part = int(match[1]), match[2], match[3]
+        n = int(match[1])
+        layer = match[2]
+        part = match[3]
         if part == "noise_const":
             return Place(f"noises.noise_{2 * n - (layer == 'first')}")
-        styled = f"convs.{2 * n - (2 if layer == 'first' else 1)}" if n else "conv1"
-        theirs = styled if layer != "to_rgb" else f"to_rgbs.{n - 1}" if n else "to_rgb1"
+        if layer == "to_rgb":
+            official = f"to_rgbs.{n - 1}" if n else "to_rgb1"
+        elif n:
+            official = f"convs.{2 * n - (2 if layer == 'first' else 1)}"
+        else:
+            official = "conv1"
         if layer == "to_rgb" and part == "bias":
-            return Place(f"{theirs}.bias", (None, slice(None), None, None))
-        return Place(
-            f"{theirs}.{renamed(part, STYLED)}",
-            (None,) if part in ("conv.weight", "noise_strength") else (),
-        )
+            return Place(f"{official}.bias", (None, slice(None), None, None))
+        view = (None,) if part in ("conv.weight", "noise_strength") else ()
+        return Place(f"{official}.{renamed(part, STYLED)}", view)
     return Place({"w_avg": "latent_avg", "constant": "input.input"}[name])
 
 

@@ -1,12 +1,11 @@
 """StyleGAN2 networks of NVIDIA's TensorFlow programs (stylegan2, stylegan2-ada).
 
-They are first brought into the names of the PyTorch programs, as stylegan2-ada-pytorch's
-`legacy.py` does.
+Their variables first get the names of the PyTorch programs, as in stylegan2-ada-pytorch's
+`legacy.py`.
 """
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,10 @@ from torch import Tensor
 from duetgan.models.official.names import Converted, renamed
 from duetgan.models.official.nvidia import FILTER, Arguments, converted
 from duetgan.models.official.unpickle import Array, Inert, Refused
+from duetgan.utils.config.yaml_files import Tree
 
-NAMES = {  # theirs -> NVIDIA's PyTorch program's; the generator's, then the discriminator's
+# TensorFlow's name -> the PyTorch program's; first the generator's, then the discriminator's.
+NAMES = {
     r"dlatent_avg": r"mapping.w_avg",
     r"mapping/LabelEmbed/(\w+)": r"mapping.embed.\1",
     r"mapping/Dense(\d+)/(\w+)": r"mapping.fc\1.\2",
@@ -34,12 +35,12 @@ NAMES = {  # theirs -> NVIDIA's PyTorch program's; the generator's, then the dis
     r"LabelEmbed/(\w+)": r"mapping.embed.\1",
     r"Mapping(\d+)/(\w+)": r"mapping.fc\1.\2",
 }
-# arguments -> NVIDIA's PyTorch program's, with their defaults
-COMMON: dict[str, tuple[str, Any]] = {
+# Arguments -> those of NVIDIA's PyTorch program, with their defaults.
+COMMON: dict[str, tuple[str, object]] = {
     "resolution": ("img_resolution", 1024),
     "num_channels": ("img_channels", 3),
     "label_size": ("c_dim", 0),
-    "fmap_base": ("channel_base", 16384),  # theirs is half as large
+    "fmap_base": ("channel_base", 16384),  # half of channel_base
     "fmap_max": ("channel_max", 512),
     "num_fp16_res": ("num_fp16_res", 0),
     "conv_clamp": ("conv_clamp", None),
@@ -47,7 +48,7 @@ COMMON: dict[str, tuple[str, Any]] = {
     "mapping_fmaps": ("mapping_kwargs.layer_features", None),
     "mapping_nonlinearity": ("mapping_kwargs.activation", "lrelu"),
 }
-GENERATOR: dict[str, tuple[str, Any]] = {
+GENERATOR: dict[str, tuple[str, object]] = {
     "latent_size": ("z_dim", 512),
     "dlatent_size": ("w_dim", 512),
     "architecture": ("architecture", "skip"),
@@ -58,7 +59,7 @@ GENERATOR: dict[str, tuple[str, Any]] = {
     "mapping_lrmul": ("mapping_kwargs.lr_multiplier", 0.01),
     "w_avg_beta": ("mapping_kwargs.w_avg_beta", 0.995),
 }
-DISCRIMINATOR: dict[str, tuple[str, Any]] = {
+DISCRIMINATOR: dict[str, tuple[str, object]] = {
     "architecture": ("architecture", "resnet"),
     "nonlinearity": ("block_kwargs.activation", "lrelu"),
     "resample_kernel": ("block_kwargs.resample_filter", FILTER),
@@ -67,90 +68,89 @@ DISCRIMINATOR: dict[str, tuple[str, Any]] = {
     "mapping_layers": ("mapping_kwargs.num_layers", 0),
     "mapping_lrmul": ("mapping_kwargs.lr_multiplier", 0.1),
 }
-# of progressive growing, which these networks no longer have
+# Variables of progressive growing, which these networks do not use.
 UNUSED = re.compile(r"(synthesis/)?lod|.*/?ema_.*")
 
 
-def convert(content: Any) -> Converted:
-    """The networks of a TensorFlow file, a tuple (G, D, Gs) of `dnnlib.tflib.network.Network`."""
+def convert(content: object) -> Converted:
+    """Return the networks of a TensorFlow file, three `dnnlib.tflib.network.Network`: G, D, Gs."""
     if not isinstance(content, (tuple, list)) or len(content) != 3:
         raise Refused("it holds no three networks (G, D, Gs)")
+    generator, discriminator, average = content
     states = {
-        name: _tensors(network) for name, network in zip(("G", "D", "G_ema"), content, strict=True)
+        "G": _tensors(generator),
+        "D": _tensors(discriminator),
+        "G_ema": _tensors(average),
     }
     return converted(
-        _arguments(content[2], GENERATOR), _arguments(content[1], DISCRIMINATOR), states
+        _arguments(average, GENERATOR), _arguments(discriminator, DISCRIMINATOR), states
     )
 
 
-def _tensors(network: Any) -> dict[str, Tensor]:
-    """A network's variables by the names of NVIDIA's PyTorch programs."""
+def _tensors(network: object) -> dict[str, Tensor]:
+    """Return a network's variables by the names of NVIDIA's PyTorch programs."""
     if not isinstance(network, Inert) or network.name != "Network":
         raise Refused("it holds an object that is no network")
     version = network.state.get("version")
     if type(version) is not int or version < 4:
         raise Refused(f"a network of version {version!r}; those of StyleGAN2 have 4 or more")
-    variables = {
-        name: value for name, value in _variables(network, "", 0) if not UNUSED.fullmatch(name)
-    }
-    return {
-        _named(name): torch.from_numpy(np.array(_turned(name, value), dtype=np.float32, order="C"))
-        for name, value in variables.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, value in _variables(network, "", 0):
+        if not UNUSED.fullmatch(name):
+            array = np.array(_transposed(name, value), dtype=np.float32, order="C")
+            tensors[_pytorch_name(name)] = torch.from_numpy(array)
+    return tensors
 
 
-def _variables(network: Any, prefix: str, depth: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Those of the network and of the `components` within it."""
-    parts: Any = network.state.get("components") or {}
-    variables: Any = network.state.get("variables") or []
-    if depth > 2 or not isinstance(parts, dict) or not isinstance(variables, (list, tuple)):
+def _variables(network: Inert, prefix: str, depth: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the variables of a network and of its `components`."""
+    components = network.state.get("components") or {}
+    variables = network.state.get("variables") or []
+    if depth > 2 or not isinstance(components, dict) or not isinstance(variables, (list, tuple)):
         raise Refused("a network that is none of NVIDIA's")
     for entry in variables:
-        if (
-            not isinstance(entry, (list, tuple))
-            or len(entry) != 2
-            or not isinstance(entry[1], (Array, float, int))
-        ):
+        if not isinstance(entry, (list, tuple)) or len(entry) != 2:
             raise Refused("a variable that is no array")
-        yield (
-            f"{prefix}{entry[0]}",
-            entry[1].array if isinstance(entry[1], Array) else np.asarray(entry[1]),
-        )
-    for name, part in parts.items():
-        if not isinstance(part, Inert):
+        name, value = entry
+        if not isinstance(value, (Array, float, int)):
+            raise Refused("a variable that is no array")
+        yield f"{prefix}{name}", value.array if isinstance(value, Array) else np.asarray(value)
+    for name, component in components.items():
+        if not isinstance(component, Inert):
             raise Refused("a component that is no network")
-        yield from _variables(part, f"{prefix}{name}/", depth + 1)
+        yield from _variables(component, f"{prefix}{name}/", depth + 1)
 
 
-def _named(name: str) -> str:
-    # noise0 is of 4 px, then two for each size
-    if noise := re.fullmatch(r"synthesis/noise(\d+)", name):
-        index = int(noise[1])
+def _pytorch_name(name: str) -> str:
+    # noise0 is of 4 px; each larger size has two.
+    if match := re.fullmatch(r"synthesis/noise(\d+)", name):
+        index = int(match[1])
         return f"synthesis.b{4 << ((index + 1) // 2)}.conv{1 - index % 2}.noise_const"
     return renamed(name, NAMES).replace(".mod_", ".affine.")
 
 
-def _turned(name: str, x: np.ndarray) -> np.ndarray:
-    """A variable in PyTorch's order of dimensions."""
+def _transposed(name: str, x: np.ndarray) -> np.ndarray:
+    """Return a variable in PyTorch's order of dimensions."""
     if name.endswith("Const/const"):
         return x[0]
     if name.startswith("synthesis/noise"):
         return x[0, 0]
     if name.endswith("/mod_bias"):
         return x + 1
-    if x.ndim == 4:  # filters; those of a true convolution are turned by half
+    if x.ndim == 4:  # filters; transposed convolutions have them rotated by 180 degrees
         return (x[::-1, ::-1] if "/Conv0_up/" in name else x).transpose(3, 2, 0, 1)
     return x.transpose()
 
 
-def _arguments(network: Any, table: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    """What NVIDIA's PyTorch network would be built with."""
-    given = Arguments(network.state.get("static_kwargs") or {}, "the network's arguments")
-    arguments: dict[str, Any] = {}
-    for theirs, (path, default) in (COMMON | table).items():
-        part, _, name = path.rpartition(".")
-        (arguments.setdefault(part, {}) if part else arguments)[name] = given.take(theirs, default)
+def _arguments(network: Inert, table: dict[str, tuple[str, object]]) -> Tree:
+    """Return the arguments that NVIDIA's PyTorch network would be built with."""
+    source = Arguments(network.state.get("static_kwargs") or {}, "the network's arguments")
+    arguments: Tree = {}
+    for key, (path, default) in (COMMON | table).items():
+        section, _, name = path.rpartition(".")
+        target = arguments.setdefault(section, {}) if section else arguments
+        target[name] = source.take(key, default)
     arguments["channel_base"] *= 2
-    # of their training
-    given.done("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")
+    # Options of training.
+    source.done("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")
     return arguments

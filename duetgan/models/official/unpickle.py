@@ -1,8 +1,8 @@
 """Pickles of other programs, read without running anything in them.
 
-A pickle names functions and classes and calls them. Here every name that NVIDIA's and R3GAN's files
-use stands for one of a few of ours, which build tensors, arrays and plain containers, or only keep
-what they are given; any other name is refused. The Python source that NVIDIA's files carry
+A pickle names functions and classes and calls them. Here each name in NVIDIA's and R3GAN's files is
+replaced by a function or class of ours that builds tensors, arrays and plain containers, or only
+stores its arguments; any other name is refused. The Python source inside NVIDIA's files
 (`module_src`) is never compiled, and the pickle inside each torch storage is read with
 `weights_only`.
 """
@@ -12,6 +12,7 @@ import io
 import math
 import pickle
 import pickletools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from duetgan.utils import bounded
 
-DEPTH = 32  # of modules in modules
-TENSORS = 10_000  # of a network
-NUMBERS = frozenset("biuf")  # kinds of NumPy's types that hold nothing but numbers
+DEPTH = 32  # most levels of nested modules
+TENSORS = 10_000  # most tensors of a network
+NUMBERS = frozenset("biuf")  # kinds of NumPy's types that only hold numbers
 CLASSES = (
     "torch.nn.modules.container.ModuleList",
     "torch.nn.modules.conv.Conv2d",
@@ -33,47 +34,45 @@ PROGRAMS = ("training.networks", "R3GAN")  # modules whose classes are R3GAN's
 
 
 class Refused(ValueError):
-    """What is in the file is not what such a file holds; the message completes "FILE: refused,
-    ...".
-    """
+    """A file has unexpected content; the message completes "FILE: refused, ..."."""
 
 
 class Inert:
-    """An object of another program: the name of its class and what it holds. It has no behaviour."""
+    """An object of another program: the name of its class and its attributes, without methods."""
 
     name: str
     state: dict[str, Any]
 
-    def __new__(cls, *_: Any, **__: Any) -> "Inert":
-        made = super().__new__(cls)
-        made.state = {}
-        return made
+    def __new__(cls, *_: object, **__: object) -> "Inert":
+        instance = super().__new__(cls)
+        instance.state = {}
+        return instance
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if not isinstance(state, dict):
             raise Refused(f"the state of {self.name} is no dictionary")
         self.state = dict(state)
 
 
-class Tree(dict[str, Any]):
-    """dnnlib's EasyDict: a dictionary."""
+class EasyDict(dict[str, Any]):
+    """dnnlib's EasyDict as a plain dictionary."""
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise Refused("a dictionary with a state of its own")
 
 
 class _DType:
     """numpy.dtype of numbers."""
 
-    def __init__(self, code: Any, *_: Any) -> None:
+    def __init__(self, code: object, *_: object) -> None:
         if not isinstance(code, str) or len(code) > 4 or np.dtype(code).kind not in NUMBERS:
             raise Refused(f"an array of type {str(code)[:20]!r}, which may hold objects")
         self.dtype = np.dtype(code)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if (
             not isinstance(state, tuple)
             or len(state) < 5
@@ -85,7 +84,7 @@ class _DType:
 
 
 class Array:
-    """numpy.ndarray of numbers: its bytes become `array`."""
+    """numpy.ndarray of numbers, in the attribute `array`."""
 
     array: np.ndarray
 
@@ -94,75 +93,79 @@ class Array:
         self.array = _array(data, dtype, shape, "F" if fortran else "C")
 
 
-def _array(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+def _array(data: object, dtype: object, shape: Sequence[int], order: object) -> np.ndarray:
     if not isinstance(data, (bytes, bytearray)) or not isinstance(dtype, _DType):
         raise Refused("an array of objects")
     return np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
-def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
-    made = Array()
-    made.array = _array(bytes(data), dtype, shape, order)
-    return made
+def _frombuffer(data: bytes, dtype: object, shape: Sequence[int], order: object) -> Array:
+    instance = Array()
+    instance.array = _array(bytes(data), dtype, shape, order)
+    return instance
 
 
-def _persistent(meta: Any) -> Inert:
-    """NVIDIA's persistent object: its class's name and its state; the source in it is left alone."""
+def _persistent(meta: object) -> Inert:
+    """Return NVIDIA's persistent object; the source code in it is ignored."""
     if (
         not isinstance(meta, dict)
         or not isinstance(meta.get("class_name"), str)
         or meta.get("type") != "class"
     ):
         raise Refused("a persistent object that is none of NVIDIA's")
-    made = Inert()
-    made.name = meta["class_name"]
-    made.__setstate__(meta.get("state"))
-    return made
+    instance = Inert()
+    instance.name = meta["class_name"]
+    instance.__setstate__(meta.get("state"))
+    return instance
 
 
-def _storage(data: Any) -> Any:
+def _storage(data: object) -> torch.storage.TypedStorage:
     if not isinstance(data, bytes) or data[:2] == b"PK":
         raise Refused("a storage of a form that those programs do not write")
     try:
         storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # its reader raises a dozen kinds
+    except Exception as error:  # torch raises a dozen kinds
         raise Refused("a storage that holds more than numbers, or is damaged") from error
     if not isinstance(storage, torch.storage.TypedStorage):
         raise Refused("a storage that is none")
     return storage
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
+def _tensor(
+    storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
+) -> Tensor:
     if not isinstance(storage, torch.storage.TypedStorage):
         raise Refused("a tensor without a storage")
     if len(size) != len(stride) or any(
         type(number) is not int or number < 0 for number in [offset, *size, *stride]
     ):
         raise Refused("a tensor of impossible sizes")
-    # its public names warn of their end
-    held = storage._untyped_storage.nbytes() // storage.dtype.itemsize
+    # The public methods of TypedStorage warn that they are deprecated.
+    untyped = storage._untyped_storage
+    count = untyped.nbytes() // storage.dtype.itemsize
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if math.prod(size) > held or (0 not in size and last >= held):
+    if math.prod(size) > count or (0 not in size and last >= count):
         raise Refused("a tensor that is larger than its storage")
-    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, size, stride)
+    return torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
 
 
-def _parameter(data: Any, *_: Any) -> Tensor:
+def _parameter(data: object, *_: object) -> Tensor:
     if not isinstance(data, Tensor):
         raise Refused("a parameter that is no tensor")
     return data
 
 
-def _encoded(text: Any, codec: Any) -> bytes:
+def _encoded(text: object, codec: object) -> bytes:
     if not isinstance(text, str) or codec != "latin1":
         raise Refused("a text in an unusual code")
     return text.encode("latin1")
 
 
-KNOWN: dict[str, Any] = {
+# The names that a pickle may use, and our replacements.
+ALLOWED: dict[str, object] = {
     "torch_utils.persistence._reconstruct_persistent_obj": _persistent,
-    "dnnlib.util.EasyDict": Tree,
-    "dnnlib.EasyDict": Tree,
+    "dnnlib.util.EasyDict": EasyDict,
+    "dnnlib.EasyDict": EasyDict,
     "collections.OrderedDict": collections.OrderedDict,
     "builtins.set": set,
     "torch._utils._rebuild_tensor_v2": _tensor,
@@ -173,30 +176,30 @@ KNOWN: dict[str, Any] = {
     "_codecs.encode": _encoded,
     **{f"torch.{name}": getattr(torch, name) for name in ("float32", "float16", "bfloat16")},
 }
-for _numpy in ("numpy.core", "numpy._core"):
-    KNOWN[f"{_numpy}.multiarray._reconstruct"] = lambda *_: Array()
-    KNOWN[f"{_numpy}.multiarray.scalar"] = lambda dtype, data: _array(data, dtype, (), "C").item()
-    KNOWN[f"{_numpy}.numeric._frombuffer"] = _frombuffer
+for _core in ("numpy.core", "numpy._core"):
+    ALLOWED[f"{_core}.multiarray._reconstruct"] = lambda *_: Array()
+    ALLOWED[f"{_core}.multiarray.scalar"] = lambda dtype, data: _array(data, dtype, (), "C").item()
+    ALLOWED[f"{_core}.numeric._frombuffer"] = _frombuffer
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in KNOWN:
-            return KNOWN[full]
-        ours = any(module == program or module.startswith(f"{program}.") for program in PROGRAMS)
-        if full in CLASSES or full == "dnnlib.tflib.network.Network" or ours:
+        if full in ALLOWED:
+            return ALLOWED[full]
+        is_r3gan = any(f"{module}.".startswith(f"{program}.") for program in PROGRAMS)
+        if full in CLASSES or full == "dnnlib.tflib.network.Network" or is_r3gan:
             return type("Inert", (Inert,), {"name": name})
         raise Refused(
             f"it asks for {full[:100]!r}, which no generator needs; nothing in it was run"
         )
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> Any:
         raise Refused("it refers to objects outside the file")
 
 
 def _scan(file: io.BufferedReader) -> None:
-    """Refuse what would make the unpickler itself allocate without bounds."""
+    """Raise Refused for operations that would make the unpickler allocate without bounds."""
     puts = 0
     for operation, argument, _ in pickletools.genops(file):
         puts += operation.name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
@@ -210,22 +213,21 @@ def _scan(file: io.BufferedReader) -> None:
 
 
 def read_pickle(path: Path) -> Any:
-    """What the file holds: plain containers, numbers, texts, tensors on the CPU, `Array`s and
-    `Inert` objects.
+    """Return a file's content: containers, numbers, texts, CPU tensors, `Array`s, `Inert` objects.
 
-    Raises UserError for a file that is missing, too large, damaged or asks for anything else;
-    nothing in it is run.
+    Nothing in the file is run. Raises UserError for a file that is missing, too large, damaged, or
+    holds anything else.
     """
     remedy = "give a network's file of one of those programs"
-    # a damaged file makes the unpickler raise a dozen kinds
+    # The unpickler raises a dozen kinds for damaged files.
     with bounded.reading(path, remedy, Exception), bounded.open_file(path, bounded.WEIGHTS) as file:
         _scan(file)
         file.seek(0)
         return _Unpickler(file, encoding="latin1").load()
 
 
-def module_state(module: Any, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
-    """The state dict of a torch module: parameters and buffers of it and of those in it, in order."""
+def module_state(module: object, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
+    """Return the state dict of a pickled torch module: its parameters and buffers, in order."""
     if not isinstance(module, Inert) or depth > DEPTH:
         raise Refused(f"{prefix or 'the network'} is no module, or modules lie deeper than {DEPTH}")
     hidden = module.state.get("_non_persistent_buffers_set") or ()

@@ -1,11 +1,9 @@
-"""What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults
-here.
-"""
+"""Configuration that both tasks share. A recipe's YAML sets only what differs from the defaults."""
 
 import re
 from fractions import Fraction
 from math import ceil
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Interval
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -16,22 +14,29 @@ from duetgan.utils.config.model import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
-    Share,
 )
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec, Resolution
 
+if TYPE_CHECKING:
+    from duetgan.data.reading.dataset import Dataset
 
-def in_updates(value: Any, info: ValidationInfo) -> Any:
-    """A length in epochs, `90ep`, in updates, where the context of the validation is a function
-    that tells them.
+
+def in_updates(value: object, info: ValidationInfo) -> object:
+    """Convert a length in epochs, such as `90ep`, into updates; return other values unchanged.
+
+    The context of the validation is a function from epochs to updates. Without it nothing is
+    converted.
     """
-    epochs = isinstance(value, str) and re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)ep", value)
-    return info.context(float(epochs[1])) if epochs and info.context else value
+    if not isinstance(value, str) or not info.context:
+        return value
+    epochs = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)ep", value)
+    return info.context(float(epochs[1])) if epochs else value
 
 
-# how a recipe may give a length, whose model has updates
+# the form in which a recipe may give a number of updates
 Epochs = Annotated[str, Field(pattern=r"^\d+(\.\d+)?ep$")]
 Updates = Annotated[
     PositiveInt, BeforeValidator(in_updates, json_schema_input_type=PositiveInt | Epochs)
@@ -42,6 +47,8 @@ Imports = Annotated[
 Threads = PositiveInt | Literal["auto", "adapt"] | dict[NonNegativeInt, PositiveInt]
 Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+# channels, classes, resolution: the arguments from which networks are built
+Shape = dict[str, Any]
 
 
 class SyntheticConfig(Config):
@@ -49,13 +56,14 @@ class SyntheticConfig(Config):
 
     # LMDB of samples, made by `generate.py dataset` or duet pack; null: none
     path: str | None = None
-    # instead: a GAN's run or checkpoint, from which new samples are drawn in every epoch
+    # instead of path: a GAN's run or checkpoint; new samples are drawn from it in every epoch
     checkpoint: str | None = None
-    share: Share | None = None  # of each global batch; null: as many as balance fill needs
-    weight: NonNegativeFloat = 1.0  # of their loss; a real image's is 1. Classifiers only
-    # from here on training is on real images alone: a share of the steps, or (above 1) a step
+    # fraction of each global batch; null: as many as balance fill needs
+    share: PositiveFraction | None = None
+    weight: NonNegativeFloat = 1.0  # of their loss, relative to real images; classifiers only
+    # training goes on with real images alone from: a fraction of the steps, or (above 1) a step
     until: PositiveFloat = 1.0
-    # fill: samples of rare classes, to bring them up to the largest
+    # fill: only samples of rare classes, until all classes are as frequent as the largest
     balance: Literal["off", "fill"] = "off"
 
     def check(self) -> None:
@@ -80,49 +88,53 @@ class SyntheticConfig(Config):
 
     @property
     def on(self) -> bool:
+        """Return True if there are synthetic images."""
         return self.path is not None or self.checkpoint is not None
 
     def last_step(self, steps: int) -> int | None:
-        """The step of a training of `steps` steps before which images are mixed; None: in all of
-        them.
+        """Return the step from which a training of `steps` steps uses real images alone.
+
+        None if synthetic images are mixed in up to the end.
         """
         end = ceil(Fraction(str(self.until)) * steps) if self.until <= 1 else int(self.until)
         return end if end < steps else None
 
 
 class DataConfig(Config):
-    """Where the images are and how they are read."""
+    """Location of the images and the way in which they are read."""
 
     # LMDB made by `duet pack`, a folder or zip of images, or webdataset's tar files: a file, a
     # folder of tar files, or a pattern for several as one data set: "train-*.lmdb",
     # "train-{0000..0146}.tar"
     path: str = ""
-    val_path: str | None = None  # held-out images, for evaluation; likewise
+    val_path: str | None = None  # held-out images, for evaluation; forms as for path
     resolution: Resolution | None = None  # px, or 96x64; None: the largest that is stored
-    # of training images; random: crop_area and crop_aspect
+    # of training images; random: with crop_area and crop_aspect
     crop: Literal["centre", "random"] = "centre"
-    crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows
-    # its width / height before it is made square
+    # range of the area of a random crop, as a fraction of the image's
+    crop_area: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
+    # range of its width / height, before it is resized to a square
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)
-    # decoding threads; auto: measured. Raw images need none
+    # decoding threads; auto: the fastest number is measured. Raw images need none
     workers: Annotated[int, Interval(ge=0, le=1024)] | Literal["auto"] = "auto"
-    # skip: the next whole record takes a damaged one's place
+    # skip: a damaged record is replaced by the next sound one
     on_damage: Literal["stop", "skip"] = "stop"
-    # balanced: every class is seen equally often
+    # balanced: all classes are sampled equally often
     sampling: Literal["uniform", "balanced"] = "uniform"
-    # how often images of a class are seen; others: 1
+    # sampling weights of classes; 1 for classes that are not listed
     class_rates: dict[str, NonNegativeFloat] = {}
-    # file with a number per record: how often it is seen (.npy or text)
+    # file with the sampling weight of each record (.npy or text)
     sample_weights: str | None = None
     prefetch: Annotated[int, Interval(ge=0, le=1024)] = 2  # batches prepared ahead on accelerators
     synthetic: SyntheticConfig = SyntheticConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _of_older_runs(cls, values: Any) -> Any:
-        """Without the key `cache`, which is gone, where it was off."""
-        old = isinstance(values, dict) and values.get("cache") == "off"
-        return {key: value for key, value in values.items() if key != "cache"} if old else values
+    def _drop_cache(cls, values: object) -> object:
+        """Accept the configs of older versions, which had a key `cache`, where it was off."""
+        if not isinstance(values, dict) or values.get("cache") != "off":
+            return values
+        return {key: value for key, value in values.items() if key != "cache"}
 
     def check(self) -> None:
         for name, (low, high) in (("crop_area", self.crop_area), ("crop_aspect", self.crop_aspect)):
@@ -131,15 +143,15 @@ class DataConfig(Config):
 
 
 class LogConfig(Config):
-    """What is logged during training, and how often (in steps)."""
+    """Logging during training, and its intervals in steps."""
 
     every: PositiveInt = 50  # rows of metrics.jsonl
     samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
     tensorboard: bool = True  # curves, grids and the network's graph in RUN/tensorboard
-    # gets the rows too, at each checkpoint
+    # receives the rows too, at each checkpoint
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
-    layers: list[str] = []  # whose statistics go to TensorBoard: names or patterns
-    layers_every: PositiveInt = 100  # steps from one look at these layers to the next
+    layers: list[str] = []  # names or patterns of layers; their statistics go to TensorBoard
+    layers_every: PositiveInt = 100  # steps between two computations of these statistics
 
     def check(self) -> None:
         if self.layers and not self.tensorboard:
@@ -147,13 +159,13 @@ class LogConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """Saving; the last step is always saved."""
+    """Saving. The last step is always saved."""
 
     every: PositiveInt = 500  # steps
-    keep: PositiveInt = 2  # newest checkpoints kept; the best one is kept besides
-    # steps; checkpoints at its multiples are kept as long as this stands
+    keep: PositiveInt = 2  # number of newest checkpoints that are kept, in addition to the best
+    # steps; checkpoints at its multiples are not deleted
     keep_every: PositiveInt | None = None
-    # written by a thread while training continues; the files are the same
+    # a thread writes while training continues; the files are the same
     asynchronous: bool = True
     # stop: a checkpoint that cannot be written ends the run, exit 4
     on_disk_full: Literal["warn", "stop"] = "warn"
@@ -165,67 +177,68 @@ class CheckpointConfig(Config):
                 "other steps would never be saved; or null"
             )
 
-    def most(self, steps: int) -> int:
-        """Checkpoints that a run of `steps` steps has on the disk at most, with the best and one
-        being written.
+    def max_on_disk(self, steps: int) -> int:
+        """Return the largest number of checkpoints that a run of `steps` steps has on the disk.
+
+        The best checkpoint and one that is being written are included.
         """
-        return self.keep + 2 + (steps // self.keep_every if self.keep_every else 0)
+        permanent = steps // self.keep_every if self.keep_every else 0
+        return self.keep + 2 + permanent
 
 
 class EvaluationConfig(Config):
     """Evaluation during training; it chooses the best checkpoint."""
 
     every: NonNegativeInt = 1000  # steps; 0: only at the end
-    n: Annotated[int, Ge(2)] = 1000  # GAN: generated images; fewer than for a final figure
+    n: Annotated[int, Ge(2)] = 1000  # GAN: number of samples; a final evaluation needs more
     extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
-    # images that a process takes at a time, in whole chunks (docs/evaluation.md)
+    # images per forward pass of a process, in whole chunks (docs/evaluation.md)
     batch_size: PositiveInt = 100
 
 
 class DistributedConfig(Config):
-    """Several processes: how long they wait for each other, and how often their numbers are
-    compared.
-    """
+    """Several processes: timeouts, and the interval at which their weights are compared."""
 
-    # seconds an operation may take until the first step is done (compiling, first reads)
+    # timeout of a collective operation before the end of the first step, in seconds; compiling and
+    # the first reads are slow
     start_timeout: Seconds = 600.0
-    # and afterwards; what rank 0 does alone is waited for as long as it is alive
+    # timeout after the first step; for work of rank 0 alone the others wait as long as it is alive
     timeout: Seconds = 180.0
-    # bf16: gradients travel in half the bytes, rounded to bfloat16
+    # bf16: gradients are exchanged in half the bytes, rounded to bfloat16
     compress: Literal["off", "bf16"] = "off"
-    # steps from one comparison of weights and averages over the processes to the next; 0: never
+    # steps between two comparisons of weights and averages over the processes; 0: never
     check_every: NonNegativeInt = 100
 
 
 class RunConfig(Config):
-    """The keys every task has."""
+    """The keys that every task has."""
 
-    # whether the task's micro-batches can be cut up where memory runs out
+    # True if the task can split its micro-batches when memory runs out
     can_halve: ClassVar[bool] = False
 
     task: str  # gan or classifier
     seed: int = 0  # of every random draw (docs/randomness.md)
-    # code of one's own: [my_losses.py], or installed modules; with digests in a run
+    # your own code: [my_losses.py], or installed modules; a run's config adds their digests
     imports: Imports = {}
-    init_from: str | None = None  # checkpoint or run whose weights this run starts from
-    # length of the training and of its schedules; a step is one update of each network; 90ep: as
-    # many as 90 epochs have
+    init_from: str | None = None  # checkpoint or run with the initial weights
+    # length of the training and of its schedules; a step is one update of each network; 90ep: the
+    # steps of 90 epochs
     steps: Updates = 10_000
     batch_size: PositiveInt = 64  # global: over all processes and micro-batches
-    # samples a forward pass per process, at most; None: its whole share; auto: that, and halved
-    # where memory runs out
+    # most samples in a forward pass of a process; None: its whole part of the batch; auto: the
+    # same, halved whenever memory runs out
     micro_batch: PositiveInt | Literal["auto"] | None = None
-    # of convolutions and matrix products, weights stay in fp32; auto: measured (CPU) or native
-    # (accelerator), then kept
+    # of convolutions and matrix products; weights stay in fp32. auto: the fastest on a CPU, the
+    # native one of an accelerator; a resumed run keeps it
     precision: PrecisionName = "auto"
-    # of a CPU; auto: as many as other programs leave cores for, then kept; adapt: follows them; {0:
-    # 2, 120: 1}: by first step
+    # on a CPU; auto: one for each core that other programs leave free, the same for the whole run;
+    # adapt: follows other programs; {0: 2, 120: 1}: by first step
     threads: Threads = "auto"
     channels_last: bool = True  # memory layout of images; faster in nearly every case
-    # deterministic kernels only: the same bits run after run on accelerators, slower
+    # use deterministic kernels only: equal bits in every run on accelerators, but slower
     deterministic: bool = False
-    # updates skipped for non-finite gradients before training stops itself
+    # most updates with non-finite gradients that are skipped; at one more training stops
     nonfinite_cap: NonNegativeInt = 20
     data: DataConfig = DataConfig()
     log: LogConfig = LogConfig()
@@ -249,46 +262,53 @@ class RunConfig(Config):
 
     @property
     def several_devices(self) -> bool:
-        """Whether each process uses all of its devices instead of one."""
+        """Return True if each process uses all of its devices instead of one."""
         return False
 
     def spans(self, resolution: int | str) -> list[tuple[int, int, int]]:
-        """(first step, px of the shorter side, global batch) of the training's parts, for images of
-        `resolution`.
+        """Return the parts of a training on images of `resolution`.
+
+        Each part is (first step, px of the shorter side, global batch size).
         """
         return [(0, ImageSpec.of(1, resolution).side, self.batch_size)]
 
     @property
     def schedule_steps(self) -> int:
-        """Steps over which rates go from their start to their end."""
+        """Number of steps over which learning rates go from their start to their end."""
         return self.steps
 
     @property
     def batches_per_step(self) -> int:
+        """Number of global batches that one step reads."""
         return 1
 
     @property
     def smallest_batch(self) -> int:
-        """Samples of the smallest forward pass that is tried; larger ones hold a multiple of it."""
-        return 2  # BatchNorm has no statistics of one, and pairs are mixed
+        """Number of samples in the smallest forward pass that is measured.
 
-    def shape(self, reader: Any) -> dict[str, Any]:
-        """What networks for the images of `reader` are built from, and a checkpoint's models again."""
-        return {
-            "channels": reader.meta.channels,
-            "classes": len(reader.meta.classes),
-            "resolution": reader.resolution,
-            **({} if (pixels := reader.spec.pixel_format) is None else {"pixel_format": pixels}),
+        Larger passes are multiples of it.
+        """
+        return 2  # BatchNorm has no statistics of one sample, and mixup needs a pair
+
+    def shape(self, dataset: "Dataset") -> Shape:
+        """Return the arguments from which networks for the images of `dataset` are built.
+
+        Checkpoints record them, so that their models can be built again.
+        """
+        shape = {
+            "channels": dataset.meta.channels,
+            "classes": len(dataset.meta.classes),
+            "resolution": dataset.resolution,
         }
+        pixel_format = dataset.spec.pixel_format
+        return shape if pixel_format is None else shape | {"pixel_format": pixel_format}
 
     def for_trial(self, samples: int) -> Self:
-        """The config of a task that makes a few steps of so many samples, beyond the run's, to be
-        measured.
-        """
+        """Return the config of a task for a few measured steps of `samples` samples."""
         return self.changed(
             batch_size=samples,
             micro_batch=self.micro_limit,
-            steps=self.steps + 1000,  # so that a step beyond the run's is one of this
+            steps=self.steps + 1000,  # the measured steps lie beyond the run's
             init_from=None,
             evaluation=EvaluationConfig(),
             early_stopping=EarlyStoppingConfig(),
@@ -298,23 +318,24 @@ class RunConfig(Config):
         """Return the number of samples that a global batch must be a multiple of."""
         return world_size
 
-    def share(self, world_size: int) -> int:
-        """Samples of the global batch that each process holds. Raises UserError when that is no
-        whole number.
+    def rank_batch(self, world_size: int) -> int:
+        """Return the number of samples of the global batch that each process holds.
+
+        Raises UserError if the global batch cannot be divided evenly.
         """
         if self.batch_size % world_size:
             raise UserError(
-                f"batch_size {self.batch_size} cannot be shared by {world_size} processes; make it a multiple of "
-                f"{world_size}"
+                f"batch_size {self.batch_size} cannot be shared by {world_size} processes; "
+                f"make it a multiple of {world_size}"
             )
         return self.batch_size // world_size
 
     @property
     def micro_limit(self) -> int | None:
-        """Samples per forward pass and process that are asked for; None: the whole share."""
+        """Largest number of samples in a forward pass of a process; None: its whole batch."""
         return None if self.micro_batch == "auto" else self.micro_batch
 
     def micro(self, world_size: int) -> int:
-        """Samples per forward pass, at most; raises UserError as `share` does."""
-        share = self.share(world_size)
-        return min(self.micro_limit or share, share)
+        """Return the number of samples in a forward pass; raises UserError as `rank_batch` does."""
+        rank_batch = self.rank_batch(world_size)
+        return min(self.micro_limit or rank_batch, rank_batch)

@@ -1,11 +1,11 @@
-"""The data of a run: opened, checked against each other, sampled and loaded as the config says."""
+"""The data of a run: opened, checked, sampled and loaded as the config says."""
 
 import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,26 +30,24 @@ from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_log import say
 
-OPEN_FILES = 96  # that a process needs besides the packed files: libraries, sockets, logs
+OPEN_FILES = 96  # files of a process besides the packed ones: libraries, sockets, logs
 
 
 def open_training(config: DataConfig) -> Dataset:
-    """The training images, with synthetic ones behind them if there are any. Raises UserError
-    naming the key.
+    """Open the training images, with the synthetic ones if the config names any.
+
+    Raises UserError that names the key.
     """
     if not config.path:
         raise UserError(
             "data.path is not set; pack images with `duet pack SOURCE FILE` and give --data.path FILE"
         )
-    crop = (
-        RandomCrop(area=config.crop_area, aspect=config.crop_aspect)
-        if config.crop == "random"
-        else None
-    )
+    crop = None
+    if config.crop == "random":
+        crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect)
     synthetic = config.synthetic
-    check_open_files(
-        sum(open_at_once(path) for path in (config.path, config.val_path, synthetic.path) if path)
-    )
+    paths = (config.path, config.val_path, synthetic.path)
+    check_open_files(sum(open_at_once(path) for path in paths if path))
     training = (MixedDataset if synthetic.on else Dataset)(
         config.path,
         resolution=config.resolution,
@@ -58,66 +56,83 @@ def open_training(config: DataConfig) -> Dataset:
         on_damage=config.on_damage,
     )
     if synthetic.checkpoint is not None:
-        lack = (
-            lack_of(real_label_shares(config, training)).tolist()
-            if synthetic.balance == "fill"
-            else None
-        )
-        training.synthetic = GeneratedSamples(synthetic.checkpoint, len(training), lack)
+        frequencies = None
+        if synthetic.balance == "fill":
+            frequencies = missing_per_class(real_label_frequencies(config, training)).tolist()
+        training.synthetic = GeneratedSamples(synthetic.checkpoint, len(training), frequencies)
     elif synthetic.path is not None:
-        remedy, size = "make it with `python generate.py dataset`", training.resolution or None
-        like: Any = {"crop": crop, "workers": training.workers, "on_damage": config.on_damage}
         training.synthetic = open_images(
-            "data.synthetic.path", synthetic.path, remedy, resolution=size, **like
+            "data.synthetic.path",
+            synthetic.path,
+            "make it with `python generate.py dataset`",
+            resolution=training.resolution or None,
+            workers=training.workers,
+            crop=crop,
+            on_damage=config.on_damage,
         )
     return training
 
 
-def open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
+def open_images(
+    key: str,
+    path: str,
+    remedy: str,
+    *,
+    resolution: int | str | None,
+    workers: int,
+    crop: RandomCrop | None = None,
+    on_damage: Literal["stop", "skip"] = "stop",
+) -> Dataset:
+    """Open images whose path is the value of the config key `key`.
+
+    Raises UserError, which for a missing file names the key and the remedy.
+    """
     try:
-        return Dataset(path, **options)
+        return Dataset(path, resolution=resolution, workers=workers, crop=crop, on_damage=on_damage)
     except UserError as error:
         if all(file.exists() for file in shard_paths(path)):
             raise
-        raise UserError(
-            f"{key} {str(error).removesuffix('; make it with duet pack')}; {remedy}"
-        ) from None
+        problem = str(error).removesuffix("; make it with duet pack")
+        raise UserError(f"{key} {problem}; {remedy}") from None
 
 
-def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
-    """What the run's report says of its images, by their role."""
-    return {
-        role: {
-            "path": str(reader.path),
-            "count": len(reader),
-            "by_class": dict(zip(reader.meta.classes, reader.meta.by_class, strict=False)),
-            "channels": reader.meta.channels,
-            "resolution": reader.spec.resolution,
-            "encoding": reader.meta.encoding,
-            "content_hash": reader.meta.content_hash,
+def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, object]]:
+    """Return the properties of the images that the run's report shows, by role."""
+    roles = {"training": training, "held-out": held_out, "synthetic": training.synthetic}
+    result: dict[str, dict[str, object]] = {}
+    for role, dataset in roles.items():
+        if dataset is None:
+            continue
+        meta = dataset.meta
+        result[role] = {
+            "path": str(dataset.path),
+            "count": len(dataset),
+            "by_class": dict(zip(meta.classes, meta.by_class, strict=False)),
+            "channels": meta.channels,
+            "resolution": dataset.spec.resolution,
+            "encoding": meta.encoding,
+            "content_hash": meta.content_hash,
         }
-        for role, reader in {
-            "training": training,
-            "held-out": held_out,
-            "synthetic": training.synthetic,
-        }.items()
-        if reader is not None
-    }
+    return result
 
 
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
-    """What the checkpoints of a run on these images record of them: the files, and who drew the
-    synthetic ones.
+    """Return the lineage of a run on these images, which its checkpoints record.
+
+    It names the files, and the generator of the synthetic images.
     """
-    second = training.synthetic
-    if isinstance(second, GeneratedSamples):
-        return lineage_of(training, samples=[second.passport(config.seed)])
-    return lineage_of(training, *([] if second is None else [second]))
+    synthetic = training.synthetic
+    if synthetic is None:
+        return lineage_of(training)
+    if isinstance(synthetic, GeneratedSamples):
+        return lineage_of(training, samples=[synthetic.passport(config.seed)])
+    return lineage_of(training, synthetic)
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
-    """The held-out images at the training images' resolution, whole; damage always stops their
-    reading.
+    """Open the held-out images, uncropped, at the training images' resolution.
+
+    A damaged record always raises an error, whatever `data.on_damage` says.
     """
     if not config.val_path:
         return None
@@ -132,111 +147,123 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError unless the files hold images of one size and labels that fit each other; warn
-    of leaks.
+    """Check that the files hold images of one size and labels that fit each other.
+
+    Raises UserError if they do not. Warns of held-out images that are training images too.
     """
     if training.resolution == 0:
         raise UserError(
-            f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "
-            "--size N"
+            f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack "
+            "again with --size N"
         )
     if getattr(vars(config).get("augment"), "trivial_augment", False) and not training.spec.plain:
         raise UserError(
             f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are "
             f"{training.spec.words}: set it false"
         )
-    # a damaged index or a label without a class ends it here, also for a GAN
+    # Raises an error for a damaged index and for a label without a class, in a GAN's data too.
     training.label_numbers()
-    # files' images, to the size asked for
-    second, scaled = training.synthetic, config.data.resolution is not None
-    if second is not None:
-        for images in (training, second):  # of one label each
+    synthetic = training.synthetic
+    resized = config.data.resolution is not None  # images of a file are, generated ones are not
+    if synthetic is not None:
+        for images in (training, synthetic):  # raises an error for images with several labels
             images.labels()
         remedy = "draw samples from a generator of these images"
-        sized = scaled and isinstance(second, Dataset)
-        require_same_images(second.path, second, training.path, training, remedy, scaled=sized)
+        any_size = resized and isinstance(synthetic, Dataset)
+        require_same_images(
+            synthetic.path, synthetic, training.path, training, remedy, any_size=any_size
+        )
         remedy = "draw samples from a generator that was trained on these classes"
-        require_same_classes(second.path, second.classes, training.path, training.classes, remedy)
+        require_same_classes(
+            synthetic.path, synthetic.classes, training.path, training.classes, remedy
+        )
         fill_weights(config.data, training)
     if held_out is None:
         return
     held_out.label_numbers()
     path, remedy = config.data.val_path, "pack both alike, floats with one --range"
-    require_same_images(path, held_out, config.data.path, training, remedy, scaled=scaled)
+    require_same_images(path, held_out, config.data.path, training, remedy, any_size=resized)
     if collectives.is_main():
         _warn_of_leaks(training, held_out)
-        if isinstance(second, Dataset):
-            _warn_of_leaks(second, held_out)
+        if isinstance(synthetic, Dataset):
+            _warn_of_leaks(synthetic, held_out)
 
 
 def require_same_images(
     path: object,
     images: Dataset | GeneratedSamples,
-    like: object,
+    training_path: object,
     training: Dataset,
     remedy: str,
     *,
-    scaled: bool,
+    any_size: bool,
 ) -> None:
-    """Raise UserError unless images have the channels and, where they are not `scaled`, the size of
-    the training's.
+    """Raise UserError unless the images have the channels, depth and size of the training's.
+
+    `any_size`: True to allow other sizes.
     """
-    spec, wanted = images.meta.spec, training.spec
-    same = replace(spec, height=wanted.height, width=wanted.width) == wanted
-    if not same or not (scaled or not spec.side or spec.size == wanted.size):
+    spec, expected = images.meta.spec, training.spec
+    resized = replace(spec, height=expected.height, width=expected.width)
+    same_size = any_size or not spec.side or spec.size == expected.size
+    if resized != expected or not same_size:
+        described = spec if spec.side else expected
         raise UserError(
-            f"{path}: images of {spec if spec.side else wanted}, {spec.words}, those of {like} are of {wanted}, "
-            f"{wanted.words}; {remedy}"
+            f"{path}: images of {described}, {spec.words}, those of {training_path} are of "
+            f"{expected}, {expected.words}; {remedy}"
         )
 
 
 def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
-    ours, theirs = training.meta, held_out.meta
-    if len({meta.resize_filter.split("+2x2")[0] for meta in (ours, theirs)} - {"none"}) > 1:
+    training_meta, held_out_meta = training.meta, held_out.meta
+    filters = {meta.resize_filter.split("+2x2")[0] for meta in (training_meta, held_out_meta)}
+    if len(filters - {"none"}) > 1:
         say(
-            f"warning: {held_out.path} is of {theirs.resize_filter}, {training.path} of {ours.resize_filter}"
+            f"warning: {held_out.path} is of {held_out_meta.resize_filter}, {training.path} of "
+            f"{training_meta.resize_filter}"
         )
-    if ours.spec.size != theirs.spec.size:
+    if training_meta.spec.size != held_out_meta.spec.size:
         say(
-            "warning: whether held-out images are training images too is not checked: they have other sizes"
+            "warning: whether held-out images are training images too is not checked: they have "
+            "other sizes"
         )
         return
     try:
-        leaked = int(
-            np.isin(held_out.signatures()["digest"], training.signatures()["digest"]).sum()
-        )
+        digests = held_out.signatures()["digest"]
+        leaked = int(np.isin(digests, training.signatures()["digest"]).sum())
     except DamageError as error:
         say(f"warning: {error}; whether held-out images are training images too is not checked")
         return
     if leaked:
         say(
-            f"warning: {leaked:,} of the {len(held_out):,} images of {held_out.path} are training images too; "
-            f"see `duet duplicates {training.path} {held_out.path}`"
+            f"warning: {leaked:,} of the {len(held_out):,} images of {held_out.path} are training "
+            f"images too; see `duet duplicates {training.path} {held_out.path}`"
         )
 
 
 def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError, on all ranks, unless all of them have the same files: each node may have its
-    own copies.
+    """Raise UserError on all ranks unless all of them opened files of the same content.
+
+    Each node may have copies of its own.
     """
-    second = training.synthetic
-    third = None if second is None else second.path
-    for path, dataset in ((config.path, training), (config.val_path, held_out), (third, second)):
-        first, *hashes = collectives.gather_objects(
-            None if dataset is None else dataset.meta.content_hash
-        )
-        if (
-            other := next(
-                (rank for rank, content in enumerate(hashes, 1) if content != first), None
-            )
-        ) is not None:
-            raise UserError(
-                f"{path}: rank {other} has other images than rank 0; copy one file to all nodes"
-            )
+    synthetic = training.synthetic
+    synthetic_path = None if synthetic is None else synthetic.path
+    datasets = (
+        (config.path, training),
+        (config.val_path, held_out),
+        (synthetic_path, synthetic),
+    )
+    for path, dataset in datasets:
+        content = None if dataset is None else dataset.meta.content_hash
+        hashes = collectives.gather_objects(content)
+        for rank, rank_content in enumerate(hashes):
+            if rank_content != hashes[0]:
+                raise UserError(
+                    f"{path}: rank {rank} has other images than rank 0; copy one file to all nodes"
+                )
 
 
 def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
-    """Raise UserError unless both have the same classes in the same order."""
+    """Raise UserError unless both files have the same classes in the same order."""
     path, remedy = str(config.val_path), "pack both from the same class folders"
     require_same_classes(path, held_out.classes, str(config.path), training.classes, remedy)
     if (held_out.meta.sets is None) != (training.meta.sets is None):
@@ -246,8 +273,9 @@ def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset)
 
 
 def check_open_files(shards: int) -> None:
-    """Raise the limit of open files as far as needed and allowed. Raises UserError if that is not
-    enough.
+    """Raise the process's limit of open files as far as needed.
+
+    Raises UserError if the system does not allow it.
     """
     needed = OPEN_FILES + 2 * shards
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -261,11 +289,12 @@ def check_open_files(shards: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-# --- how often each image is seen, how synthetic ones are mixed in, and in which order they come
+# --- sampling weights, the mixture with synthetic images, and the order of samples
 
 
 def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """How often each record is seen in an epoch, float64, relative to the others; None: once.
+    """Return the sampling weight of each record, float64 [records]; None if all are equal.
+
     Raises UserError.
     """
     factors = []
@@ -278,114 +307,126 @@ def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
     return reduce(np.multiply, factors) if factors else None
 
 
-def real_label_shares(config: DataConfig, dataset: Dataset) -> np.ndarray:
-    """How often each label of the real images is seen, relative to the others, float64 [labels]."""
-    if (weights := sampling_weights(config, dataset)) is None:
+def real_label_frequencies(config: DataConfig, dataset: Dataset) -> np.ndarray:
+    """Return the relative frequency of each label among the real images, float64 [labels]."""
+    weights = sampling_weights(config, dataset)
+    if weights is None:
         return np.array(dataset.meta.histogram, np.float64)
     return np.bincount(dataset.label_numbers(), weights, minlength=dataset.meta.labels)
 
 
-def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
-    """How often each label is seen, relative to the others, by weighted sampling and in synthetic
-    images too.
-    """
-    real, source = real_label_shares(config, dataset), dataset.synthetic
+def label_frequencies(config: DataConfig, dataset: Dataset) -> list[float]:
+    """Return the relative frequency of each label among real and synthetic images together."""
+    real, source = real_label_frequencies(config, dataset), dataset.synthetic
     if source is None or not len(real):
         return real.tolist()
-    fill = config.synthetic.balance == "fill"
-    drawn = lack_of(real) if fill else np.array(source.meta.histogram, np.float64)
-    share = float(share_of(config.synthetic, real))
-    return ((1 - share) * real / real.sum() + share * drawn / drawn.sum()).tolist()
+    if config.synthetic.balance == "fill":
+        synthetic = missing_per_class(real)
+    else:
+        synthetic = np.array(source.meta.histogram, np.float64)
+    fraction = float(synthetic_fraction(config.synthetic, real))
+    mixed = (1 - fraction) * real / real.sum() + fraction * synthetic / synthetic.sum()
+    return mixed.tolist()
 
 
-def lack_of(shares: Sequence[float] | np.ndarray) -> np.ndarray:
-    """How many images each class lacks of the largest, float64 [classes]; `shares`: how many real
-    ones are seen.
+def missing_per_class(class_frequencies: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return how many images each class has fewer than the largest class, float64 [classes].
 
-    Raises UserError where none lacks any.
+    Raises UserError if all classes are equally frequent.
     """
-    have = np.array(shares, np.float64)
-    largest = have.max(initial=0.0)
-    lack = largest - have
-    lack[lack <= 1e-9 * largest] = 0.0  # sums of weights are rounded
-    if not lack.any():
+    frequencies = np.array(class_frequencies, np.float64)
+    largest = frequencies.max(initial=0.0)
+    missing = largest - frequencies
+    missing[missing <= 1e-9 * largest] = 0.0  # sums of weights are rounded
+    if not missing.any():
         raise UserError(
-            "data.synthetic.balance fill: no class lacks images, all are seen equally often; set it off and give "
-            "data.synthetic.share"
+            "data.synthetic.balance fill: no class lacks images, all are seen equally often; set it "
+            "off and give data.synthetic.share"
         )
-    return lack
+    return missing
 
 
-def share_of(config: SyntheticConfig, shares: Sequence[float] | np.ndarray) -> Fraction:
-    """The share of the global batch that is synthetic; `shares`: how often each class's real images
-    are seen.
+def synthetic_fraction(
+    config: SyntheticConfig, class_frequencies: Sequence[float] | np.ndarray
+) -> Fraction:
+    """Return the fraction of the global batch that is synthetic.
+
+    `class_frequencies` are those of the real images.
     """
     if config.share is not None:
         return Fraction(str(config.share))
-    lack = Fraction(float(lack_of(shares).sum()))
-    return lack / (lack + Fraction(float(np.sum(shares))))
+    missing = Fraction(float(missing_per_class(class_frequencies).sum()))
+    return missing / (missing + Fraction(float(np.sum(class_frequencies))))
 
 
 def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """How often each record of a file of synthetic images is seen, relative to the others, so that
-    classes are filled up: float64 [n]; None where they are not. Raises UserError for a class that
-    lacks images and has none there.
+    """Return sampling weights of a file of synthetic images that fill up the rare classes.
+
+    Returns: float64 [n]; None if `data.synthetic.balance` is off or the images are generated.
+
+    Raises UserError if a class that needs synthetic images has none in the file.
     """
     source = dataset.synthetic
     if config.synthetic.balance != "fill" or not isinstance(source, Dataset):
         return None
-    lack = lack_of(real_label_shares(config, dataset))
-    have = np.bincount(source.labels(), minlength=len(lack))
-    empty = np.flatnonzero((lack > 0) & (have == 0))
+    missing = missing_per_class(real_label_frequencies(config, dataset))
+    present = np.bincount(source.labels(), minlength=len(missing))
+    empty = np.flatnonzero((missing > 0) & (present == 0))
     if len(empty):
         name = source.classes[empty[0]]
         raise UserError(
-            f"{source.path}: no image of class {name!r}, which data.synthetic.balance fill is to fill up"
+            f"{source.path}: no image of class {name!r}, which data.synthetic.balance fill is to "
+            "fill up"
         )
-    return (lack / np.maximum(have, 1))[source.labels()]
+    return (missing / np.maximum(present, 1))[source.labels()]
 
 
 def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
-    """The order of this rank's samples. Raises UserError for weights, and for classes that cannot
-    be filled up.
+    """Build the sampler of this rank.
+
+    Raises UserError for wrong weights, and if rare classes cannot be filled up.
     """
     weights = sampling_weights(config.data, dataset)
     groups = None if weights is None or not dataset.classes else dataset.label_numbers()
-    same: dict[str, Any] = {
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-        "rank": collectives.rank(),
-        "world_size": collectives.world_size(),
-    }
-    order = {"weights": weights, "groups": groups, **same}
+    build = partial(
+        GlobalSampler,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rank=collectives.rank(),
+        world_size=collectives.world_size(),
+    )
     if not isinstance(dataset, MixedDataset):
-        return GlobalSampler(len(dataset), **order)
+        return build(len(dataset), weights=weights, groups=groups)
     source, mixture = dataset.synthetic, config.data.synthetic
-    weights = fill_weights(config.data, dataset)
-    groups = None if weights is None else source.labels()
-    # fresh samples have the labels that are wanted, and any order is random
-    stored = isinstance(source, Dataset)
-    second = GlobalSampler(
-        len(source), weights=weights, groups=groups, shuffle=stored, stream="synthetic", **same
+    fill = fill_weights(config.data, dataset)
+    synthetic = build(
+        len(source),
+        weights=fill,
+        groups=None if fill is None else source.labels(),
+        # generated samples already have the right labels, and are random in any order
+        shuffle=isinstance(source, Dataset),
+        stream="synthetic",
     )
-    share, end = (
-        share_of(mixture, real_label_shares(config.data, dataset)),
-        mixture.last_step(config.steps),
-    )
-    until = None if end is None else end * config.batches_per_step
-    content = source.meta.content_hash
+    end = mixture.last_step(config.steps)
     return MixedSampler(
-        len(dataset), synthetic=second, content=content, share=share, until=until, **order
+        len(dataset),
+        synthetic=synthetic,
+        content=source.meta.content_hash,
+        fraction=synthetic_fraction(mixture, real_label_frequencies(config.data, dataset)),
+        until=None if end is None else end * config.batches_per_step,
+        weights=weights,
+        groups=groups,
+        **build.keywords,
     )
 
 
 def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader:
-    """The endless training loader of this rank."""
-    # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
+    """Build the endless training loader of this rank."""
+    # On a CPU the step itself needs the cores, and a batch of raw images is read in microseconds.
     prefetch = config.data.prefetch if device.type != "cpu" else 0
-    # between the steps: a thread would change their precision
     if isinstance(dataset.synthetic, GeneratedSamples):
         dataset.synthetic.generator.to(device)
+        # Samples are drawn between the steps: in a thread, they would change the steps' precision.
         prefetch = 0
     spans = config.spans(dataset.resolution)
     return InfiniteLoader(
@@ -395,56 +436,66 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         prefetch=prefetch,
         stages=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
-        # both tasks have it, the common part of their configs not
+        # a key of both tasks' configs, but not of RunConfig
         alternating=getattr(vars(config).get("augment"), "flip", None) == "alternating",
     )
 
 
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
-    """Measure the number of decoding threads if it is left open; returns what the plan says of
-    reading.
+    """Measure the best number of decoding threads if `data.workers` is "auto".
+
+    Returns the text about reading for the plan.
     """
-    auto, share = config.data.workers == "auto", config.batch_size // collectives.world_size()
-    second, text = training.synthetic, ""
-    if auto and second is not None and not second.gathers:
-        second.workers = choose_workers(second, share)[0]
+    auto = config.data.workers == "auto"
+    rank_batch = config.batch_size // collectives.world_size()
+    synthetic = training.synthetic
+    if auto and synthetic is not None and not synthetic.gathers:
+        synthetic.workers = choose_workers(synthetic, rank_batch)[0]
     if training.gathers:
         return "raw images, gathered without workers"
+    measured = ""
     if auto:
-        training.workers, rates = choose_workers(training, share)
-        text = (
-            " (images/s by threads: "
-            + ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items())
-            + ")"
-        )
+        training.workers, rates = choose_workers(training, rank_batch)
+        texts = [f"{threads}: {rate:,.0f}" for threads, rate in rates.items()]
+        measured = f" (images/s by threads: {', '.join(texts)})"
     if held_out is not None:
         held_out.workers = training.workers
     crop = "random crops" if training.crop is not None else "whole or in the middle"
-    where = f"by {training.workers} threads" if training.workers else "in the training's own thread"
-    return f"decoded {where}{text}, {crop}"
+    place = f"by {training.workers} threads" if training.workers else "in the training's own thread"
+    return f"decoded {place}{measured}, {crop}"
 
 
 def data_text(dataset: Dataset) -> str:
     meta = dataset.meta
     classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
-    classes += "" if meta.sets is None else f" in {len(meta.sets):,} sets of labels"
-    files = f" in {len(dataset.shards)} files" if len(dataset.shards) > 1 else ""
+    if meta.sets is not None:
+        classes += f" in {len(meta.sets):,} sets of labels"
+    files = ""
     if meta.shards is not None:
         files = f" in {len(meta.shards)} tar files" if len(meta.shards) > 1 else " in a tar file"
-    return f"{meta.count:,} images{files}, {dataset.spec}, {dataset.spec.words}, {classes}, {meta.encoding}"
+    elif len(dataset.shards) > 1:
+        files = f" in {len(dataset.shards)} files"
+    return (
+        f"{meta.count:,} images{files}, {dataset.spec}, {dataset.spec.words}, {classes}, "
+        f"{meta.encoding}"
+    )
 
 
 def mixture_text(config: RunConfig, dataset: Dataset) -> str:
-    second, mixture = dataset.synthetic, config.data.synthetic
-    text = f"{second.meta.source}, {len(second):,} an epoch"
-    if isinstance(second, Dataset):
-        text = data_text(second) + (
-            "" if second.meta.passport else ", no passport: they count as real"
-        )
-    text += (
-        f"; {float(share_of(mixture, real_label_shares(config.data, dataset))):.3g} of each batch"
-    )
-    if (end := mixture.last_step(config.steps)) is not None:
+    source, mixture = dataset.synthetic, config.data.synthetic
+    if isinstance(source, Dataset):
+        text = data_text(source)
+        if not source.meta.passport:
+            text += ", no passport: they count as real"
+    else:
+        text = f"{source.meta.source}, {len(source):,} an epoch"
+    fraction = synthetic_fraction(mixture, real_label_frequencies(config.data, dataset))
+    text += f"; {float(fraction):.3g} of each batch"
+    end = mixture.last_step(config.steps)
+    if end is not None:
         text += f", up to step {end}"
-    text += f", loss weight {mixture.weight:g}" if mixture.weight != 1 else ""
-    return text + (", of the classes that lack images" if mixture.balance == "fill" else "")
+    if mixture.weight != 1:
+        text += f", loss weight {mixture.weight:g}"
+    if mixture.balance == "fill":
+        text += ", of the classes that lack images"
+    return text

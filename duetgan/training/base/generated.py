@@ -1,11 +1,10 @@
-"""Synthetic images that are drawn while training: new ones in every epoch, from a generator's
-checkpoint.
+"""Synthetic images that are drawn during training from a generator's checkpoint, new in every
+epoch.
 """
 
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,18 +22,17 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Provenance
 
-# samples a forward pass, always the same ones together: rounding depends on a batch's size
+# samples of a forward pass; fixed, because rounding depends on the batch size
 BLOCK = 16
 
 
 class GeneratedSamples:
-    """`count` samples an epoch of a run's average generator, as a source of synthetic images
-    (data/reading/mixture.py).
+    """A source of `count` synthetic images an epoch, drawn by the average generator of a run.
 
-    Sample i of epoch e depends on the key (seed, "synthetic", e, i) and its label alone, to the bit
-    on one kind of device: the samples [16 k, 16 k + 16) are always made in one pass. Truncation is
-    off (psi 1). Labels go round the classes evenly, each as often as `shares` say. The `generator`
-    computes where it lies.
+    `data.reading.mixture` mixes them with real images. Sample i of epoch e depends on its label and
+    the key (seed, "synthetic", e, i) alone, to the bit on one kind of device: samples [16 k, 16 k +
+    16) are always drawn in one pass. Truncation is off (psi 1). The `generator` computes on the
+    device of its weights.
 
     Raises UserError for a checkpoint of another task.
     """
@@ -45,38 +43,40 @@ class GeneratedSamples:
 
     def __init__(
         self,
-        run: str,  # or a checkpoint's file
+        run: str,  # or a checkpoint file
         count: int,
-        shares: Sequence[float] | None = None,  # how often each class is drawn; None: equally often
+        # relative frequencies of the classes; None: equal
+        class_frequencies: Sequence[float] | None = None,
     ) -> None:
         checkpoint = load(resolve(run))
         self.path = str(run)
-        self.generator: Any = generator_from(checkpoint)
+        self.generator = generator_from(checkpoint)
         self.spec: ImageSpec = self.generator.spec
-        kinds = self.generator.classes
-        # their names by label
-        self.classes: list[str] = list(checkpoint["classes"]) if kinds else []
-        if shares is not None and len(shares) != kinds:
+        classes = self.generator.classes
+        self.classes: list[str] = list(checkpoint["classes"]) if classes else []
+        if class_frequencies is not None and len(class_frequencies) != classes:
             raise UserError(
-                f"{run}: its generator has {kinds} classes, the images {len(shares)}; use one of these images"
+                f"{run}: its generator has {classes} classes, the images {len(class_frequencies)}; "
+                "use one of these images"
             )
-        self._labels = even_labels(shares or [1.0] * kinds, count)
-        self._about = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
-        # of the last one: the next batch begins in it
+        self._labels = even_labels(class_frequencies or [1.0] * classes, count)
+        self._origin = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
+        # The last block is cached, since the next batch often begins in it.
         self._block = lru_cache(maxsize=1)(self._draw)
         channels, step = self.generator.channels, checkpoint["step"]
-        known = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
+        identity = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
+        histogram = np.bincount(self._labels, minlength=classes).tolist() if classes else []
         self.meta = Meta(
             count=count,
             classes=self.classes,
             **Layout.of(self.spec).document,
-            histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],
+            histogram=histogram,
             mean=[0.5] * channels,
             std=[0.5] * channels,
             resize_filter="none",
             source=f"drawn while training from {run}, step {step}",
             fingerprint="",
-            content_hash=hashlib.sha256(known).hexdigest(),
+            content_hash=hashlib.sha256(identity).hexdigest(),
             blocks=[BLOCK],
         )
 
@@ -87,8 +87,8 @@ class GeneratedSamples:
         return self._labels
 
     def passport(self, seed: int) -> Provenance:
-        """What a checkpoint records of them where the run has this seed."""
-        return provenance_of(self.generator, self._about, seed=seed)
+        """Return the provenance that checkpoints of a run with this seed record."""
+        return provenance_of(self.generator, self._origin, seed=seed)
 
     def read(
         self,
@@ -96,25 +96,26 @@ class GeneratedSamples:
         out: np.ndarray | None = None,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Samples uint8 [n, C, H, W] and labels int64 [n]; `keys` say their epochs. Raises
-        ValueError without keys.
+        """Return samples [n, C, H, W] of the generator's depth, and labels int64 [n].
+
+        `keys` holds the seed and the samples' epochs. Raises ValueError without it.
         """
-        wanted = np.asarray(indices, dtype=np.int64)
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")
-        images = np.empty((len(wanted), *self.spec.shape), self.spec.depth) if out is None else out
-        numbers = np.stack([keys.epochs, wanted // BLOCK])
-        for epoch, block in np.unique(numbers, axis=1).T.tolist():
-            places = np.flatnonzero((numbers[0] == epoch) & (numbers[1] == block))
-            images[places] = self._block(keys.seed, epoch, block)[wanted[places] - block * BLOCK]
-        return images, self._labels[wanted]
+        numbers = np.asarray(indices, dtype=np.int64)
+        images = np.empty((len(numbers), *self.spec.shape), self.spec.depth) if out is None else out
+        passes = np.stack([keys.epochs, numbers // BLOCK])
+        for epoch, block in np.unique(passes, axis=1).T.tolist():
+            rows = np.flatnonzero((passes[0] == epoch) & (passes[1] == block))
+            images[rows] = self._block(keys.seed, epoch, block)[numbers[rows] - block * BLOCK]
+        return images, self._labels[numbers]
 
     def _draw(self, seed: int, epoch: int, block: int) -> np.ndarray:
-        """The samples of a block, uint8 [m, C, H, W]."""
+        """Return the samples of a block, [m, C, H, W]."""
         indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
-        labels = (
-            torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
-        )
+        labels = None
+        if self.classes:
+            labels = torch.from_numpy(self._labels[indices.start : indices.stop])
         with full_float32(next(self.generator.parameters()).device):
             stream = ("synthetic", epoch)
             return generate(
@@ -122,19 +123,20 @@ class GeneratedSamples:
             ).numpy()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
-def even_labels(shares: Sequence[float], count: int) -> np.ndarray:
-    """Labels int64 [count], class c count * shares[c] / sum(shares) times (the largest remainders
-    are rounded up), each class spread evenly: equal shares give 0, 1, ..., K - 1, 0, 1, ... Without
-    classes all are 0.
+def even_labels(class_frequencies: Sequence[float], count: int) -> np.ndarray:
+    """Return labels int64 [count] with these relative class frequencies, each class spread evenly.
+
+    Counts are rounded by the largest remainders. Equal frequencies give 0, 1, ..., K - 1, 0, 1, ...
+    Without classes all labels are 0.
     """
-    if not len(shares):
+    if not len(class_frequencies):
         return np.zeros(count, np.int64)
-    expected = count * np.array(shares, np.float64) / np.sum(shares)
+    expected = count * np.array(class_frequencies, np.float64) / np.sum(class_frequencies)
     counts = np.floor(expected).astype(np.int64)
     counts[np.argsort(counts - expected, kind="stable")[: count - counts.sum()]] += 1
     labels = np.repeat(np.arange(len(counts)), counts)
-    places = np.concatenate([(np.arange(n) + 0.5) / max(1, n) for n in counts.tolist()])
-    return labels[np.argsort(places, kind="stable")].astype(np.int64)
+    positions = np.concatenate([(np.arange(n) + 0.5) / max(1, n) for n in counts.tolist()])
+    return labels[np.argsort(positions, kind="stable")].astype(np.int64)

@@ -1,12 +1,12 @@
-"""The phases of a training step, which `train.py --profile N` and the benchmarks tell apart."""
+"""The phases of a training step, which `train.py --profile N` and the benchmarks measure."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch.profiler import record_function
 
-OTHER = "other/host"  # in no phase
-# keep what is inside them, their backward pass too
+UNMARKED = "other/host"  # time outside all phases
+# phases that include the phases inside them, such as the backward pass of a penalty
 WHOLE = ("generator/path_length", "discriminator/penalty")
 
 _clock: "PhaseClock | None" = None
@@ -17,22 +17,25 @@ def phase(name: str) -> AbstractContextManager[None]:
     """Mark a part of a training step: "data", "forward", "generator/backward", ...
     (docs/training.md lists them).
 
-    Phases may be nested: time belongs to the innermost one, but a penalty keeps what is inside it
-    (`WHOLE`).
+    Phases may be nested. Time counts for the innermost phase, except inside a penalty (`WHOLE`),
+    which includes its inner phases.
     """
     return _NOTHING if _clock is None else _clock.phase(name)
 
 
 class PhaseClock:
-    """Divides time among the phases, each moment to one, and draws them into torch.profiler's
-    trace. `wait` is called before the clock is read: on an accelerator for the work that has been
-    queued.
+    """Divides time among the phases, and marks them in torch.profiler's trace.
+
+    Args:
+        wait: Called before the clock is read, to wait for the queued work of an accelerator.
+        now: Reads the clock, in seconds.
     """
 
     def __init__(self, wait: Callable[[], None], now: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
-        self.open = [OTHER]  # the innermost phase last
-        self._wait, self._now = wait, now
+        self.open = [UNMARKED]  # the innermost phase last
+        self._wait = wait
+        self._now = now
         self._since = now()
 
     @contextmanager
@@ -57,7 +60,7 @@ class PhaseClock:
 
 @contextmanager
 def listening(clock: PhaseClock) -> Iterator[PhaseClock]:
-    """Have `clock` divide the time of the block."""
+    """Use `clock` for the phases inside the block."""
     global _clock
     _clock = clock
     try:

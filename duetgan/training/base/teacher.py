@@ -1,4 +1,4 @@
-"""A classifier that teaches a network in training."""
+"""A trained classifier that teaches a network in training."""
 
 import torch
 from torch import Tensor
@@ -13,27 +13,34 @@ from duetgan.utils.provenance import Lineage
 
 
 class Teacher:
-    """The frozen classifier of a run that `option` names: images [N, C, H, W] in [-1, 1] of any
-    size -> logits [N, K]. `lineage` is what it makes of its pupil's. Raises UserError if its
-    classes differ from those of the images.
+    """The frozen classifier of a run, whose logits train another network.
+
+    It maps images [N, C, H, W] in [-1, 1] of any size to logits [N, classes]. `lineage` is what it
+    adds to the lineage of the network that it teaches.
+
+    Args:
+        option: The name of the option that names the run, for messages.
+        dataset: The training images.
+
+    Raises UserError if the classifier's classes differ from those of the images.
     """
 
-    def __init__(self, option: str, run: str, reader: Dataset, device: torch.device) -> None:
-        checkpoint, sets = load(resolve(run)), reader.meta.sets is not None
-        self.network = network = classifier_from(checkpoint, device, several=sets)
-        if (list(checkpoint["classes"]), network.thresholds is not None) != (
-            list(reader.classes),
-            sets,
-        ):
+    def __init__(self, option: str, run: str, dataset: Dataset, device: torch.device) -> None:
+        checkpoint = load(resolve(run))
+        has_label_sets = dataset.meta.sets is not None
+        network = classifier_from(checkpoint, device, several=has_label_sets)
+        same_classes = list(checkpoint["classes"]) == list(dataset.classes)
+        if not same_classes or (network.thresholds is not None) != has_label_sets:
             raise UserError(
-                f"{option} {run}: its classes differ from those of {reader.path}; train it on the same classes"
+                f"{option} {run}: its classes differ from those of {dataset.path}; train it on the "
+                "same classes"
             )
+        self.network = network
         self.lineage = Lineage.of(
             teachers=[fingerprint(network)], pretrained=network.lineage.pretrained
         )
 
     def __call__(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.network(
-            fit_images(images, self.network.resolution, self.network.channels)
-        )
+        fitted = fit_images(images, self.network.resolution, self.network.channels)
+        logits: Tensor = self.network(fitted)
         return logits

@@ -1,4 +1,4 @@
-"""The classifier's configuration, and what of it must fit the data and the number of processes."""
+"""Configuration of the classifier, and checks of it against the data and the number of processes."""
 
 from typing import ClassVar, Literal, Self
 
@@ -21,9 +21,10 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class ClassifierEmaConfig(Config):
-    """The moving average of the classifier: the network that is evaluated and used. With a
-    schedule-free optimizer that network has the optimizer's own average of the weights, and only
-    BatchNorm's statistics are averaged here.
+    """The moving average of the classifier: the network that is evaluated and used.
+
+    With a schedule-free optimizer that network has the optimizer's own average of the weights, and
+    only the statistics of BatchNorm are averaged here.
     """
 
     decay: Decay = 0.999  # per step; ramps up as (1 + step) / (10 + step)
@@ -52,7 +53,8 @@ class ClassifierConfig(RunConfig):
     def check(self) -> None:
         super().check()
         model = self.model
-        # said, so that a resume with other weights, or none, is another network
+        # "auto" depends on the weights. The resolved value is stored in the run, so that a resume
+        # notices other weights.
         if model.normalise == "auto":
             imagenet = model.imagenet_normalised and not trained_symmetric(str(model.weights))
             self.model = model.changed(normalise="imagenet" if imagenet else "symmetric")
@@ -87,24 +89,24 @@ class ClassifierConfig(RunConfig):
         )
 
     def with_weights_at_hand(self, started: Tree) -> Self:
-        """Return the config without published weights that cannot be downloaded: every layer trains
-        from scratch.
+        """Return the config without published weights if these cannot be downloaded: then all
+        layers train from scratch.
 
         Args:
-            started: Config with which the run started, which stays as it is; empty for a new run.
+            started: Config with which the run started, whose choice remains; empty for a new run.
         """
         if self.model.weights not in (published := self.model.backbone.published(self.model.name)):
             return self
         if started:
             from_scratch = (started.get("model") or {}).get("weights", "") is None
         else:
-            why = missing_published(
+            reason = missing_published(
                 published[self.model.weights], f"{self.model.name}'s weights {self.model.weights}"
             )
-            from_scratch = bool(why)
-            if why:
+            from_scratch = bool(reason)
+            if reason:
                 say_main(
-                    f"warning: training from scratch, because {why}, or give --model.weights FILE"
+                    f"warning: training from scratch, because {reason}, or give --model.weights FILE"
                 )
         if not from_scratch:
             return self
@@ -123,12 +125,13 @@ class ClassifierConfig(RunConfig):
         return self.model.split != "off"
 
 
-def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
-    """Raise UserError unless class lists and head fit one another. The labels were checked by
-    training.base.data.
+def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
+    """Raise UserError unless the classes of the data sets and the head agree.
+
+    training.base.data has checked the labels.
     """
-    classes, path = reader.classes, config.data.path
-    have_several = reader.meta.sets is not None
+    classes, path = dataset.classes, config.data.path
+    have_several = dataset.meta.sets is not None
     refuse(
         (
             len(classes) < 2,
@@ -153,24 +156,23 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
             f"{config.model.classes}; make it {len(classes)} or leave it out",
         ),
     )
-    if empty := [
-        name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0
-    ]:
-        raise UserError(
-            f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again"
-        )
-    if val_reader is not None:
-        check_same_classes(config.data, reader, val_reader)
+    for name, count in zip(classes, dataset.meta.by_class, strict=True):
+        if count == 0:
+            raise UserError(
+                f"{path}: class {name!r} has no image; remove it or add images, and pack again"
+            )
+    if val_dataset is not None:
+        check_same_classes(config.data, dataset, val_dataset)
 
 
 def check_batches(config: ClassifierConfig, world_size: int) -> None:
-    """Raise UserError unless a process's share can be mixed, and cut up, as the config asks."""
-    share = config.share(world_size)
+    """Raise UserError unless the batch of each process can be mixed and split as the config says."""
+    rank_batch = config.rank_batch(world_size)
     refuse(
         (
-            config.augment.mixes and share % 2,
-            f"augment.mixup and augment.cutmix mix pairs of samples, but each process holds {share}; make batch_size "
-            f"a multiple of {2 * world_size}",
+            config.augment.mixes and rank_batch % 2,
+            f"augment.mixup and augment.cutmix mix pairs of samples, but each process holds {rank_batch}; make "
+            f"batch_size a multiple of {2 * world_size}",
         ),
         (
             config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto",

@@ -1,10 +1,11 @@
-"""Images without labels beside the labelled ones (FixMatch, 2001.07685): what the average network
-says of one that is flipped and shifted becomes, where it is sure, the label of the same one under
-strong augmentation. Labels that spread over neighbours, by what the network began with, may have a
-say in it.
+"""Training on unlabelled images besides the labelled ones (FixMatch, 2001.07685).
+
+The average network predicts the class of a weakly augmented image. Where it is confident, the
+prediction is the label of the same image under strong augmentation. Labels that are propagated from
+labelled neighbours in the feature space of the initial network can take part in the prediction.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,117 +17,141 @@ from duetgan.data.reading.loader import read_batch
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.metrics.features.precision import evaluating
 from duetgan.training.base.data import open_images, require_same_images
-from duetgan.training.base.monitors import Fields
 from duetgan.training.classifier.loss import Targets
+from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt, Probability
 from duetgan.utils.distributed import collectives
 from duetgan.utils.memory import upload
 
-DECAY = 0.99  # a step, of what the thresholds follow
+if TYPE_CHECKING:
+    from duetgan.training.classifier.config import ClassifierConfig
+
+DECAY = 0.99  # per step, of the means from which the thresholds are computed
 
 
 class UnlabelledConfig(Config):
-    """Images without labels that a classifier learns from as well."""
+    """Unlabelled images that a classifier learns from too."""
 
-    path: str | None = None  # packed; labels are not looked at
-    ratio: PositiveInt = 4  # of them for each labelled image
-    # share of labels spread over neighbours in what names them; needs a probe
+    path: str | None = None  # packed images; their labels are ignored
+    ratio: PositiveInt = 4  # unlabelled images for each labelled one
+    # weight of labels propagated from neighbours in the pseudo-labels; needs finetune.probe
     spread: Probability = 0.0
-    weight: NonNegativeFloat = 1.0  # of their loss; 0: they standardise finetune.probe alone
-    threshold: Probability = 0.95  # the average network's least probability of a label
-    # threshold: a share of the mean largest probability, less in seldom classes (FreeMatch)
+    weight: NonNegativeFloat = 1.0  # of their loss; 0: they only standardise finetune.probe
+    threshold: Probability = 0.95  # least probability of a pseudo-label, by the average network
+    # multiply the threshold by the mean confidence, and by less for rare classes (FreeMatch)
     adaptive: bool = True
 
 
-class Unlabelled(Fields):
-    """The images of `UnlabelledConfig` and what is thought of them: `look` draws a step's, `beside`
-    puts them behind the labelled ones. Their order is a function of the seed and the step; the
-    state is what the thresholds follow, and what labels that spread have said.
+class Unlabelled:
+    """The unlabelled images and their pseudo-labels.
+
+    `draw` reads and labels the images of a step, `append_to` adds them to the labelled ones. The
+    order of the images is a function of the seed and the step. The state is the means from which
+    the thresholds are computed, and the propagated labels.
     """
 
-    STATE = ("means", "said")
-    optional = True  # a run that was begun without has no such state
+    optional = True  # A run that started without unlabelled images has no such state.
 
-    def __init__(self, config: Any, reader: Dataset) -> None:  # config: a ClassifierConfig
-        about, augment = config.unlabelled, config.augment
-        path, size, remedy = (
-            str(about.path),
-            reader.resolution or None,
-            "pack images without labels alike",
-        )
+    def __init__(self, config: "ClassifierConfig", dataset: Dataset) -> None:
+        settings, augment = config.unlabelled, config.augment
+        path, remedy = str(settings.path), "pack the unlabelled images like the labelled ones"
         self.images = open_images(
-            "unlabelled.path", path, remedy, resolution=size, workers=reader.workers
+            "unlabelled.path",
+            path,
+            remedy,
+            resolution=dataset.resolution or None,
+            workers=dataset.workers,
         )
         scaled = config.data.resolution is not None
-        require_same_images(path, self.images, config.data.path, reader, remedy, scaled=scaled)
-        reader.spec.need_plain("unlabelled, with its strong augmentation,")
-        self.about, self.seed = about, config.seed
-        world, rank, count = (
-            collectives.world_size(),
-            collectives.rank(),
-            config.batch_size * about.ratio,
-        )
-        same: Any = {"seed": config.seed, "rank": rank, "world_size": world}
+        require_same_images(path, self.images, config.data.path, dataset, remedy, any_size=scaled)
+        dataset.spec.need_plain("unlabelled, with its strong augmentation,")
+        self.settings = settings
+        self.seed = config.seed
+        world, rank = collectives.world_size(), collectives.rank()
+        batch_size = config.batch_size * settings.ratio
         self.sampler = GlobalSampler(
-            len(self.images), batch_size=count, stream="unlabelled", **same
+            len(self.images),
+            batch_size=batch_size,
+            stream="unlabelled",
+            seed=config.seed,
+            rank=rank,
+            world_size=world,
         )
-        self.share, self.first = count // world, rank * (count // world)
+        self.rank_batch = batch_size // world
+        self.first_row = rank * self.rank_batch  # in the global batch
         self.weak = MixingAugment(
             flip=bool(augment.flip), shift=augment.shift, shift_edge=augment.shift_edge
         )
         self.strong = self.weak.changed(trivial_augment=True, erase=1.0)
-        classes = len(reader.classes)
-        # of the probabilities, and of each image's largest
+        classes = len(dataset.classes)
+        # Moving means of the class probabilities [K], then of the largest probability.
         self.means = torch.full((classes + 1,), 1 / classes)
-        # of each, by labels that spread
-        self.said = torch.zeros(len(self.images) if about.spread else 0, classes)
-        self._beside: tuple[Tensor, Targets] | None = None
+        # Class probabilities of each image by propagation; empty without it.
+        self.propagated_labels = torch.zeros(len(self.images) if settings.spread else 0, classes)
+        self._drawn: tuple[Tensor, Targets] | None = None  # of the current step
 
-    def look(
-        self, step: int, teacher: nn.Module, precision: Any, device: torch.device
+    def draw(
+        self, step: int, teacher: nn.Module, precision: Precision, device: torch.device
     ) -> dict[str, Tensor]:
-        """Draw the images of update number `step` and name them; returns the share that is used."""
-        size = self.sampler.batch_size
-        indices, keys = self.sampler.at(step * size + self.first, self.share)
+        """Read the images of update number `step` and label them by `teacher`.
+
+        Returns the fraction of them that is used, as a metric that adds up over the ranks.
+        """
+        settings, batch_size = self.settings, self.sampler.batch_size
+        indices, keys = self.sampler.at(step * batch_size + self.first_row, self.rank_batch)
         images = upload(read_batch(self.images, np.asarray(indices), keys=keys).images, device)
-        draw: Any = {"seed": self.seed, "step": step, "start": self.first, "global_batch": size}
-        weak, strong = (
-            draw_and_apply(images, getattr(self, kind), phase=kind, **draw)
-            for kind in ("weak", "strong")
-        )
+
+        def augmented(config: MixingAugment, phase: str) -> Tensor:
+            return draw_and_apply(
+                images,
+                config,
+                seed=self.seed,
+                step=step,
+                start=self.first_row,
+                global_batch=batch_size,
+                phase=phase,
+            )
+
+        weak, strong = augmented(self.weak, "weak"), augmented(self.strong, "strong")
         with evaluating(teacher), precision.autocast():
             probabilities = teacher(to_float(weak)).to(torch.get_default_dtype()).softmax(1)
-        if self.about.spread:
-            said = upload(self.said[indices], device).to(probabilities.dtype)
-            probabilities = probabilities.lerp(said, self.about.spread)
-        sure, labels = probabilities.max(1)
-        used = sure >= self._thresholds(probabilities, sure)[labels]
-        self._beside = (
-            strong,
-            Targets(labels, weights=used * (self.about.weight / self.about.ratio)),
-        )
-        return {"unlabelled/used": used.sum() / size}
+        if settings.spread:
+            propagated = upload(self.propagated_labels[indices], device).to(probabilities.dtype)
+            probabilities = probabilities.lerp(propagated, settings.spread)
+        confidences, labels = probabilities.max(1)
+        is_used = confidences >= self._thresholds(probabilities, confidences)[labels]
+        targets = Targets(labels, weights=is_used * (settings.weight / settings.ratio))
+        self._drawn = strong, targets
+        return {"unlabelled/used": is_used.sum() / batch_size}
 
-    def _thresholds(self, probabilities: Tensor, sure: Tensor) -> Tensor:
-        """Of each class, [K]: equations 5, 8 and 9 of FreeMatch (2205.07246) times `threshold`."""
-        if not self.about.adaptive:
-            return sure.new_full((probabilities.shape[1],), self.about.threshold)
-        now = torch.cat([probabilities.mean(0), sure.mean()[None]])
-        collectives.average_([now])
-        self.means = now.lerp(self.means.to(now), DECAY)
-        mean, top = self.means[:-1], self.means[-1]
-        return self.about.threshold * top * mean / mean.max()
-
-    def beside(self, images: Tensor, targets: Targets) -> tuple[Tensor, Targets]:
-        """A process's labelled images uint8 [n, C, H, W] and what they show, the others behind
-        them.
+    def _thresholds(self, probabilities: Tensor, confidences: Tensor) -> Tensor:
+        """Return the threshold of each class, [K]; adaptive ones are those of FreeMatch
+        (2205.07246, equations 5, 8 and 9) times `threshold`.
         """
-        assert self._beside is not None
-        more, named = self._beside
-        assert named.weights is not None
-        ones = named.weights.new_ones(len(images)) if targets.weights is None else targets.weights
-        labels, weights = (
-            torch.cat([targets.labels, named.labels]),
-            torch.cat([ones, named.weights]),
+        if not self.settings.adaptive:
+            return confidences.new_full((probabilities.shape[1],), self.settings.threshold)
+        means = torch.cat([probabilities.mean(0), confidences.mean()[None]])
+        collectives.average_([means])
+        self.means = means.lerp(self.means.to(means), DECAY)
+        class_means, confidence = self.means[:-1], self.means[-1]
+        return self.settings.threshold * confidence * class_means / class_means.max()
+
+    def append_to(self, images: Tensor, targets: Targets) -> tuple[Tensor, Targets]:
+        """Append the drawn images to labelled images uint8 [n, C, H, W] and their targets."""
+        assert self._drawn is not None
+        drawn_images, drawn_targets = self._drawn
+        assert drawn_targets.weights is not None
+        weights = targets.weights
+        if weights is None:
+            weights = drawn_targets.weights.new_ones(len(images))
+        return torch.cat([images, drawn_images]), Targets(
+            torch.cat([targets.labels, drawn_targets.labels]),
+            weights=torch.cat([weights, drawn_targets.weights]),
         )
-        return torch.cat([images, more]), Targets(labels, weights=weights)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"means": self.means.clone(), "said": self.propagated_labels.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.means = state["means"].clone()
+        self.propagated_labels = state["said"].clone()

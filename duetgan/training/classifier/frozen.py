@@ -1,5 +1,5 @@
-"""What the first stages of a classifier give for every image, computed once: for training that
-leaves them as they are, and for whoever fits something of their own to a network's features.
+"""Features of every image from the first stages of a classifier, computed once: for training with
+frozen stages, and for a regression on features.
 """
 
 import tempfile
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from shutil import disk_usage
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +28,14 @@ from duetgan.utils.memory import MIB, available_bytes, local_processes
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say_main
 
-BLOCK, PIXELS = 256, 1 << 21  # images that are computed together, and their pixels, at most
+BLOCK, PIXELS = 256, 1 << 21  # most images in a forward pass, and most of their pixels
 
 
 def blocks(count: int, side: int) -> list[np.ndarray]:
-    """The records of images of `side` px that are computed together: always the same ones, for the
-    last bits of a convolution may depend on the others of its batch.
+    """Split the records of images of `side` px into the batches of the forward passes.
+
+    The split does not depend on the caller, because the last bits of a convolution may depend on
+    the other images of the batch.
     """
     size = max(1, min(BLOCK, PIXELS // side**2))
     return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
@@ -41,9 +44,11 @@ def blocks(count: int, side: int) -> list[np.ndarray]:
 def outputs(
     model: Classifier, dataset: Dataset, records: np.ndarray, mirror: bool, end: int | None = None
 ) -> Tensor:
-    """What the first `end` stages (None: all, then the pooling) give for images as they are stored
-    and, with `mirror`, mirrored left-right: [n, ..., 1 or 2] on the CPU. Modes, precision and
-    gradients are the caller's.
+    """Return the outputs of the first `end` stages for images, and with `mirror` for their mirror
+    images: [n, ..., 1 or 2] on the CPU.
+
+    None as `end` stands for all stages and the pooling. The caller sets evaluation mode, precision
+    and gradients.
     """
     images = classifier_input(model, read_batch(dataset, records).images)
     views = [images, images.flip(3)] if mirror else [images]
@@ -56,187 +61,211 @@ def image_features(
     *,
     mirror: bool = True,
     records: np.ndarray | None = None,
-    what: str = "",
+    progress: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Pooled features, which the head takes, of every image of a data set and of its mirror image:
-    float32 [n, 2, F] on the CPU (without `mirror` [n, 1, F]), and labels int64 [n]. `records`: of
-    these alone, int64 [n].
+    """Return pooled features, the input of the head, and labels.
 
-    `features[:, 0]` are the images', `features[:, 1]` the mirror images'. Images are brought to the
-    model's size and channels, without random crops, and computed where it lies. The same call gives
-    the same bits. `what`: the images on a progress bar; empty: there is none.
+    The same call gives the same bits.
+
+    Args:
+        model: The classifier; computes on its device.
+        dataset: Images, which are converted to the model's size and channels, without random crops.
+        mirror: Compute features of the mirror images too.
+        records: int64 [n], the images to compute; None: all of them.
+        progress: Text of a progress bar; empty: no bar.
+
+    Returns:
+        Features float32 [n, V, F] on the CPU, where view 0 is the image and view 1 (with `mirror`)
+        the mirror image, and labels int64 [n].
     """
-    records = np.arange(len(dataset)) if records is None else records
-    every = blocks(len(records), model.side or model.spec.side)
+    if records is None:
+        records = np.arange(len(dataset))
     parts = []
     with (
         evaluating(model),
-        Bar(total=len(records), desc=what, unit="image", disable=not what) as bar,
+        Bar(total=len(records), desc=progress, unit="image", disable=not progress) as bar,
     ):
-        for rows in every:
+        for rows in blocks(len(records), model.side or model.spec.side):
             parts.append(outputs(model, dataset, records[rows], mirror).float())
             bar.update(len(rows))
     return torch.cat(parts).mT.contiguous(), torch.tensor(dataset.labels()[records])
 
 
-# --- training behind what is frozen
+def holds_features(batch: Batch) -> bool:
+    """Return True if a batch holds the features of `Frozen.source` [n, F, 1, views], not images."""
+    return batch.images.shape[2] == 1
+
+
+# --- training with frozen stages
+
+
+class Span(NamedTuple):
+    """Steps in which the same first stages are frozen."""
+
+    start: int  # first step
+    stop: int  # the step after the last
+    stages: int  # number of stages that are frozen
 
 
 class Frozen:
-    """Where training begins in its network, step by step: behind the first stages that are frozen,
-    where images come again as they were or mirrored. What these give is computed once and kept,
-    until the border moves. What is computed together is the same after a resume and for any number
-    of processes: it is no part of a run's state.
+    """Cached outputs of the frozen first stages, which replace images as the input of training.
+
+    This needs images that are the same in every epoch, or mirrored. The cache lasts while the same
+    stages are frozen. Its bits are the same after a resume and for any number of processes, so it
+    is no part of the run's state.
     """
 
     def __init__(
         self,
         config: ClassifierConfig,
-        reader: Dataset,
+        dataset: Dataset,
         finetuning: FineTuning,
         sizes: Resizing,
         precision: Precision,
     ) -> None:
-        self.config, self.reader, self.model, self.precision = (
-            config,
-            reader,
-            finetuning.model,
-            precision,
-        )
-        augment, second = config.augment, reader.synthetic
-        self.mirror, self.readers = (
-            bool(augment.flip),
-            [reader] if second is None else [reader, second],
-        )
-        self.count = sum(map(len, self.readers))
-        stored = all(
-            isinstance(each, Dataset) and not each.crop and each.on_damage == "stop"
-            for each in self.readers
-        )
-        random = (
-            augment.shift
-            or augment.trivial_augment
-            or augment.erase
-            or augment.own
-            or augment.mixes
-        )
-        barred = random or not stored or config.log.layers or config.model.split != "off"
-        barred = (
-            barred
-            or bool(config.unlabelled.path and config.unlabelled.weight)
-            or config.loss.teacher is not None
-        )
-        # first step, the one after the last, stages that nothing changes
-        self.spans: list[tuple[int, int, int]] = []
-        if config.finetune.cache and not barred:
-            changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}
-            steps = sorted(step for step in changes if step is not None and step < config.steps)
-            kinds = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
-            firsts = [(next(group), border) for (border, _), group in kinds]
-            every = [
-                (a, b, border)
-                for (a, border), (b, _) in pairwise([*firsts, (config.steps, 0)])
-                if border
-            ]
-            # in fewer samples many images would be computed in vain, unless a regression needs them
-            # all
-            seen = 0 if config.finetune.probe else self.count * (1 + self.mirror)
-            self.spans = [span for span in every if (span[1] - span[0]) * config.batch_size > seen]
-        # stages that what is read has been through, a sample's shape there
-        self.begin, self.shape = 0, torch.Size()
-        self._span: tuple[int, int, int] | None = None
+        self.config = config
+        self.dataset = dataset
+        self.model = finetuning.model
+        self.precision = precision
+        self.mirror = bool(config.augment.flip)
+        self.datasets = [dataset]
+        if dataset.synthetic is not None:
+            self.datasets.append(dataset.synthetic)
+        self.count = sum(map(len, self.datasets))
+        self.spans: list[Span] = []
+        if config.finetune.cache and self._is_cacheable():
+            # All samples of a short span may be fewer than all images. The probe needs all images.
+            samples = 0 if config.finetune.probe else self.count * (1 + self.mirror)
+            for span in self._frozen_spans(finetuning, sizes):
+                if (span.stop - span.start) * config.batch_size > samples:
+                    self.spans.append(span)
+        self.begin = 0  # number of stages whose outputs the batches hold
+        self.shape = torch.Size()  # of a sample there
+        self._span: Span | None = None
         self._source: Source | None = None  # of that span
 
-    def _span_of(self, step: int) -> tuple[int, int, int] | None:
-        return next((span for span in self.spans if span[0] <= step < span[1]), None)
+    def _is_cacheable(self) -> bool:
+        """Return True if each epoch has the same images up to mirroring, and nothing in training
+        needs the images themselves.
+        """
+        config, augment = self.config, self.config.augment
+        for dataset in self.datasets:
+            if not isinstance(dataset, Dataset) or dataset.crop or dataset.on_damage != "stop":
+                return False
+        if augment.shift or augment.trivial_augment or augment.erase or augment.own:
+            return False
+        if augment.mixes or config.log.layers or config.model.split != "off":
+            return False
+        has_unlabelled = config.unlabelled.path and config.unlabelled.weight
+        return not has_unlabelled and config.loss.teacher is None
+
+    def _frozen_spans(self, finetuning: FineTuning, sizes: Resizing) -> Iterator[Span]:
+        """Yield the spans of steps with frozen first stages and one image size."""
+        changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}
+        steps = sorted(step for step in changes if step is not None and step < self.config.steps)
+        groups = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
+        starts = [(next(group), border) for (border, _), group in groups]
+        for (start, border), (stop, _) in pairwise([*starts, (self.config.steps, 0)]):
+            if border:
+                yield Span(start, stop, border)
+
+    def _span_of(self, step: int) -> Span | None:
+        return next((span for span in self.spans if span.start <= step < span.stop), None)
+
+    def _blocks(self, count: int) -> list[np.ndarray]:
+        return blocks(count, self.model.side or self.model.spec.side)
 
     def outputs(self, images: Tensor, step: int) -> Tensor:
-        """What update number `step` reads in place of images, were they all; images themselves
-        where it reads them.
+        """Return the input of update number `step` for images: features [n, F, 1, 1] while stages
+        are frozen, else the images.
         """
         if (span := self._span_of(step)) is None:
             return images
         with torch.no_grad():
-            first = self.model.features(classifier_input(self.model, images), span[2])
-        self.begin, self.shape = span[2], first.shape[1:]
-        return first.reshape(len(images), -1, 1, 1)
+            maps = self.model.features(classifier_input(self.model, images), span.stages)
+        self.begin, self.shape = span.stages, maps.shape[1:]
+        return maps.reshape(len(images), -1, 1, 1)
 
     def source(self, step: int, folder: Path) -> Source | None:
-        """What update number `step`, which the model is set up for, reads in place of images; None:
-        them.
+        """Return the cached features that update number `step` reads instead of images, or None.
+
+        The model must be set up for that step.
         """
         span = self._span_of(step)
         if span != self._span:
-            self._span, self._source, self.begin = span, None, 0
-            self._source = self._computed(span[2], folder) if span else None
+            self._span = span
+            self._source = None  # This frees the previous cache.
+            self.begin = 0
+            if span:
+                self._source = self._computed(span.stages, folder)
         return self._source
 
     def features(self, source: Source | None) -> tuple[Tensor, Tensor]:
-        """As `image_features`, in the run's precision and from what is kept, if anything is."""
+        """Return `image_features` in the run's precision, computed from a cache if there is one."""
         with self.precision.autocast():
             if source is None:
                 return image_features(
-                    self.model, self.reader, mirror=self.mirror, what="features of"
+                    self.model, self.dataset, mirror=self.mirror, progress="features of"
                 )
-            every, device = (
-                blocks(len(self.reader), self.model.side or self.model.spec.side),
-                device_of(self.model),
-            )
+            device = device_of(self.model)
             self.model.begin = self.begin
+            parts = []
             with evaluating(self.model):
-                parts = [self._features(source(records).images.to(device)) for records in every]
+                for records in self._blocks(len(self.dataset)):
+                    values = source(records).images.to(device)
+                    views = [view.reshape(-1, *self.shape) for view in values.unbind(-1)]
+                    features = [self.model.features(view) for view in views]
+                    parts.append(torch.stack(features, 1).float().cpu())
         self.model.begin = 0
-        return torch.cat(parts), torch.tensor(self.reader.labels())
-
-    def _features(self, values: Tensor) -> Tensor:
-        """float32 [n, V, F] on the CPU, of what is kept of n images."""
-        views = [self.model.features(view.reshape(-1, *self.shape)) for view in values.unbind(-1)]
-        return torch.stack(views, 1).float().cpu()
+        return torch.cat(parts), torch.tensor(self.dataset.labels())
 
     def _computed(self, end: int, folder: Path) -> Source | None:
-        """What the first `end` stages give, by index; None where it takes too much."""
+        """Cache the outputs of the first `end` stages in memory or on the disk; None if they need
+        too much space.
+        """
         parts = self._parts(end)
         first = next(parts)
-        item, limit = first[0].nbytes, self.config.finetune.cache * 1024 * MIB
-        # maps of more bytes than images are faster made
+        sample_bytes, limit = first[0].nbytes, self.config.finetune.cache * 1024 * MIB
+        # On accelerators it is faster to compute maps than to copy more bytes than the images have.
         if first.ndim > 3 and device_of(self.model).type != "cpu":
-            limit = min(limit, self.count * self.reader.spec.values)
-        size = item * self.count * local_processes()  # each keeps all
-        rooms = (available_bytes() / 4, disk_usage(folder).free / 1.1)
-        fits = (place for place, room in enumerate(rooms) if size <= min(room, limit))
-        place = collectives.all_reduce_max(next(fits, len(rooms)))
+            limit = min(limit, self.count * self.dataset.spec.values)
+        size = sample_bytes * self.count * local_processes()  # Each process holds all samples.
+        place = 2  # 0: in memory, 1: on the disk, 2: nowhere; the same for all processes
+        if size <= min(available_bytes() / 4, limit):
+            place = 0
+        elif size <= min(disk_usage(folder).free / 1.1, limit):
+            place = 1
+        place = collectives.all_reduce_max(place)
         stages = " to ".join(dict.fromkeys((self.model.stages[0], self.model.stages[end - 1])))
         of = f"of {self.count:,} images{' and their mirror images' * self.mirror}: {size / MIB:,.3g} MiB"
-        if place == len(rooms):
+        if place == 2:
             say_main(f"frozen: {stages} are computed in every step, outputs {of}, too much to keep")
             return None
         rows = (part.flatten(1).view(torch.uint8).numpy() for part in chain([first], parts))
-        gather = on_disk(rows, item, folder) if place else np.concatenate(list(rows)).__getitem__
-        say_main(
-            f"frozen: {stages} computed once, outputs {of} {'on the disk' if place else 'in memory'}"
-        )
-        labels = np.concatenate(
-            [self.reader.label_numbers(), *(second.labels() for second in self.readers[1:])]
-        )
+        if place == 1:
+            read_rows = on_disk(rows, sample_bytes, folder)
+        else:
+            read_rows = np.concatenate(list(rows)).__getitem__
+        where = "on the disk" if place == 1 else "in memory"
+        say_main(f"frozen: {stages} computed once, outputs {of} {where}")
+        labels = self.dataset.label_numbers()
+        for dataset in self.datasets[1:]:
+            labels = np.concatenate([labels, dataset.labels()])
 
         def source(indices: np.ndarray) -> Batch:
-            values = (
-                torch.from_numpy(gather(indices))
-                .view(first.dtype)
-                .view(len(indices), -1, 1, first.shape[-1])
-            )
-            drawn = torch.from_numpy(indices >= len(self.reader)) if len(self.readers) > 1 else None
-            return Batch(values, torch.from_numpy(labels[indices]), drawn)
+            values = torch.from_numpy(read_rows(indices)).view(first.dtype)
+            features = values.view(len(indices), -1, 1, first.shape[-1])
+            is_synthetic = None
+            if len(self.datasets) > 1:
+                is_synthetic = torch.from_numpy(indices >= len(self.dataset))
+            return Batch(features, torch.from_numpy(labels[indices]), is_synthetic)
 
         self.begin, self.shape = end, first.shape[1:-1]
         return source
 
     def _parts(self, end: int) -> Iterator[Tensor]:
-        """Outputs of all blocks in order; the processes compute them in turn."""
-        every, world = (
-            blocks(self.count, self.model.side or self.model.spec.side),
-            collectives.world_size(),
-        )
+        """Yield the outputs of all blocks in order; the processes compute them in turn."""
+        records, world = self._blocks(self.count), collectives.world_size()
         self.model.begin = 0
         with Bar(
             total=self.count,
@@ -244,31 +273,32 @@ class Frozen:
             unit="image",
             disable=not collectives.is_main(),
         ) as bar:
-            for start in range(0, len(every), world):
-                own = None
+            for start in range(0, len(records), world):
+                group = records[start : start + world]  # one block for each process
+                part = None
                 with (
                     collectives.raising_together(patient=False),
                     torch.no_grad(),
                     self.precision.autocast(),
                 ):
-                    for records in every[start : start + world][collectives.rank() :][:1]:
-                        own = outputs(self.model, self.reader, records, self.mirror, end)
-                yield from (
-                    part
-                    for part in collectives.gather_objects(own, patient=False)
-                    if part is not None
-                )
-                bar.update(sum(len(records) for records in every[start : start + world]))
+                    if collectives.rank() < len(group):
+                        block = group[collectives.rank()]
+                        part = outputs(self.model, self.dataset, block, self.mirror, end)
+                for gathered in collectives.gather_objects(part, patient=False):
+                    if gathered is not None:
+                        yield gathered
+                bar.update(sum(map(len, group)))
 
 
 def on_disk(
-    rows: Iterator[np.ndarray], item: int, folder: Path
+    rows: Iterator[np.ndarray], row_bytes: int, folder: Path
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Rows uint8 [n, item] by number, from a nameless file that ends with the process. UserError
-    for a full disk.
+    """Write rows uint8 [n, row_bytes] to an unnamed file and return a function that reads rows.
+
+    The file is deleted when the process ends. Raises UserError if the disk is full.
     """
     with writing(folder / "frozen"), tempfile.TemporaryFile(dir=folder) as file:
         for part in rows:
             file.write(part.data)
         file.flush()
-        return np.memmap(file, np.uint8, "r").reshape(-1, item).__getitem__
+        return np.memmap(file, np.uint8, "r").reshape(-1, row_bytes).__getitem__

@@ -1,4 +1,4 @@
-"""The classifier's losses, with soft targets and class weights. Another loss is one entry in
+"""Losses of the classifier, with soft targets and class weights. Another loss is one entry in
 `CLASSIFIER_LOSSES`.
 """
 
@@ -17,36 +17,37 @@ from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, Positive
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.text import did_you_mean
 
-FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's own
-LEAST_SHARE = 1e-9  # of the largest class
+FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels, as in the paper
+MIN_FREQUENCY = 1e-9  # relative to the most frequent class, in the logarithm of the prior
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierLoss:
-    """A loss of logits and targets, both [n, classes]: one value a sample, [n], or with `several`
-    one a label.
+    """A loss as a function of logits and targets, both [n, classes].
 
-    Raises UserError for a loss that is a mean.
+    It returns one value per sample, [n], or with `several` one per label, [n, classes]. Raises
+    UserError for a loss that is a mean.
     """
 
     errors: Callable[[Tensor, Tensor], Tensor]
-    # for images that may have several labels: targets are 0 and 1, else they add up to 1
+    # True: an image may have several labels, and targets are 0 or 1. False: targets add up to 1.
     several: bool = False
-    softmax: bool = True  # the logits are a softmax's, so that `logit_adjustment` applies
+    softmax: bool = True  # the logits are those of a softmax, so that `logit_adjustment` applies
 
     def __post_init__(self) -> None:
-        given, expected = (
-            list(self.errors(torch.zeros(3, 2), torch.full((3, 2), 0.5)).shape),
-            [3, 2][: 1 + self.several],
-        )
-        if given != expected:
+        shape = list(self.errors(torch.zeros(3, 2), torch.full((3, 2), 0.5)).shape)
+        expected = [3, 2] if self.several else [3]
+        if shape != expected:
             raise UserError(
-                f"a classifier's loss gives {given} of logits [3, 2]; give {expected}, no mean"
+                f"a classifier's loss gives {shape} of logits [3, 2]; give {expected}, no mean"
             )
 
 
 def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
-    """2009.14119, equations 4 to 7: absent labels count by q^FOCUS, q = max(p - MARGIN, 0)."""
+    """Return the asymmetric loss of each label, [n, classes] (2009.14119, equations 4 to 7).
+
+    An absent label with probability p is weighted by q^FOCUS, where q = max(p - MARGIN, 0).
+    """
     q = (logits.sigmoid() - MARGIN).clamp(min=0)
     return -targets * F.logsigmoid(logits) - (1 - targets) * q**FOCUS * torch.log1p(-q)
 
@@ -55,7 +56,7 @@ CLASSIFIER_LOSSES = {
     "cross-entropy": ClassifierLoss(
         errors=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none")
     ),
-    # of the outputs against one-hot targets (2006.07322)
+    # between logits and one-hot targets (2006.07322)
     "squared-error": ClassifierLoss(
         errors=lambda logits, targets: (logits - targets).square().mean(1), softmax=False
     ),
@@ -75,16 +76,16 @@ class ClassifierLossConfig(Config):
     # cross-entropy, squared-error (2006.07322); for several labels an image bce, asymmetric
     # (2009.14119); see loss.py
     kind: str = "cross-entropy"
-    # this share of every target is spread over all classes, or over yes and no
+    # fraction of every target that is spread over all classes, or with several labels over 0 and 1
     label_smoothing: Decay = 0.1
-    # by name, others 1; balanced: 1 / frequency. Several labels: what those that are there count
+    # by name, else 1; balanced: 1 / frequency. With several labels: weights of present labels
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
-    # times log(class's share), added to logits in training (2007.07314)
+    # factor of log(class frequency), which is added to logits in training (2007.07314)
     logit_adjustment: NonNegativeFloat = 0.0
-    # run of a classifier whose answers to the same images are targets, too (distillation)
+    # run of a classifier whose predictions are targets too (distillation)
     teacher: str | None = None
-    teacher_share: Probability = 1.0  # of the loss, that is to these; the rest is to the labels
-    temperature: PositiveFloat = 2.0  # of its and the network's answers
+    teacher_share: Probability = 1.0  # fraction of the loss to the teacher, not to the labels
+    temperature: PositiveFloat = 2.0  # of both networks' predictions in distillation
 
     def check(self) -> None:
         refuse(
@@ -100,63 +101,70 @@ class ClassifierLossConfig(Config):
 
     @property
     def function(self) -> ClassifierLoss:
-        """The kind's entry in the table; UserError, with the near one, for a name that is not
-        there.
-        """
+        """The loss named `kind`; raises UserError, with the most similar name, if there is none."""
         return entry(CLASSIFIER_LOSSES, self.kind, "loss.kind")
 
     @property
     def several(self) -> bool:
-        """Return whether the loss is for images that may have several labels."""
+        """True if the loss is for images that may have several labels."""
         return self.function.several
 
 
 class Targets(NamedTuple):
-    """What n images show: classes, or two classes in proportion; of several labels an image which,
-    as 0 and 1.
-    """
+    """The targets of n images: a class each, a mixture of two classes, or several labels."""
 
-    labels: Tensor  # int64 [n]; float [n, classes] of several labels
-    others: Tensor | None = None  # likewise: the partners' labels; None: nothing is mixed
-    own: Tensor | None = None  # float [n]: the share of `labels`, 0 to 1
-    weights: Tensor | None = None  # float [n]: what each sample's loss counts; None: 1
+    labels: Tensor  # int64 [n]; with several labels per image float [n, classes] of 0 and 1
+    # Like `labels`: those of the images that are mixed in; None: no image is mixed.
+    partner_labels: Tensor | None = None
+    fraction: Tensor | None = None  # float [n]: fraction of `labels` in the mixture, 0 to 1
+    weights: Tensor | None = None  # float [n]: weight of each sample's loss; None: 1
 
     def rows(self, rows: slice) -> "Targets":
         return Targets(*(part if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
     def correct(self, logits: Tensor) -> Tensor:
-        """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted
-        class, one of several labels by the share of its classes that are predicted correctly.
+        """Return the number of correct predictions, 0-d.
+
+        A mixed sample counts as the fraction of the predicted class, a sample with several labels
+        as the fraction of the classes that are predicted correctly.
         """
         if self.labels.is_floating_point():
-            errors = (logits > 0).to(logits.dtype) - soft_targets(
-                self, logits.shape[1], logits.dtype
-            )
+            targets = soft_targets(self, logits.shape[1], logits.dtype)
+            errors = (logits > 0).to(logits.dtype) - targets
             return (1 - errors.abs()).mean(1).sum()
         predicted = logits.argmax(1)
-        if self.others is None or self.own is None:
+        if self.partner_labels is None or self.fraction is None:
             return (predicted == self.labels).sum()
-        # the sum is as exact as the loss
-        own = self.own.to(torch.promote_types(self.own.dtype, logits.dtype))
-        return (own * (predicted == self.labels) + (1 - own) * (predicted == self.others)).sum()
+        # The sum has the precision of the loss.
+        fraction = self.fraction.to(torch.promote_types(self.fraction.dtype, logits.dtype))
+        is_label, is_partner = predicted == self.labels, predicted == self.partner_labels
+        return (fraction * is_label + (1 - fraction) * is_partner).sum()
 
 
 def class_weight_list(
     config: ClassifierLossConfig,
     classes: Sequence[str],
-    shares: Sequence[float],  # how often each class is seen in training, relative to the others
+    class_frequencies: Sequence[float],
 ) -> list[float] | None:
-    """Each class's weight, scaled so that its mean over the images that are seen is 1; None without
-    weights. Of several labels (then `shares` are of the images, and add up to no 1) the weight of
-    an image that has it, as it is.
+    """Return the weight of each class; None without class weights.
 
-    So a batch's loss can be divided by its size, the same on all ranks and in all micro-batches,
-    whatever classes it holds. Raises UserError for an unknown class, or weights of 0 only.
+    Weights are scaled so that their mean over the training images is 1. So the loss of a batch can
+    be divided by its size, which is the same on all ranks and in all micro-batches, whatever
+    classes it holds. With several labels per image the weights of present labels are not scaled.
+
+    Args:
+        config: Settings of the loss.
+        classes: Names of the classes.
+        class_frequencies: Frequency of each class in training, relative to the others. With several
+            labels per image: the fraction of the images that have the label.
+
+    Raises:
+        UserError: A class is unknown, or all weights are 0.
     """
     if config.class_weights is None:
         return None
     if config.class_weights == "balanced":
-        weights = [(1 / share - config.several) if share else 0.0 for share in shares]
+        weights = [(1 / f - config.several) if f else 0.0 for f in class_frequencies]
     else:
         for name in config.class_weights:
             if name not in classes:
@@ -166,7 +174,8 @@ def class_weight_list(
         weights = [float(config.class_weights.get(name, 1.0)) for name in classes]
     if config.several:
         return weights
-    mean = sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(shares)
+    total = sum(weight * f for weight, f in zip(weights, class_frequencies, strict=True))
+    mean = total / sum(class_frequencies)
     if not mean > 0:
         raise UserError(
             "loss.class_weights: all classes in the data have weight 0; give one of them more"
@@ -174,129 +183,155 @@ def class_weight_list(
     return [weight / mean for weight in weights]
 
 
-def by_class(
+def class_weights_and_prior(
     config: ClassifierLossConfig,
     classes: Sequence[str],
-    shares: Sequence[float],
+    class_frequencies: Sequence[float],
     device: torch.device,
-) -> list[Tensor | None]:
-    """`class_weight_list`, and what `logit_adjustment` adds to each class's logit; None for what is
-    not asked for.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the class weights and the prior, both [classes]; None where the config has none.
+
+    The prior is the value that `logit_adjustment` adds to the logit of each class (2007.07314).
+    Arguments are those of `class_weight_list`.
     """
-    tau, most = config.logit_adjustment, max(shares)
-    prior = [tau * math.log(max(share / most, LEAST_SHARE)) for share in shares] if tau else None
-    given = class_weight_list(config, classes, shares), prior
-    return [None if each is None else torch.tensor(each, device=device) for each in given]
+    weights, prior = None, None
+    weight_list = class_weight_list(config, classes, class_frequencies)
+    if weight_list is not None:
+        weights = torch.tensor(weight_list, device=device)
+    if tau := config.logit_adjustment:
+        largest = max(class_frequencies)
+        log_prior = [tau * math.log(max(f / largest, MIN_FREQUENCY)) for f in class_frequencies]
+        prior = torch.tensor(log_prior, device=device)
+    return weights, prior
 
 
 def classifier_loss(
     logits: Tensor,  # [n, classes]
     targets: Targets,
     config: ClassifierLossConfig,
-    weights: Tensor | None = None,  # [classes], as by `by_class`
-    prior: Tensor | None = None,  # [classes], likewise
+    weights: Tensor | None = None,  # [classes], see `class_weights_and_prior`
+    prior: Tensor | None = None,  # [classes], see `class_weights_and_prior`
 ) -> Tensor:
-    """Return the sum over the samples of the loss to their labels, each by its weight, 0-d.
+    """Return the weighted sum over the samples of their losses, 0-d.
 
-    The caller divides it by the global batch. A sample's loss, to its smoothed label, counts by
-    that label's weight, and with it the share of the label that is spread: were that share weighted
-    class by class, the rarest class would have the largest target of every image. A mixed sample
-    has the mean of the losses to both labels. Where a prior is added, labels are spread in its
-    proportions: spread evenly, they would undo it.
+    The caller divides it by the global batch size. The whole loss of a sample, to its smoothed
+    label, has the weight of that label. Weighted class by class, the smoothing would make the
+    rarest class the largest target of every image. A mixed sample has the mean of the losses to
+    both labels. With a prior, label smoothing is proportional to it: uniform smoothing would undo
+    the prior.
     """
-    loss, smoothing, classes = config.function, config.label_smoothing, logits.shape[1]
+    loss, smoothing = config.function, config.label_smoothing
+    classes = logits.shape[1]
     if config.kind == "cross-entropy" and weights is None and prior is None:
         return _cross_entropy(logits, targets, smoothing)
-    even = logits.new_full((classes,), 1 / (2 if loss.several else classes))
-    logits, even = (
-        (logits, even) if prior is None else (logits + prior, prior.to(logits.dtype).softmax(0))
-    )
+    if prior is None:
+        smooth = logits.new_full((classes,), 1 / (2 if loss.several else classes))
+    else:
+        logits, smooth = logits + prior, prior.to(logits.dtype).softmax(0)
 
     def errors(labels: Tensor) -> Tensor:
         hard = one_hot(labels, classes, logits.dtype)
-        each = loss.errors(
-            logits, torch.lerp(hard, even.expand_as(hard), smoothing) if smoothing else hard
-        )
-        if weights is not None:
-            each = each * (torch.where(hard > 0, weights, 1) if loss.several else weights[labels])
-        return each.mean(1) if loss.several else each
+        soft = torch.lerp(hard, smooth.expand_as(hard), smoothing) if smoothing else hard
+        values = loss.errors(logits, soft)
+        if loss.several:
+            if weights is not None:
+                values = values * torch.where(hard > 0, weights, 1)
+            return values.mean(1)
+        return values if weights is None else values * weights[labels]
 
-    return _total(
-        errors(targets.labels), None if targets.others is None else errors(targets.others), targets
-    )
+    label_errors, partner_errors = errors(targets.labels), None
+    if targets.partner_labels is not None:
+        partner_errors = errors(targets.partner_labels)
+    return _total(label_errors, partner_errors, targets)
 
 
 def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor:
-    """Return the same of a cross entropy without class weights, by torch's fused function."""
+    """Return the cross entropy without class weights and prior, by torch's fused function."""
     reduction = "sum" if targets.weights is None else "none"
-    if targets.others is None:
+    if targets.partner_labels is None:
         errors = F.cross_entropy(
             logits, targets.labels, label_smoothing=smoothing, reduction=reduction
         )
     else:
         soft = soft_targets(targets, logits.shape[1], logits.dtype)
-        soft = soft * (1 - smoothing) + smoothing / logits.shape[1] if smoothing else soft
+        if smoothing:
+            soft = soft * (1 - smoothing) + smoothing / logits.shape[1]
         errors = F.cross_entropy(logits, soft, reduction=reduction)
     return errors if targets.weights is None else (errors * targets.weights).sum()
 
 
-def _total(own: Tensor, others: Tensor | None, targets: Targets) -> Tensor:
-    """Return the sum over the samples, by their weights, of values [n] for their labels and for
-    their partners'.
+def _total(label_errors: Tensor, partner_errors: Tensor | None, targets: Targets) -> Tensor:
+    """Return the weighted sum over the samples of errors [n] to their labels and to their partners'
+    labels.
     """
-    own = _mixed(own, others, targets.own)
-    return (own if targets.weights is None else own * targets.weights).sum()
+    errors = _mixed(label_errors, partner_errors, targets.fraction)
+    return (errors if targets.weights is None else errors * targets.weights).sum()
 
 
-def _mixed(own: Tensor, others: Tensor | None, fraction: Tensor | None) -> Tensor:
-    """Return the mean of values for labels and for partners' labels by the labels' fraction;
-    without partners `own`.
-    """
-    return (
-        own
-        if others is None or fraction is None
-        else torch.lerp(others, own, fraction.to(own.dtype))
-    )
+def _mixed(values: Tensor, partner_values: Tensor | None, fraction: Tensor | None) -> Tensor:
+    """Return fraction * values + (1 - fraction) * partner_values; `values` without a partner."""
+    if partner_values is None or fraction is None:
+        return values
+    return torch.lerp(partner_values, values, fraction.to(values.dtype))
 
 
-def distilled(
+def add_distillation(
     loss: Tensor,
     logits: Tensor,
-    teacher: Tensor | None,
+    teacher_logits: Tensor | None,
     targets: Targets,
     config: ClassifierLossConfig,
-    weights: Tensor | None = None,  # [classes], as by `by_class`
+    weights: Tensor | None = None,  # [classes], see `class_weights_and_prior`
 ) -> Tensor:
-    """A `classifier_loss` and, by `teacher_share`, that of a teacher's logits t [n, classes], if
-    any: the sum over the samples, each by its label's weight, of T^2 KL(softmax(t / T) || softmax(z
-    / T)), 0-d (Hinton et al. 2015, 1503.02531).
+    """Return the mean of `loss` and the distillation loss, by the fraction `teacher_share`, 0-d.
+
+    `loss` is a `classifier_loss`. The distillation loss is the sum over the samples, each with the
+    weight of its label, of T^2 KL(softmax(t / T) || softmax(z / T)) for logits z and the teacher's
+    logits t [n, classes] (Hinton et al. 2015, 1503.02531).
     """
-    if teacher is None:
+    if teacher_logits is None:
         return loss
-    own, wanted = (
-        (each / config.temperature).log_softmax(1) for each in (logits, teacher.to(logits.dtype))
-    )
-    errors = F.kl_div(own, wanted, reduction="none", log_target=True).sum(1) * config.temperature**2
-    of_labels, others = errors, None
+    temperature = config.temperature
+    student = (logits / temperature).log_softmax(1)
+    teacher = (teacher_logits.to(logits.dtype) / temperature).log_softmax(1)
+    errors = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1) * temperature**2
+    label_errors, partner_errors = errors, None
     if weights is not None:
-        of_labels = errors * weights[targets.labels]
-        others = None if targets.others is None else errors * weights[targets.others]
-    return torch.lerp(loss, _total(of_labels, others, targets), config.teacher_share)
+        label_errors = errors * weights[targets.labels]
+        if targets.partner_labels is not None:
+            partner_errors = errors * weights[targets.partner_labels]
+    return torch.lerp(loss, _total(label_errors, partner_errors, targets), config.teacher_share)
 
 
 def sample_weights(
-    synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None
+    is_synthetic: Tensor,
+    weight: float,
+    is_partner_synthetic: Tensor | None,
+    fraction: Tensor | None,
 ) -> Tensor:
-    """What each sample's loss counts, float [n]: `weight` for synthetic images (bool [n]), 1 for
-    real ones; for a mixed sample the mean of both by their shares of the label, `own` and its
-    partner's (`others`, bool [n]).
+    """Return the weight of each sample's loss, float [n].
+
+    It is `weight` for synthetic images, 1 for real images, and for a mixed sample the mean of both
+    images' weights by the fraction of its label.
+
+    Args:
+        is_synthetic: bool [n].
+        weight: Weight of a synthetic image.
+        is_partner_synthetic: bool [n], of the images that are mixed in; None: no image is mixed.
+        fraction: float [n], the fraction of the sample's own label in the mixture.
     """
-    partners = None if others is None else torch.where(others, weight, 1.0)
-    return _mixed(torch.where(synthetic, weight, 1.0), partners, own)
+    partner_weights = None
+    if is_partner_synthetic is not None:
+        partner_weights = torch.where(is_partner_synthetic, weight, 1.0)
+    return _mixed(torch.where(is_synthetic, weight, 1.0), partner_weights, fraction)
 
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
-    """The targets' distributions [n, classes]; of several labels each one's share, in [0, 1]."""
-    partners = None if targets.others is None else one_hot(targets.others, classes, dtype)
-    fraction = None if targets.own is None else targets.own[:, None]
-    return _mixed(one_hot(targets.labels, classes, dtype), partners, fraction)
+    """Return the target of each class, [n, classes] in [0, 1]; rows add up to 1 with one label per
+    image.
+    """
+    hard = one_hot(targets.labels, classes, dtype)
+    if targets.partner_labels is None or targets.fraction is None:
+        return hard
+    partners = one_hot(targets.partner_labels, classes, dtype)
+    return _mixed(hard, partners, targets.fraction[:, None])

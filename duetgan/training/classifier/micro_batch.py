@@ -1,4 +1,4 @@
-"""How many samples of a process's share go through the network at once."""
+"""Micro-batches: the number of samples of a process that go through the network at once."""
 
 from itertools import pairwise
 from typing import Any, Literal
@@ -8,47 +8,54 @@ from duetgan.utils.errors import TrainingHalted
 
 
 class MicroBatch(Fields):
-    """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share
-    and is halved when memory runs out, with several processes in the first steps only; what was
-    found is its state.
+    """The largest number of samples per forward pass, `size`, which is also the state.
+
+    With the setting `auto` it starts at all samples of the process and is halved when memory runs
+    out. Several processes do so in the first steps only.
     """
 
     STATE = ("size",)
-    optional = True  # a run that was started with a number has no such state
-    tries = 0  # steps that several processes first try without sending
+    optional = True  # A run that started with a number has no such state.
+    tries = 0  # steps that several processes still try without sending gradients first
 
-    def __init__(self, setting: int | Literal["auto"] | None, share: int) -> None:
-        self.auto, self.share = setting == "auto", share
-        self.size = share if setting is None or setting == "auto" else min(setting, share)
+    def __init__(self, setting: int | Literal["auto"] | None, rank_batch: int) -> None:
+        self.auto = setting == "auto"
+        self.rank_batch = rank_batch
+        self.size = rank_batch
+        if isinstance(setting, int):
+            self.size = min(setting, rank_batch)
 
-    def parts(self) -> list[slice]:
-        """The share in as few and as equal slices as can be: a short last one would give BatchNorm
-        poor statistics.
+    def slices(self) -> list[slice]:
+        """Return as few micro-batches as possible, of nearly equal sizes.
+
+        A short last one would give BatchNorm poor statistics.
         """
-        count = -(-self.share // self.size)
-        ends = [self.share * number // count for number in range(count + 1)]
+        count = -(-self.rank_batch // self.size)
+        ends = [self.rank_batch * number // count for number in range(count + 1)]
         return [slice(start, end) for start, end in pairwise(ends)]
 
-    def look_again(self) -> None:
-        """What trains, or the images' size, has changed: two steps tell what memory that takes."""
+    def retry(self) -> None:
+        """Try the next two steps, because other parameters train or images have another size."""
         self.tries = 2 if self.auto else 0
 
     def halve(self) -> str:
-        """Go on with half of it; returns what to say. Raises TrainingHalted when a single sample is
-        too much.
+        """Halve the size and return a message.
+
+        Raises TrainingHalted if a single sample needs too much memory.
         """
         if self.size == 1:
             raise TrainingHalted(
                 "memory ran out with a single sample per forward pass; take smaller images (--data.resolution), a "
                 "smaller model, or model.activation_checkpointing"
             )
-        before, self.size = self.size, -(-self.size // 2)
+        previous = self.size
+        self.size = -(-previous // 2)
         return (
-            f"micro_batch: memory ran out with {before} samples per forward pass and process; going on with "
+            f"micro_batch: memory ran out with {previous} samples per forward pass and process; going on with "
             f"{self.size}. The global batch and its gradient's mean stay, but BatchNorm normalises by, and averages, "
-            f"the statistics of {self.size} samples instead of {before}"
+            f"the statistics of {self.size} samples instead of {previous}"
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.size = min(self.size, self.share)
+        self.size = min(self.size, self.rank_batch)

@@ -1,8 +1,6 @@
-"""What a classifier's network gets before the first step: a discriminator's weights, filters of
-images, padding.
+"""Preparation of a classifier's network before the first step: pretrained weights, first filters
+that fit the images, and padding.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,85 +20,85 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage, join, recorded
 from duetgan.utils.runlog.run_log import say_main
 
-IMAGES = 5000  # that are looked at, at most
-PART, PIXELS = 256, 1 << 22  # images that are in memory at a time, and their pixels, at most
-# the last ones: one start of a training builds several tasks
-_last: dict[tuple[object, ...], list[float]] = {}
+IMAGES = 5000  # most images that the filters are fitted to
+PART, PIXELS = 256, 1 << 22  # most images in memory at a time, and most of their pixels
+# The last result, because the start of a training builds several tasks.
+_last_filters: dict[tuple[object, ...], list[float]] = {}
 
 
-def initialise(model: Classifier, reader: Dataset) -> None:
-    """Give a new network the weights that `model.weights` names, else first filters that fit the
-    images. Collective.
+def initialise(model: Classifier, dataset: Dataset) -> None:
+    """Load the weights that `model.weights` names, or else fit the first filters to the images.
 
-    Raises UserError as `load_pretrained` and `load_discriminator`.
+    All ranks must call this. Raises UserError like `load_pretrained` and `load_discriminator`.
     """
     if model.config.weights is None:
-        fit_first_filters(model, reader)
+        fit_first_filters(model, dataset)
         return
     with collectives.raising_together():  # each node may have files of its own
         if model.config.discriminator is None:
-            message = load_pretrained(model, reader.meta.classes)
+            message = load_pretrained(model, dataset.meta.classes)
         else:
             message = load_discriminator(model)
     say_main(message)
 
 
 def load_discriminator(model: Classifier) -> str:
-    """Copy the weights of the discriminator of the GAN's run that `model.config.weights` names, and
-    leave the head new; returns what was taken, for a person.
+    """Copy the weights of a discriminator, except its head, and return a message.
 
-    The discriminator has seen its generator's samples: the classifier's lineage says so, and it
-    cannot judge any.
-    Raises UserError for another task's checkpoint, and for a discriminator of another form than the
-    config's.
+    `model.config.weights` is the run of the GAN. The discriminator has seen samples of its
+    generator. So the lineage of the classifier records them, and it cannot judge them.
+
+    Raises:
+        UserError: The checkpoint is not of a GAN, or its discriminator differs from the one that
+            the config describes.
     """
     run = model.config.weights
     assert run is not None
     path = resolve(run)
     content = load(path)
     state = Trunk(discriminator_from(content)).state_dict()
-    taken = {name: value for name, value in state.items() if not name.startswith("fc.")}
+    weights = {name: value for name, value in state.items() if not name.startswith("fc.")}
     if form_of(content) != model.config.discriminator:
         raise UserError(
             f"model.weights {run}: its discriminator is not model.discriminator; leave that out"
         )
-    model.network.load_state_dict(taken, strict=False)
+    model.network.load_state_dict(weights, strict=False)
     passport = provenance_of(
         generator_from(content), content, seed=content["config"].get("seed", 0)
     )
     model.lineage = join(recorded(content), Lineage.of(synthetic=[passport]))
-    return f"weights from {path}: its discriminator up to 4 px, {len(taken)} tensors; head new"
+    return f"weights from {path}: its discriminator up to 4 px, {len(weights)} tensors; head new"
 
 
 @torch.no_grad()
-def fit_first_filters(model: Classifier, reader: Dataset) -> None:
-    """Where the backbone wants it, give the first convolution filters of images that lie evenly
-    over the data, without augmentation; those that rank 0 finds, on all ranks. Another network
-    stays as it is.
+def fit_first_filters(model: Classifier, dataset: Dataset) -> None:
+    """Fit the filters of the first convolution to the images, if the backbone has a method for it.
+
+    The images are spread over the data set and not augmented. All ranks get the filters of rank 0.
     """
     if (first_filters := model.backbone.first_filters) is None:
         return
 
     def filters() -> list[float]:
-        data, config = (
-            (reader.meta.content_hash, reader.resolution, reader.crop is None),
-            model.config,
+        key = (
+            dataset.meta.content_hash,
+            dataset.resolution,
+            dataset.crop is None,
+            model.config.name,
+            model.config.imagenet_normalised,
+            model.side,
         )
-        key = (*data, config.name, config.imagenet_normalised, model.side)
-        if key not in _last:
-            rows = np.linspace(0, len(reader) - 1, min(IMAGES, len(reader))).astype(np.int64)
-            size = max(1, min(PART, PIXELS // max(*reader.spec.size, model.side or 0) ** 2))
+        if key not in _last_filters:
+            rows = np.linspace(0, len(dataset) - 1, min(IMAGES, len(dataset))).astype(np.int64)
+            size = max(1, min(PART, PIXELS // max(*dataset.spec.size, model.side or 0) ** 2))
             parts = (
-                read_batch(reader, rows[start : start + size]).images
+                read_batch(dataset, rows[start : start + size]).images
                 for start in range(0, len(rows), size)
             )
-            _last.clear()
-            _last[key] = (
-                first_filters(model.prepare(reader.spec.to_float(part)) for part in parts)
-                .flatten()
-                .tolist()
-            )
-        return _last[key]
+            inputs = (model.prepare(dataset.spec.to_float(part)) for part in parts)
+            _last_filters.clear()
+            _last_filters[key] = first_filters(inputs).flatten().tolist()
+        return _last_filters[key]
 
     weight = model.network.get_submodule(model.backbone.first).weight
     weight.copy_(
@@ -109,28 +107,25 @@ def fit_first_filters(model: Classifier, reader: Dataset) -> None:
 
 
 def widen_narrow_maps(model: nn.Module) -> None:
-    """From now on the model's strided convolutions pad, in bf16 on CPUs, maps narrower than the
-    stride up to it.
+    """Make strided convolutions pad maps that are narrower than the stride, in bf16 on CPUs.
 
-    oneDNN (torch 2.15, AVX-512) leaves parts of such a convolution's weight gradient as the memory
-    was: of 3x3 with stride 2 those taps that see nothing but padding. Zeros beside the map are
-    padding like any other, so the output stays as it is. Covered are odd kernels padded by half of
-    them with zeros, as in torchvision's networks.
+    In these cases oneDNN (torch 2.15, AVX-512) leaves part of the weight gradient uninitialised:
+    for 3x3 kernels with stride 2 the taps that see only padding. More zeros at the side of the map
+    do not change the output. This applies to odd kernels with zero padding of half their width,
+    like those of torchvision's networks.
     """
 
-    def widened(module: Any, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+    def widened(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+        assert isinstance(module, nn.Conv2d)
         (x,), stride = inputs, module.stride[1]
         if x.shape[-1] >= stride or not torch.is_autocast_enabled("cpu"):
             return None
         return (F.pad(x, (0, stride - x.shape[-1])),)
 
     for module in model.modules():
-        if (
-            not (isinstance(module, nn.Conv2d) and isinstance(module.padding, tuple))
-            or module.padding_mode != "zeros"
-        ):
+        if not (isinstance(module, nn.Conv2d) and isinstance(module.padding, tuple)):
             continue
-        # the output has 1 px either way
-        stays_narrow = module.kernel_size[1] == 2 * module.padding[1] + 1
-        if module.stride[1] > 1 and stays_narrow:
+        # Such a kernel gives 1 px with and without the additional zeros.
+        keeps_size = module.kernel_size[1] == 2 * module.padding[1] + 1
+        if module.stride[1] > 1 and keeps_size and module.padding_mode == "zeros":
             module.register_forward_pre_hook(widened)

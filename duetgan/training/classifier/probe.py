@@ -1,10 +1,12 @@
 """A linear probe: multinomial logistic regression on a network's features of images and of their
-mirror images. It is the head that a fine-tuning begins with (2202.10054), and what it must be
-better than.
+mirror images.
+
+Fine-tuning starts with the probe as its head (2202.10054). The accuracy of the probe is the
+baseline that fine-tuning must beat.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +24,14 @@ from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import duration
 
 FOLDS = 5
-# of the penalty, strongest first: each begins where the one before ended
+# Strengths of the penalty, strongest first: each fit starts from the previous solution.
 STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)
-# images by features by classes that are cross-validated, which bounds the time to about half a
-# minute
+# Most images x features x classes in the cross-validation, which then takes about half a minute.
 WORK = 2e8
 ITERATIONS = 100  # of L-BFGS, at most
-COMPARED = 20_000  # images that are searched for look-alikes, at most: seconds
-LOOK, A_CLASS = 200, 5  # images of the first look, at least so many a class on average
+COMPARED = 20_000  # most images that are searched for look-alikes, which takes seconds
+PREVIEW_IMAGES = 200  # of the preview, at least
+PREVIEW_PER_CLASS = 5  # on average, at least
 
 
 class Probe(NamedTuple):
@@ -37,55 +39,60 @@ class Probe(NamedTuple):
 
     weight: Tensor  # float32 [K, F]
     bias: Tensor  # float32 [K]
-    accuracy: float  # of images that the regression was not fitted to, nor its strength chosen by
-    interval: list[float]  # of 95 %
-    images: int  # that it is measured on
+    # Cross-validated: of images that neither the regression nor its strength was fitted to.
+    accuracy: float
+    interval: list[float]  # 95 % interval of the accuracy
+    images: int  # images from which the accuracy is computed
     # of the penalty: mean cross-entropy + strength / 2 * |weights of standardised features|^2
     strength: float
 
 
-class Probed(Fields):
-    """What a run that began at a probe keeps of it."""
+class ProbeSummary(Fields):
+    """Summary of the probe that a run started with; part of its checkpoints."""
 
     STATE = ("accuracy", "interval", "images", "strength", "seconds")
-    optional = True  # a run that was begun without has no such state
+    optional = True  # A run that started without a probe has no such state.
 
     def __init__(self) -> None:
-        self.accuracy, self.interval, self.images, self.strength = 0.0, [0.0, 1.0], 0, 0.0
-        self.seconds = 0.0  # that features and regression took
+        self.accuracy = 0.0
+        self.interval = [0.0, 1.0]
+        self.images = 0
+        self.strength = 0.0
+        self.seconds = 0.0  # duration of the features and the regression
 
     def __str__(self) -> str:
-        (low, high), part = (
-            self.interval,
-            f"a logistic regression of strength {self.strength:g} on frozen features",
+        low, high = self.interval
+        return (
+            f"a logistic regression of strength {self.strength:g} on frozen features: accuracy "
+            f"{self.accuracy:.3f} ({low:.3f} to {high:.3f}) by cross-validation on "
+            f"{self.images:,} images, {duration(self.seconds)}"
         )
-        unseen = f"accuracy {self.accuracy:.3f} ({low:.3f} to {high:.3f}) by cross-validation on {self.images:,} images"
-        return f"{part}: {unseen}, {duration(self.seconds)}"
 
     @torch.no_grad()
-    def take(self, probe: Probe, heads: Sequence[nn.Linear]) -> None:
-        """Make the probe of the heads."""
-        self.accuracy, self.interval, self.images, self.strength = probe[2:]
+    def install(self, probe: Probe, heads: Sequence[nn.Linear]) -> None:
+        """Copy the weights of `probe` into the heads, and record its accuracy."""
+        self.accuracy = probe.accuracy
+        self.interval = probe.interval
+        self.images = probe.images
+        self.strength = probe.strength
         for head in heads:
             head.weight.copy_(probe.weight)
             head.bias.copy_(probe.bias)
 
 
-def looked_at(count: int, classes: int, seed: int) -> np.ndarray | None:
-    """Some records whose features are soon there, for a first answer; None where that would hardly
-    be sooner.
-    """
-    number = max(LOOK, A_CLASS * classes)
-    return (
-        np.sort(numpy_generator(seed, "probe", "look").permutation(count)[:number])
-        if 3 * number < count
-        else None
-    )
+def preview_records(count: int, classes: int, seed: int) -> np.ndarray | None:
+    """Choose records for a quick preview of the probe, int64; None if that saves little time."""
+    number = max(PREVIEW_IMAGES, PREVIEW_PER_CLASS * classes)
+    if 3 * number >= count:
+        return None
+    return np.sort(numpy_generator(seed, "probe", "look").permutation(count)[:number])
 
 
-def alike(dataset: Dataset) -> np.ndarray:
-    """The first image that looks like each image, its own number where none does: int64 [n]. Not
-    searched: sets of several files, or of more than COMPARED images.
+def look_alike_groups(dataset: Dataset) -> np.ndarray:
+    """Return for each image the number of the first image that looks like it, int64 [n].
+
+    An image without look-alikes has its own number, and so have all images of a data set of several
+    files or of more than COMPARED images, which is not searched.
     """
     firsts = np.arange(len(dataset))
     reader = dataset.shards[0]
@@ -102,44 +109,48 @@ def fit(
     *,
     seed: int = 0,
     groups: np.ndarray | None = None,
-    like: Tensor | None = None,
+    unlabelled_features: Tensor | None = None,
 ) -> Probe:
-    """The regression on features [n, V, F] of V views of each image and labels int64 [n] below
-    `classes`, where they lie. Its strength has the best accuracy of one view over FOLDS folds, and
-    an image's answer there is that of the strength that is best on the other folds. Images of a
-    group, int64 [n], are in one fold (None: each is alone). Features are standardised as `like` [m,
-    F] are, such as those of images without labels (None: as they are).
+    """Fit a logistic regression, and choose the strength of its penalty by cross-validation.
+
+    The strength has the best accuracy of the first view over FOLDS folds. The accuracy of each fold
+    is that of the strength that is best on the other folds.
+
+    Args:
+        features: [n, V, F] of V views of each image, on the device that computes.
+        labels: int64 [n] below `classes`.
+        classes: Number of classes.
+        seed: Seed of the folds.
+        groups: int64 [n]. Images of a group are in one fold; None: each image is a group.
+        unlabelled_features: [m, F] whose mean and deviation standardise the features; None: those
+            of `features`.
     """
     n, _, width = features.shape
-    scale = None if like is None else _scale(like)
-    folds = torch.from_numpy(
-        _folds(labels.cpu().numpy(), seed, np.arange(n) if groups is None else groups)
-    )
-    most = max(FOLDS * classes, int(WORK / width / classes))
-    some = torch.from_numpy(np.sort(numpy_generator(seed, "probe", "images").permutation(n)[:most]))
-    right = torch.zeros(len(STRENGTHS), FOLDS, dtype=torch.int64)
+    scale = None if unlabelled_features is None else _scale(unlabelled_features)
+    if groups is None:
+        groups = np.arange(n)
+    folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed, groups))
+    limit = max(FOLDS * classes, int(WORK / width / classes))
+    subset = np.sort(numpy_generator(seed, "probe", "images").permutation(n)[:limit])
+    rows = torch.from_numpy(subset)
+    correct = torch.zeros(len(STRENGTHS), FOLDS, dtype=torch.int64)
     for fold in Bar(range(FOLDS), "cross-validating the head", unit="fold", delay=1):
-        train, held = (
-            some[folds[some] == fold] if out else some[folds[some] != fold] for out in (False, True)
-        )
-        for row, (weight, bias) in enumerate(
-            _path(features[train], labels[train], classes, STRENGTHS, scale)
-        ):
-            right[row, fold] = (
-                F.linear(features[held, 0], weight, bias).argmax(1) == labels[held]
-            ).sum()
-    best = int(right.sum(1).argmax())
-    unseen = sum(
-        int(right[(right.sum(1) - right[:, fold]).argmax(), fold]) for fold in range(FOLDS)
-    )
+        train, held_out = rows[folds[rows] != fold], rows[folds[rows] == fold]
+        path = _path(features[train], labels[train], classes, STRENGTHS, scale)
+        for row, (weight, bias) in enumerate(path):
+            predicted = F.linear(features[held_out, 0], weight, bias).argmax(1)
+            correct[row, fold] = (predicted == labels[held_out]).sum()
+    totals = correct.sum(1)
+    best = int(totals.argmax())
     *_, (weight, bias) = _path(features, labels, classes, STRENGTHS[: best + 1], scale)
-    interval = wilson(unseen, len(some)) or [0.0, 1.0]
-    return Probe(weight, bias, unseen / len(some), interval, len(some), STRENGTHS[best])
+    hits = sum(int(correct[(totals - correct[:, fold]).argmax(), fold]) for fold in range(FOLDS))
+    interval = wilson(hits, len(rows)) or [0.0, 1.0]
+    return Probe(weight, bias, hits / len(rows), interval, len(rows), STRENGTHS[best])
 
 
 def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
-    """The fold of each image, int64 [n]: of each class as many groups in every fold as in another,
-    or one more.
+    """Return the fold of each image, int64 [n]. The groups of each class are spread evenly over the
+    folds.
     """
     _, firsts, group = np.unique(groups, return_index=True, return_inverse=True)
     order = numpy_generator(seed, "probe", "folds").permutation(len(firsts))
@@ -154,13 +165,17 @@ def _scale(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _path(
-    features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float], scale: Any
-) -> Any:
-    """Weight [K, F] and bias [K] for features as they come, for each strength in turn."""
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    strengths: Sequence[float],
+    scale: tuple[Tensor, Tensor] | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield weight [K, F] and bias [K] for features that are not standardised, for each strength."""
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     mean, deviation = scale or _scale(x)
     x, basis = (x - mean) / deviation, None
-    if len(x) < x.shape[1]:  # with its penalty the solution lies in the span of the images
+    if len(x) < x.shape[1]:  # The penalty keeps the solution in the span of the images.
         basis = torch.linalg.qr(x.T)[0]
         x = x @ basis
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
@@ -172,13 +187,13 @@ def _path(
 
         def loss(optimizer: torch.optim.LBFGS = optimizer, strength: float = strength) -> Tensor:
             optimizer.zero_grad()
-            value = (
-                F.cross_entropy(F.linear(x, weight, bias), y) + strength / 2 * weight.square().sum()
-            )
+            penalty = strength / 2 * weight.square().sum()
+            value = F.cross_entropy(F.linear(x, weight, bias), y) + penalty
             value.backward()
             return value
 
         with torch.enable_grad():
             optimizer.step(loss)
-        scaled = (weight.detach() if basis is None else weight.detach() @ basis.T) / deviation
+        standardised = weight.detach() if basis is None else weight.detach() @ basis.T
+        scaled = standardised / deviation
         yield scaled, bias.detach() - scaled @ mean

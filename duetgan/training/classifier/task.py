@@ -1,10 +1,10 @@
-"""The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
+"""The classifier task: networks, one training step, the state that is saved, and the evaluation."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,26 +27,33 @@ from duetgan.metrics.lineage import lineage_of
 from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier
-from duetgan.models.model_parallel import Share, place
-from duetgan.training.base.compiled import Compiled
-from duetgan.training.base.data import label_shares
+from duetgan.models.model_parallel import DevicePart, place
+from duetgan.training.base.compiled import Compiled, CompileSetting
+from duetgan.training.base.config import Shape
+from duetgan.training.base.data import label_frequencies
 from duetgan.training.base.phases import phase
-from duetgan.training.base.task import Networks, Outline, Task
+from duetgan.training.base.task import Networks, Outline, Stateful, Task
 from duetgan.training.base.teacher import Teacher
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.consistency import Unlabelled
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
-from duetgan.training.classifier.frozen import Frozen, image_features
+from duetgan.training.classifier.frozen import Frozen, holds_features, image_features
 from duetgan.training.classifier.loss import (
     Targets,
-    by_class,
+    add_distillation,
+    class_weights_and_prior,
     classifier_loss,
-    distilled,
     sample_weights,
 )
 from duetgan.training.classifier.micro_batch import MicroBatch
 from duetgan.training.classifier.network import initialise, widen_narrow_maps
-from duetgan.training.classifier.probe import Probe, Probed, alike, fit, looked_at
+from duetgan.training.classifier.probe import (
+    Probe,
+    ProbeSummary,
+    fit,
+    look_alike_groups,
+    preview_records,
+)
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
@@ -59,202 +66,254 @@ from duetgan.utils.provenance import Lineage, join
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 
-# a process's share of a step: augmented images, of 8 bits uint8, what they show, and with which and
-# how they are mixed
-Prepared = tuple[Tensor, Targets, tuple[Tensor, Mixing] | None]
+
+class Prepared(NamedTuple):
+    """The batch of one process after augmentation; images are mixed later, in micro-batches."""
+
+    images: Tensor  # [n, C, H, W]; uint8 if the data set has 8 bits
+    targets: Targets
+    partners: Tensor | None = None  # [n, C, H, W]: the images to mix in; None: no image is mixed
+    mixing: Mixing | None = None
 
 
 class ClassifierTask(Task):
-    """A ResNet, its optimizer and average, and one step."""
+    """The classifier, its optimizer and moving average, and one step."""
 
-    best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/classifier"
+    best_metric = "accuracy"
+    best_is_lower = False
+    loss_metric = "loss/classifier"
 
     def __init__(
         self,
         config: ClassifierConfig,
-        reader: Dataset,
-        val_reader: Dataset | None,
+        dataset: Dataset,
+        val_dataset: Dataset | None,
         device: torch.device,
     ) -> None:
         world = collectives.world_size()
-        check_classes(config, reader, val_reader)
-        self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
+        check_classes(config, dataset, val_dataset)
+        self.config = config
+        self.dataset = dataset
+        self.val_dataset = val_dataset
+        self.device = device
         check_batches(config, world)
-        if config.early_stopping.patience is not None and val_reader is None:
-            raise UserError("early_stopping.patience needs held-out images; give data.val_path")
-        self.share = config.share(world)
-        self.unlabelled = Unlabelled(config, reader) if config.unlabelled.path else None
-        self.beside = self.unlabelled if config.unlabelled.weight else None
-        self.micro = MicroBatch(
-            config.micro_batch, self.share + (self.beside.share if self.beside else 0)
-        )
-        self.first = collectives.rank() * self.share
-        self.shape = config.shape(reader)
+        if config.early_stopping.patience is not None and val_dataset is None:
+            raise UserError("early_stopping.patience needs validation images; give data.val_path")
+        self.rank_batch = config.rank_batch(world)
+        self.first_row = collectives.rank() * self.rank_batch  # in the global batch
+        self.unlabelled = Unlabelled(config, dataset) if config.unlabelled.path else None
+        # The unlabelled images as training data; with weight 0 they only standardise the probe.
+        self.unlabelled_stream = self.unlabelled if config.unlabelled.weight else None
+        samples = self.rank_batch
+        if self.unlabelled_stream:
+            samples += self.unlabelled_stream.rank_batch
+        self.micro = MicroBatch(config.micro_batch, samples)
+        self.shape = config.shape(dataset)
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
-        initialise(model, reader)
-        self.rows, self.shown = CLASSIFIER, torch.empty(0)
+        initialise(model, dataset)
+        self.metric_rows = CLASSIFIER
         if config.loss.several:
             model.add_thresholds()
-            self.rows, self.best_metric = LABELS, "average_precision"
-            # by label numbers
-            self.shown = torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
-        model = model.to(
-            memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
-        )
-        self.shares: list[Share] = []  # of several devices
+            self.metric_rows = LABELS
+            self.best_metric = "average_precision"
+            # float [labels, classes]: the classes of each label set
+            self.label_vectors = torch.tensor(
+                dataset.meta.multi_hot, dtype=torch.float32, device=device
+            )
+        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        model = model.to(memory_format=layout)
+        self.device_parts: list[DevicePart] = []  # of a model that is split over several devices
         if config.model.split == "off":
             model = model.to(device)
         else:
-            devices, reduced = (
+            self.device_parts = place(
+                model,
                 collectives.own_devices(device),
-                config.precision not in ("auto", "fp32"),
+                samples=self.micro.size,
+                reduced=config.precision not in ("auto", "fp32"),
             )
-            self.shares = place(model, devices, samples=self.micro.size, reduced=reduced)
-        self.ema, synced = EMA(model, buffers="average"), world > 1 and config.sync_bn == "auto"
-        self.model = synchronise_batchnorm(model, device) if synced else model
-        # each process normalises by its own share's statistics
-        self.apart = world > 1 and not synced
+        self.ema = EMA(model, buffers="average")
+        is_synchronised = world > 1 and config.sync_bn == "auto"
+        self.local_batchnorm = world > 1 and not is_synchronised
+        self.model = synchronise_batchnorm(model, device) if is_synchronised else model
         if device.type == "cpu":
             widen_narrow_maps(self.model)
-        self.model.train()  # and it stays so: only the average is evaluated
+        self.model.train()  # It stays in training mode: only the average is evaluated.
         self.resizing = Resizing(config.resizing, self.model, config.steps)
-        self.statistics = list(self.model.buffers())  # BatchNorm's running ones
-        # the model where there are several processes
-        self.replica: DistributedDataParallel | None = None
-        self.forward: Any = None  # the model or its replica, compiled where that is asked for
-        self._wrapped_for: list[bool] = []  # which parameters trained when `_wrap` was last called
-        shares = np.array(label_shares(config.data, reader))
+        self.statistics = list(self.model.buffers())  # running statistics of BatchNorm
+        self.replica: DistributedDataParallel | None = None  # the model, with several processes
+        self.forward: Compiled | None = None  # the model or its replica
+        self._wrapped_for: list[bool] = []  # `requires_grad` of the parameters at the last `_wrap`
+        frequencies = np.array(label_frequencies(config.data, dataset))
         if config.loss.several:
-            shares = shares @ reader.meta.multi_hot / shares.sum()
-        self.by_class = by_class(config.loss, reader.meta.classes, shares.tolist(), device)
+            frequencies = frequencies @ dataset.meta.multi_hot / frequencies.sum()
+        self.class_weights, self.prior = class_weights_and_prior(
+            config.loss, dataset.meta.classes, frequencies.tolist(), device
+        )
         self.precision = Precision(config.precision, device)
-        self.probe = Probed()
-        self.teacher = (
-            Teacher("loss.teacher", config.loss.teacher, reader, device)
-            if config.loss.teacher
-            else None
-        )
+        self.probe = ProbeSummary()
+        self.teacher: Teacher | None = None
+        if config.loss.teacher:
+            self.teacher = Teacher("loss.teacher", config.loss.teacher, dataset, device)
         self.finetuning = FineTuning(
-            self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size
+            self.model, config.finetune, steps_per_epoch=len(dataset) / config.batch_size
         )
-        rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
-        self.frozen = Frozen(config, reader, self.finetuning, self.resizing, self.precision)
-        more: Any = {
-            "head": head,
-            "groups": self.finetuning.groups(rates.weight_decay),
-            "exchange": False,
-        }
-        self.updater = Updater(self.model, rates, self.precision, config.steps, **more)
+        self.frozen = Frozen(config, dataset, self.finetuning, self.resizing, self.precision)
+        optimizer = config.optimizer.for_batch(config.batch_size)
+        self.updater = Updater(
+            self.model,
+            optimizer,
+            self.precision,
+            config.steps,
+            exchange=False,
+            head=model.head.parameters(),
+            groups=self.finetuning.groups(optimizer.weight_decay),
+        )
 
     @staticmethod
-    def outline(config: ClassifierConfig, shape: Mapping[str, int]) -> Outline:
-        """Backbones have their known sizes: the layer of a hidden head, after the smallest of them,
-        and its average.
-        """
-        wide = config.model.head_width if config.model.head == "hidden" else 1
-        return {"model": (torch.nn.Linear(128, wide), 2)}
+    def outline(config: ClassifierConfig, shape: Shape) -> Outline:
+        """Return the layer of a hidden head after the narrowest backbone, with its average.
 
-    def registry(self) -> dict[str, Any]:
-        parts = {
+        Only its width is free: backbones have fixed sizes.
+        """
+        width = 1
+        if config.model.head == "hidden":
+            width = config.model.head_width
+        return {"model": (torch.nn.Linear(128, width), 2)}
+
+    def registry(self) -> dict[str, Stateful]:
+        registry: dict[str, Stateful] = {
             "model": self.model,
             "model_ema": self.ema,
             "optimizer": self.updater,
             "scaler": self.precision,
         }
-        parts |= {"probe": self.probe} if self.config.finetune.probe else {}
-        parts |= {"unlabelled": self.beside} if self.beside else {}
-        return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
+        if self.config.finetune.probe:
+            registry["probe"] = self.probe
+        if self.unlabelled_stream:
+            registry["unlabelled"] = self.unlabelled_stream
+        if self.micro.auto:
+            registry["micro_batch"] = self.micro
+        return registry
 
     def begin(self, folder: Path) -> None:
-        """With `finetune.probe` the head becomes the regression; the other ranks get it from the
-        first.
+        """Fit a logistic regression and start with it as the head, if `finetune.probe` is set.
+
+        The main process computes it and sends it to the others.
         """
-        if self.config.finetune.probe:
-            begun, classes, seed = time.perf_counter(), self.shape["classes"], self.config.seed
-            groups = alike(self.reader) if collectives.is_main() else np.empty(0)
-            some = looked_at(len(self.reader), classes, seed)
-            if some is not None and collectives.is_main():
-                look = self.look(some, groups)
-                first, (low, high) = f"{len(some):,} of {len(self.reader):,} images", look.interval
+        if not self.config.finetune.probe:
+            return
+        start = time.perf_counter()
+        classes, seed = self.shape["classes"], self.config.seed
+        groups = np.empty(0)
+        preview = preview_records(len(self.dataset), classes, seed)
+        if collectives.is_main():
+            groups = look_alike_groups(self.dataset)
+            if preview is not None:
+                probe = self.probe_subset(preview, groups)
+                low, high = probe.interval
                 say_main(
-                    f"probe: a first look at {first}: accuracy {look.accuracy:.3f} ({low:.3f} to {high:.3f})"
+                    f"probe: a first look at {len(preview):,} of {len(self.dataset):,} images: "
+                    f"accuracy {probe.accuracy:.3f} ({low:.3f} to {high:.3f})"
                 )
-            source = self.source(0, folder)
+        source = self.source(0, folder)
 
-            def fitted() -> tuple[Probe, Tensor | None, float]:
-                features, labels = self.frozen.features(source)
-                like = said = None
-                if self.unlabelled is not None:
-                    with self.precision.autocast():
-                        images, what = self.unlabelled.images, "unlabelled features of"
-                        like = image_features(self.model, images, mirror=False, what=what)[0][:, 0]
-                    if self.unlabelled.about.spread:
-                        said = spread_to(like, features[:, 0], labels, classes).float()
-                probe = fit(features, labels, classes, seed=seed, groups=groups, like=like)
-                return probe, said, round(time.perf_counter() - begun, 3)
+        def fitted() -> tuple[Probe, Tensor | None, float]:
+            features, labels = self.frozen.features(source)
+            unlabelled_features, propagated_labels = None, None
+            if self.unlabelled is not None:
+                with self.precision.autocast():
+                    unlabelled_features = image_features(
+                        self.model,
+                        self.unlabelled.images,
+                        mirror=False,
+                        progress="unlabelled features of",
+                    )[0][:, 0]
+                if self.unlabelled.settings.spread:
+                    propagated_labels = spread_to(
+                        unlabelled_features, features[:, 0], labels, classes
+                    ).float()
+            probe = fit(
+                features,
+                labels,
+                classes,
+                seed=seed,
+                groups=groups,
+                unlabelled_features=unlabelled_features,
+            )
+            return probe, propagated_labels, round(time.perf_counter() - start, 3)
 
-            probe, said, self.probe.seconds = collectives.from_main_process(fitted)
-            self.probe.take(probe, [self.model.head, self.ema.model.head])
-            self.updater.reset()  # a schedule-free optimizer holds the weights as they were
-            if self.unlabelled is not None and said is not None:
-                self.unlabelled.said = said
-            say_main(f"probe: {self.probe}; training begins there")
+        probe, propagated_labels, self.probe.seconds = collectives.from_main_process(fitted)
+        self.probe.install(probe, [self.model.head, self.ema.model.head])
+        self.updater.reset()  # A schedule-free optimizer holds a copy of the previous weights.
+        if self.unlabelled is not None and propagated_labels is not None:
+            self.unlabelled.propagated_labels = propagated_labels
+        say_main(f"probe: {self.probe}; training begins there")
 
-    def look(self, records: np.ndarray, groups: np.ndarray) -> Probe:
-        """The regression on features of some of the images, see `probe.fit`; `groups`: of all of
-        them.
+    def probe_subset(self, records: np.ndarray, groups: np.ndarray) -> Probe:
+        """Fit the logistic regression to some of the images, int64 [n]; `groups` [len(dataset)] are
+        those of `probe.fit`.
         """
         with self.precision.autocast():
-            found = image_features(self.model, self.reader, mirror=False, records=records)
-        return fit(*found, self.shape["classes"], seed=self.config.seed, groups=groups[records])
+            features, labels = image_features(
+                self.model, self.dataset, mirror=False, records=records
+            )
+        return fit(
+            features,
+            labels,
+            self.shape["classes"],
+            seed=self.config.seed,
+            groups=groups[records],
+        )
 
     def lineage(self) -> Lineage:
-        more = [] if self.unlabelled is None else [lineage_of(self.unlabelled.images)]
-        more += [] if self.teacher is None else [self.teacher.lineage, self.teacher.network.lineage]
-        return join(self.model.lineage, *more)
+        lineages = [self.model.lineage]
+        if self.unlabelled is not None:
+            lineages.append(lineage_of(self.unlabelled.images))
+        if self.teacher is not None:
+            lineages += [self.teacher.lineage, self.teacher.network.lineage]
+        return join(*lineages)
 
     def networks(self) -> Networks:
         return {
             "classifier": (
                 self.ema.model,
-                (torch.zeros(1, *self.reader.spec.shape, device=self.device),),
+                (torch.zeros(1, *self.dataset.spec.shape, device=self.device),),
             )
         }
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        """One update at the global batch; the returned values add up over the ranks."""
+        """Make one update at the global batch; the returned metrics add up over the ranks."""
         batch = next(batches)
         self._set_up(step)
         self._wrap()
-        self.model.begin = self.frozen.begin if batch.images.shape[2] == 1 else 0
-        before = Snapshot(self.statistics)
-        used = (
-            self.beside.look(step, self.ema.model, self.precision, self.device)
-            if self.beside
-            else {}
-        )
-        loss, correct = self._gradients(batch, step, before)
+        self.model.begin = self.frozen.begin if holds_features(batch) else 0
+        statistics = Snapshot(self.statistics)
+        stream = self.unlabelled_stream
+        used = stream.draw(step, self.ema.model, self.precision, self.device) if stream else {}
+        loss, correct = self._gradients(batch, step, statistics)
         with phase("optimizer"):
             update = self.updater.step(step)
-            # a masked step's NaN must not stay in running statistics
-            before.restore(update.skipped)
-            if self.apart:  # the running means and variances that this step has moved
-                norms = [
-                    m
-                    for m in self.model.modules()
-                    if isinstance(m, torch.nn.BatchNorm2d) and m.training
-                ]
-                collectives.average_(
-                    b for norm in norms for b in norm.buffers() if b.is_floating_point()
-                )
+            # Running statistics must not keep the NaN of a masked step.
+            statistics.restore(update.skipped)
+            if self.local_batchnorm:
+                self._average_statistics()
             self.precision.update_scale()
         with phase("ema"):
             average = self.updater.average(self.model.parameters())
             decay = min(self.config.ema.decay, (1 + step) / (10 + step))
             self.ema.update(self.model, decay, update.skipped, average)
-        figures = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
-        return figures | used | update.metrics("classifier")
+        metrics = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
+        return metrics | used | update.metrics("classifier")
+
+    def _average_statistics(self) -> None:
+        """Average the running statistics of BatchNorm over the processes."""
+        running: list[Tensor] = []
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d) and module.training:
+                running += [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        collectives.average_(running)
 
     def source(self, step: int, folder: Path) -> Source | None:
         self._set_up(step)
@@ -267,54 +326,61 @@ class ClassifierTask(Task):
     def _set_up(self, step: int) -> None:
         self.finetuning.at(step)
         if self.resizing.at(step):
-            self.micro.look_again()
+            self.micro.retry()
 
     def _wrap(self) -> None:
-        """Over several processes, put the model into DDP, which must know what trains: anew where
-        that has changed.
-        """
+        """Compile the model, with several processes inside DDP; again if other parameters train."""
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         if trains == self._wrapped_for:
             return
-        first, self._wrapped_for = not self._wrapped_for, trains
-        self.replica = self.forward = None  # the buckets of before go first
+        is_first = not self._wrapped_for
+        self._wrapped_for = trains
+        self.replica = self.forward = None  # This frees the previous buckets.
         self.updater.zero_grad()
-        self.micro.look_again()
+        self.micro.retry()
         if collectives.world_size() > 1:
-            # no device_ids, be it one device or several: inputs are where they belong
-            # weights travel once: later they are equal
+            # Inputs are on the right device already, so there are no device_ids. The weights are
+            # sent the first time only: later they are equal on all ranks.
             self.replica = DistributedDataParallel(
-                self.model, gradient_as_bucket_view=True, init_sync=first
+                self.model, gradient_as_bucket_view=True, init_sync=is_first
             )
-            # BatchNorm's are in step; the option's name depends on the version
+            # This task synchronises BatchNorm itself. The name of the constructor's option depends
+            # on the version of torch.
             self.replica.broadcast_buffers = False
             if self.config.distributed.compress == "bf16":
                 self.replica.register_comm_hook(None, bf16_compress_hook)
-        # a compiled network lies on one device
-        setting = self.config.compile if not self.shares else "off"
+        # A compiled network must be on one device.
+        setting: CompileSetting = "off" if self.device_parts else self.config.compile
         self.forward = Compiled(
             self.replica or self.model, "classifier", setting=setting, device=self.device
         )
 
-    def _gradients(self, batch: Batch, step: int, before: Snapshot) -> tuple[Tensor, Tensor]:
-        """Gradients of the global batch, in smaller parts if memory runs out and the config allows
-        it. `before` are the statistics to begin with. Returns the loss and how many were right, of
-        this process's share.
+    def _gradients(self, batch: Batch, step: int, statistics: Snapshot) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of the global batch, in smaller micro-batches if memory runs out
+        and the config allows it.
 
-        Several processes must agree on the parts before one of them sends anything: they try
-        without sending.
+        Several processes must agree on the micro-batches before one of them sends gradients. So
+        they first try without sending.
+
+        Args:
+            batch: This process's batch.
+            step: Number of the update.
+            statistics: Running statistics from before the step, which failed tries have changed.
+
+        Returns:
+            The loss and the number of correct predictions of this process, 0-d.
         """
         self.updater.zero_grad()
-        trying = self.micro.auto and (self.replica is None or self.micro.tries > 0)
-        while trying:
+        must_try = self.micro.auto and (self.replica is None or self.micro.tries > 0)
+        while must_try:
             result = self._try_gradients(batch, step)
-            short = collectives.all_reduce_max(int(result is None))
+            ran_out_anywhere = collectives.all_reduce_max(int(result is None))
             if result is not None and self.replica is None:
                 return result
             del result
             self.updater.zero_grad()
-            before.restore()
-            if not short:
+            statistics.restore()
+            if not ran_out_anywhere:
                 self.micro.tries -= 1
                 break
             if self.device.type != "cpu":
@@ -323,8 +389,8 @@ class ClassifierTask(Task):
         return self._accumulate(batch, step)
 
     def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
-        """None: memory ran out. (By the time of the return what the failed pass held is free
-        again.)
+        """Return the result of `_accumulate` without sending gradients; None on
+        out-of-memory, after the tensors of the failed pass are released.
         """
         try:
             return self._accumulate(batch, step, send=False)
@@ -334,111 +400,143 @@ class ClassifierTask(Task):
         return None
 
     def _accumulate(self, batch: Batch, step: int, *, send: bool = True) -> tuple[Tensor, Tensor]:
-        """Forward and backward passes of this process's share; DDP sends the gradients in the last
-        of them.
+        """Accumulate the gradients of this process's batch in micro-batches.
+
+        With `send`, DDP adds them up over the processes during the last backward pass. Returns the
+        loss and the number of correct predictions of this process, 0-d.
         """
-        loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        assert self.forward is not None
+        loss_sum = torch.zeros((), device=self.device)
+        correct = torch.zeros((), device=self.device)
         with phase("augment"):
-            prepared = self._prepared(batch, step, self.first)
-            if self.beside:
-                prepared = (*self.beside.beside(*prepared[:2]), None)
-        parts = self.micro.parts()
-        for rows in parts:
+            prepared = self._prepared(batch, step, self.first_row)
+            if self.unlabelled_stream:
+                images, targets = self.unlabelled_stream.append_to(
+                    prepared.images, prepared.targets
+                )
+                prepared = Prepared(images, targets)
+        micro_batches = self.micro.slices()
+        for rows in micro_batches:
             with phase("augment"):
-                images, targets = self._part(prepared, rows)
-            sends = send and rows is parts[-1]
+                images, targets = self._micro_batch(prepared, rows)
+            sends = send and rows is micro_batches[-1]
             with nullcontext() if self.replica is None or sends else self.replica.no_sync():
                 with phase("forward"):
                     with self.precision.autocast():
                         logits = self.forward(images)
-                        answers = None if self.teacher is None else self.teacher(images)
+                        teacher_logits = None if self.teacher is None else self.teacher(images)
                     logits = logits.to(loss_sum.dtype)
-                    loss = classifier_loss(logits, targets, self.config.loss, *self.by_class)
-                    loss = distilled(
-                        loss, logits, answers, targets, self.config.loss, self.by_class[0]
+                    loss = classifier_loss(
+                        logits, targets, self.config.loss, self.class_weights, self.prior
+                    )
+                    loss = add_distillation(
+                        loss, logits, teacher_logits, targets, self.config.loss, self.class_weights
                     )
                     loss = loss / self.config.batch_size
                 with phase("backward"):
                     self.precision.backward(loss)
             loss_sum += loss.detach()
-            own = slice(0, max(0, self.share - rows.start))  # labelled ones
-            correct += targets.rows(own).correct(logits[own].detach())
+            # Unlabelled images come last and have no accuracy.
+            labelled = slice(0, max(0, self.rank_batch - rows.start))
+            correct += targets.rows(labelled).correct(logits[labelled].detach())
         if send and self.replica is not None:
             self._sum_gradients()
         return loss_sum, correct
 
     def _sum_gradients(self) -> None:
-        """Make sums over the processes of DDP's means. Not by weights of the losses: what layers
-        are logged to receive, and what fp16 can hold, would depend on the number of processes.
+        """Turn DDP's means over the processes into sums.
+
+        Larger losses would give the same sums, but then the logged gradients of layers and the
+        overflow of fp16 would depend on the number of processes.
         """
-        trained = [(plain(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
-        unused = [name for name, p in trained if p.grad is None]
-        if unused:  # DDP has waited for them in vain, and has not sent all
+        gradients: list[Tensor] = []
+        unused: list[str] = []
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                unused.append(plain(name))
+            else:
+                gradients.append(parameter.grad)
+        if unused:  # DDP has not sent all gradients: it was still waiting for these.
             raise UserError(
                 f"no gradient reaches {', '.join(unused[:4])}{', ...' * (len(unused) > 4)}: several processes cannot "
                 "train such parameters; name them in finetune.freeze"
             )
-        for (gradients,) in by_kind(p.grad for _, p in trained if p.grad is not None).values():
-            torch._foreach_mul_(gradients, collectives.world_size())
+        for (group,) in by_kind(gradients).values():
+            torch._foreach_mul_(group, collectives.world_size())
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:
-        """Augment rows [start, start + n) of the global batch: if they can in uint8, a quarter of
-        the memory.
-        """
-        config, labels = (
-            self.config,
-            self.shown[batch.labels] if self.config.loss.several else batch.labels,
-        )
-        targets = Targets(labels)
-        draw: Any = {
-            "seed": config.seed,
-            "step": step,
-            "start": start,
-            "global_batch": config.batch_size,
-        }
-        spec, images = self.model.spec, batch.images
-        images = (
-            spec.to_float(images, config.channels_last)
-            if spec.deep and images.shape[2] > 1
-            else images
-        )
-        images = draw_and_apply(images, config.augment, **draw)
-        mixed = None
-        if config.augment.mixes:
-            size = (images.shape[2], images.shape[3])
-            mixing = draw_mixing(
-                config.augment, count=len(images), size=size, device=images.device, **draw
-            )
-            mixed = partners(images), mixing
-            targets = Targets(labels, partners(labels), mixing.own)
-        if batch.synthetic is not None and (weight := config.data.synthetic.weight) != 1:
-            others = partners(batch.synthetic) if mixed else None
-            targets = targets._replace(
-                weights=sample_weights(batch.synthetic, weight, others, targets.own)
-            )
-        return images, targets, mixed
+        """Augment a batch, rows [start, start + n) of the global batch.
 
-    def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
-        (share, targets, mixed), spec = prepared, self.model.spec
-        if share.shape[2] == 1:  # frozen stages' outputs, and the mirror image's
-            return share[rows][..., 0].reshape(-1, *self.frozen.shape), targets.rows(rows)
-        parts = [share[rows]] if mixed is None else [share[rows], mixed[0][rows]]
-        images, *others = [
-            part if spec.deep else spec.to_float(part, self.config.channels_last) for part in parts
-        ]
-        if mixed is not None:
-            images = mix_images(images, others[0], mixed[1].rows(rows))
-        return images, targets.rows(rows)
+        Images of 8 bits stay uint8, in a quarter of the memory.
+        """
+        config, spec = self.config, self.model.spec
+        images, labels = batch.images, batch.labels
+        if config.loss.several:
+            labels = self.label_vectors[labels]
+        if spec.deep and not holds_features(batch):
+            images = spec.to_float(images, config.channels_last)
+        images = draw_and_apply(
+            images,
+            config.augment,
+            seed=config.seed,
+            step=step,
+            start=start,
+            global_batch=config.batch_size,
+        )
+        prepared = Prepared(images, Targets(labels))
+        if config.augment.mixes:
+            mixing = draw_mixing(
+                config.augment,
+                seed=config.seed,
+                step=step,
+                start=start,
+                count=len(images),
+                global_batch=config.batch_size,
+                size=(images.shape[2], images.shape[3]),
+                device=images.device,
+            )
+            targets = Targets(labels, partners(labels), mixing.label_weights)
+            prepared = Prepared(images, targets, partners(images), mixing)
+        if batch.synthetic is None or config.data.synthetic.weight == 1:
+            return prepared
+        weights = sample_weights(
+            batch.synthetic,
+            config.data.synthetic.weight,
+            partners(batch.synthetic) if prepared.mixing else None,
+            prepared.targets.fraction,
+        )
+        return prepared._replace(targets=prepared.targets._replace(weights=weights))
+
+    def _micro_batch(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
+        """Return the rows of a prepared batch as inputs of the network: float images with their
+        partners mixed in, or features.
+        """
+        spec, targets = self.model.spec, prepared.targets.rows(rows)
+        images = prepared.images[rows]
+        if images.shape[2] == 1:  # Features: the random flip has chosen the view that comes first.
+            return images[..., 0].reshape(-1, *self.frozen.shape), targets
+        if not spec.deep:
+            images = spec.to_float(images, self.config.channels_last)
+        if prepared.partners is not None and prepared.mixing is not None:
+            partner_images = prepared.partners[rows]
+            if not spec.deep:
+                partner_images = spec.to_float(partner_images, self.config.channels_last)
+            images = mix_images(images, partner_images, prepared.mixing.rows(rows))
+        return images, targets
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """At the start, the first training images as the network will see them; later nothing new."""
+        """At step 0, return the first training images as the network will see them."""
         if step:
             return None
-        count = min(64, len(self.reader), self.config.batch_size)
-        count -= count % 2 if self.config.augment.mixes else 0
-        batch = read_batch(self.reader, np.arange(count)).to(self.device)
-        images, _ = self._part(self._prepared(batch, 0, 0), slice(0, count))
-        return grid((spec := self.model.spec).from_float(images).cpu(), spec=spec)
+        count = min(64, len(self.dataset), self.config.batch_size)
+        if self.config.augment.mixes:
+            count -= count % 2
+        batch = read_batch(self.dataset, np.arange(count)).to(self.device)
+        images, _ = self._micro_batch(self._prepared(batch, 0, 0), slice(0, count))
+        spec = self.model.spec
+        return grid(spec.from_float(images).cpu(), spec=spec)
 
     def images_at(self, step: int) -> int:
         return step * self.config.batch_size
@@ -447,15 +545,16 @@ class ClassifierTask(Task):
         return self.resizing.typical_steps() if self.resizing.on else {first: 1.0}
 
     def describe(self) -> dict[str, str]:
-        rows = self.resizing.describe() | (
-            {"split": "; ".join(map(str, self.shares))} if self.shares else {}
-        )
-        trains, teacher = "; ".join(self.finetuning.describe()), self.config.loss.teacher
-        rows |= {"taught by": teacher} if teacher else {}
-        return rows | ({"what trains": trains} if trains else {})
+        rows = self.resizing.describe()
+        if self.device_parts:
+            rows["split"] = "; ".join(map(str, self.device_parts))
+        if self.config.loss.teacher:
+            rows["taught by"] = self.config.loss.teacher
+        if trains := self.finetuning.describe():
+            rows["what trains"] = "; ".join(trains)
+        return rows
 
     def layer_table(self, name: str) -> str:
-        """Every layer with its rate, weight decay and when it trains."""
         network, inputs = self.networks()[name]
         return layer_table(network, inputs, self.finetuning, self.updater.config)
 
@@ -463,15 +562,18 @@ class ClassifierTask(Task):
         return self.finetuning.begins[parameter] is not None
 
     def evaluate(self) -> dict[str, float]:
-        """Of the average model, the ranks sharing the held-out images; empty without a val_path."""
-        if self.val_reader is None:
+        """Evaluate the average model on the validation images; empty without data.val_path."""
+        if self.val_dataset is None:
             return {}
-        size = self.config.evaluation.batch_size
         document = evaluate_classifier(
-            self.ema.model, self.val_reader, batch_size=size, details=False
+            self.ema.model,
+            self.val_dataset,
+            batch_size=self.config.evaluation.batch_size,
+            details=False,
         )
         if self.model.thresholds is not None and self.ema.model.thresholds is not None:
-            # its average stays what was chosen
+            # The evaluation has set the thresholds of the average. Equal ones in the model keep
+            # later averages there.
             self.model.thresholds.copy_(self.ema.model.thresholds)
         self.best_interval = document.get(f"{self.best_metric}_interval")
-        return history(self.rows, document)
+        return history(self.metric_rows, document)

@@ -1,14 +1,13 @@
-"""Writing a run's checkpoints and taking the newest again. The loop decides what a checkpoint
-holds.
-"""
+"""Writes a run's checkpoints and restores the newest one; the loop decides what they hold."""
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
+from duetgan.training.base.task import Stateful
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.state_schema import FAULTS, check_part
 from duetgan.utils.checkpoint.writer import Snapshot
@@ -20,155 +19,165 @@ from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.versions import versions
 
-Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
+Registry = Mapping[str, Stateful]
+Evaluation = Mapping[str, object]  # metric, value and interval of an evaluation
 
 
 class CheckpointManager:
-    """Keeps the checkpoints of one run: rank 0 writes, every rank reads."""
+    """Writes and reads the checkpoints of one run: rank 0 writes, every rank reads."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
-        self.config, self.folder, self.loader = config, folder, loader
-        self.lineage = Lineage.of()  # what the weights see and have seen
-        self.saved_step = -1  # rank 0: of the newest checkpoint that was written, or resumed from
-        self._best_step = -1  # rank 0: of the best one
-        self._failure = ""  # rank 0: why the last write failed
-        # the process waits for it at its end
+        self.config = config
+        self.folder = folder
+        self.loader = loader
+        self.lineage = Lineage.of()  # all data that the weights were trained on
+        # Rank 0 alone sets the next three.
+        self.saved_step = -1  # of the newest checkpoint that was written or restored
+        self._best_step = -1  # of the best checkpoint
+        self._failure = ""  # the reason why the last write failed
+        # The interpreter waits for this thread at exit.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Future[None] | None = None
-        self._versions: dict[str, Any] = {}
+        self._versions: Mapping[str, object] = {}
 
     def save(
         self,
         step: int,
         registry: Registry,
-        about: dict[str, Any],
-        figure: dict[str, Any] | None = None,
+        metadata: checkpoints.Checkpoint,
+        evaluation: Evaluation | None = None,
         best: bool = False,
         healthy: int | None = None,
     ) -> None:
-        """Write the registry's state as the checkpoint of `step` unless that is there, and point
-        `last.json` at it.
+        """Write the state of the registry as the checkpoint of `step`, unless it exists.
 
-        `about`: what it tells besides the state. `figure`: the metric, value and interval of an
-        evaluation, for `last.json`; with `best`, the best so far, `best.json` is pointed at it too.
-        `healthy`: while updates are being skipped, the last step known to be sound; the newest
-        checkpoint up to it stays, and the one before it, should that be broken too. A full disk is
-        a warning, the old checkpoint stays; see `failure`. With `checkpoint.asynchronous` a thread
-        writes: here it is only waited for the checkpoint before.
+        `last.json` is pointed at it. If the disk is full, a warning is printed and the previous
+        checkpoint stays; see `failure`. With `checkpoint.asynchronous` a thread writes, and this
+        method only waits for the thread's previous write.
+
+        Args:
+            metadata: Entries of the checkpoint besides the state.
+            evaluation: Metric, value and interval of an evaluation, for `last.json`.
+            best: True to point `best.json` at this checkpoint too.
+            healthy: While updates are being skipped, the last step that is known to be sound. The
+                two newest checkpoints up to it are not deleted: the newest may be broken too.
         """
         if not collectives.is_main():
             return
         self.wait()
         if self.saved_step == step:
             return
-        meta = self.loader.reader.meta
+        images = self.loader.dataset.meta
         content = {
             "schema": checkpoints.SCHEMA,
             "task": self.config.task,
             "step": step,
             "config": to_tree(self.config),
-            # none of an unconditional generator
-            "classes": list(meta.classes)[: about["shape"]["classes"]],
+            # an unconditional generator has no classes, though its images have
+            "classes": list(images.classes)[: metadata["shape"]["classes"]],
             "data": {
-                "content_hash": meta.content_hash,
-                "count": meta.count,
-                "resize_filter": meta.resize_filter,
+                "content_hash": images.content_hash,
+                "count": images.count,
+                "resize_filter": images.resize_filter,
             },
             "lineage": self.lineage.document(),
             "versions": self._versions or versions(),
-            "figure": figure or {},
-            **about,
+            "figure": evaluation or {},
+            **metadata,
             "state": {name: part.state_dict() for name, part in registry.items()},
         }
-        taken = Snapshot(content, own=self.config.checkpoint.asynchronous)
-        self._job = self._thread.submit(self._write, taken, best, healthy)
+        snapshot = Snapshot(content, copy_cpu=self.config.checkpoint.asynchronous)
+        self._job = self._thread.submit(self._write, snapshot, best, healthy)
         if not self.config.checkpoint.asynchronous:
             self.wait()
 
-    def _write(self, taken: Snapshot, best: bool, healthy: int | None) -> None:
-        folder, step, wanted = self.folder.checkpoints, taken.step, self.config.checkpoint
-        figure = taken.content["figure"]
+    def _write(self, snapshot: Snapshot, best: bool, healthy: int | None) -> None:
+        folder, step = self.folder.checkpoints, snapshot.step
+        evaluation = snapshot.content["figure"]
         try:
-            checkpoints.sweep(folder)  # what a killed write has left may be what fills the disk
-            path = checkpoints.save(folder, taken)
-            checkpoints.point(folder, "last", path, **figure)
+            checkpoints.sweep(folder)  # the remains of a killed write may be what fills the disk
+            path = checkpoints.save(folder, snapshot)
+            checkpoints.point(folder, "last", path, **evaluation)
             self.saved_step = step
             if best:
-                checkpoints.point(folder, "best", path, **figure)
+                checkpoints.point(folder, "best", path, **evaluation)
                 self._best_step = step
-            also = {self._best_step, *([] if healthy is None else self.steps_up_to(healthy)[:2])}
-            checkpoints.rotate(folder, wanted.keep, every=wanted.keep_every, also=also, until=step)
+            self._delete_old(step, healthy)
         except OSError as error:
-            what, then = "was not written", "; the previous one is kept, training continues"
+            problem = "was not written"
+            consequence = "; the previous one is kept, training continues"
             if self.saved_step == step:
-                what, then = "was written, but not all that follows", ""
-            self._failure = f"checkpoint of step {step} {what} ({error.strerror})"
-            say(f"warning: {self._failure}{then}")
+                problem = "was written, but not all that follows"
+                consequence = ""
+            self._failure = f"checkpoint of step {step} {problem} ({error.strerror})"
+            say(f"warning: {self._failure}{consequence}")
+
+    def _delete_old(self, step: int, healthy: int | None) -> None:
+        protected = {self._best_step}
+        if healthy is not None:
+            protected.update(self.steps_up_to(healthy)[:2])
+        options = self.config.checkpoint
+        checkpoints.rotate(
+            self.folder.checkpoints,
+            options.keep,
+            keep_every=options.keep_every,
+            also=protected,
+            until=step,
+        )
 
     def wait(self) -> None:
-        """Return when everything that was saved is on the disk, or a warning has told why not."""
+        """Return when every saved checkpoint is on the disk, or its failure was reported."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     def failure(self, *, last: int | None = None) -> str:
-        """Why training must stop for a checkpoint that could not be written, on all ranks; empty:
-        it goes on. `last`: the step of the run's last checkpoint, without which no run has ended
-        well.
+        """Return the reason why training must stop if a checkpoint could not be written, else "".
+
+        The result is the same on all ranks.
+
+        Args:
+            last: The last step of the run, at its end. A run without a checkpoint of it has
+                failed, whatever `checkpoint.on_disk_full` says.
         """
-        warns = self.config.checkpoint.on_disk_full == "warn"
-        if warns and last is None:
+        only_warns = self.config.checkpoint.on_disk_full == "warn"
+        if only_warns and last is None:
             return ""
         collectives.barrier()  # rank 0 may have waited for the disk
-        lacks = last is not None and self.saved_step != last
-        reason = collectives.broadcast_object(self._failure if lacks or not warns else "")
-        why = "it is the run's last" if warns else "checkpoint.on_disk_full is stop"
-        return reason and f"{reason} and {why}; make room, then the same command resumes"
+        is_missing = last is not None and self.saved_step != last
+        problem = collectives.broadcast_object(
+            self._failure if is_missing or not only_warns else ""
+        )
+        if not problem:
+            return ""
+        reason = "it is the run's last" if only_warns else "checkpoint.on_disk_full is stop"
+        return f"{problem} and {reason}; make room, then the same command resumes"
 
     def steps_up_to(self, step: int) -> list[int]:
         """Return the steps of the run's checkpoints up to `step`, newest first."""
-        every = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
-        return [each for each in every if each <= step]
+        steps = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
+        return [saved for saved in steps if saved <= step]
 
     def restore(
         self, registry: Registry, *, up_to: int | None = None
     ) -> checkpoints.Checkpoint | None:
-        """Load the newest checkpoint of the run folder that can be read into the registry; returns
-        the checkpoint, or None when there is none. `up_to`: of at most this step; younger ones are
-        deleted then.
+        """Load the newest readable checkpoint of the run folder into the registry.
 
-        Raises UserError when it does not fit the data or the task.
+        Args:
+            up_to: Load a checkpoint of this step at most, and delete newer ones.
+
+        Returns: The checkpoint; None if there is none.
+
+        Raises UserError if it does not fit the data or the task.
         """
         self.wait()
-        self._versions = versions()  # now: later the checkout may be another
-
-        def find() -> str | None:
-            folder, last = (
-                self.folder.checkpoints,
-                checkpoints.pointer(self.folder.checkpoints, "last") or {},
-            )
-            until = up_to
-            if until is None and "broken_until" in last:
-                until = checkpoints.find_step(last["file"])
-                say(
-                    f"going back to the checkpoint of step {until}: training broke after it and stopped at step "
-                    f"{last['broken_until']}; checkpoints from between are deleted"
-                )
-            if until is not None and not checkpoints.forget_after(folder, until):
-                return None
-            newest = checkpoints.load_latest(folder, warn=say)
-            return None if newest is None else str(newest[0])
-
-        if (path := collectives.from_main_process(find)) is None:
+        # Read now: the checkout may have changed by the time a checkpoint is saved.
+        self._versions = versions()
+        path = collectives.from_main_process(lambda: self._find(up_to))
+        if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
-        data = content.get("data") or {}
-        meta = self.loader.reader.meta
-        if data.get("content_hash") != meta.content_hash:
-            raise UserError(
-                f"{self.folder.path}: was trained on other images ({data.get('count')} then, {meta.count} in "
-                f"{self.config.data.path} now); choose another --run-dir or give its own data"
-            )
+        self._check_images(content)
         self._load(registry, content, path)
         self.lineage = join(self.lineage, recorded(content))
         self.saved_step = content["step"]
@@ -177,21 +186,52 @@ class CheckpointManager:
             self._point(Path(path), content.get("figure", {}))
         return content
 
+    def _find(self, up_to: int | None) -> str | None:
+        """Return the path of the newest readable checkpoint, on rank 0; delete what `up_to` says.
+
+        Without `up_to` the limit is where `last.json` points if the run broke after that step.
+        """
+        folder = self.folder.checkpoints
+        last = checkpoints.pointer(folder, "last")
+        if up_to is None and last is not None and "broken_until" in last:
+            up_to = checkpoints.find_step(last["file"])
+            say(
+                f"going back to the checkpoint of step {up_to}: training broke after it and stopped "
+                f"at step {last['broken_until']}; checkpoints from between are deleted"
+            )
+        if up_to is not None and not checkpoints.forget_after(folder, up_to):
+            return None
+        newest = checkpoints.load_latest(folder, warn=say)
+        return None if newest is None else str(newest[0])
+
+    def _check_images(self, content: checkpoints.Checkpoint) -> None:
+        """Raise UserError if the checkpoint was trained on other images than the run's."""
+        data = content.get("data") or {}
+        images = self.loader.dataset.meta
+        if data.get("content_hash") != images.content_hash:
+            raise UserError(
+                f"{self.folder.path}: was trained on other images ({data.get('count')} then, "
+                f"{images.count} in {self.config.data.path} now); choose another --run-dir or give "
+                "its own data"
+            )
+
     def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
-        """Compare the whole state with the registry, then load it. Raises UserError naming file and
-        key.
+        """Compare the whole state with the registry, then load it.
+
+        Raises UserError that names the file and the key.
         """
         state, name = content["state"], ""
-        parts = {
-            name: part
-            for name, part in registry.items()
-            if name in state or not getattr(part, "optional", False)
-        }
+        parts = dict(registry)
+        for key, part in registry.items():
+            if key not in state and getattr(part, "optional", False):
+                del parts[key]
         try:
             for name, part in parts.items():
                 if name not in state:
-                    problem = f"lacks the state of {name!r}, so another version wrote it"
-                    raise UserError(f"{path}: {problem}; start in another --run-dir")
+                    raise UserError(
+                        f"{path}: lacks the state of {name!r}, so another version wrote it; "
+                        "start in another --run-dir"
+                    )
                 check_part(f"state.{name}", part, state[name])
             for name, part in parts.items():
                 part.load_state_dict(state[name])
@@ -201,22 +241,26 @@ class CheckpointManager:
         except UserError:
             raise
         except FAULTS as error:
-            problem = shorten(
-                f"{type(error).__name__ * isinstance(error, LookupError)} {error}", 160
-            )
+            # the text of a LookupError is only the key
+            kind = type(error).__name__ if isinstance(error, LookupError) else ""
+            problem = shorten(f"{kind} {error}", 160)
             raise UserError(
-                f"{path}: the state of {name!r} does not fit ({problem}); data.resolution or another setting of the "
-                "networks has changed, or the file is damaged: give the run's own, or choose another --run-dir"
+                f"{path}: the state of {name!r} does not fit ({problem}); data.resolution or "
+                "another setting of the networks has changed, or the file is damaged: give the "
+                "run's own, or choose another --run-dir"
             ) from error
 
-    def _point(self, path: Path, figure: dict[str, Any]) -> None:
-        """Write the pointers that a kill after a checkpoint has left undone."""
+    def _point(self, path: Path, evaluation: Evaluation) -> None:
+        """Write the pointers that are missing if the process was killed after a checkpoint."""
         folder = self.folder.checkpoints
+        pointers = ["last"]
+        if self._best_step == self.saved_step:
+            pointers.append("best")
         try:
-            for which in ("last", "best") if self._best_step == self.saved_step else ("last",):
-                if (checkpoints.pointer(folder, which) or {}).get("file") != path.name:
-                    checkpoints.point(folder, which, path, **figure)
-        except OSError as error:  # the next checkpoint will say more
+            for pointer in pointers:
+                if (checkpoints.pointer(folder, pointer) or {}).get("file") != path.name:
+                    checkpoints.point(folder, pointer, path, **evaluation)
+        except OSError as error:  # if the disk is full, the next save says what to do
             say(
                 f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})"
             )

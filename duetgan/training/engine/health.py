@@ -1,5 +1,7 @@
-"""What is checked while a run trains: that no rank is missing or holds other numbers; why a step
-failed; and statistics of named layers to TensorBoard: `log.layers` and `log.layers_every`.
+"""Checks while a run trains: equal weights on all ranks, missing ranks, and the causes of failed
+steps.
+
+`LayerLog` writes statistics of named layers to TensorBoard: `log.layers` and `log.layers_every`.
 """
 
 import os
@@ -10,7 +12,6 @@ from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from duetgan.models.hooks import LayerStatistics, matching_layers, merge
 from duetgan.training.base.config import LogConfig, RunConfig
+from duetgan.training.base.task import Stateful
 from duetgan.training.optim.updater import Precision
 from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
@@ -30,64 +32,72 @@ from duetgan.utils.runlog.run_log import Events
 from duetgan.utils.text import listed
 
 
-def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Part of the registry -> its tensors that are the same on all ranks: weights, averages,
-    moments, strengths.
+def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
+    """Return by part of the registry the tensors that must be the same on all ranks.
+
+    They are weights, averages, moments and ADA's strength.
     """
     result = {}
     for name, part in registry.items():
-        if leaves := [
-            leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))
-        ]:
-            result[name] = [
-                x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves
-            ]
+        tensors = []
+        for leaf in tree_leaves(part.state_dict()):
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+            elif isinstance(leaf, float):
+                tensors.append(torch.tensor(leaf, dtype=torch.float64))
+        if tensors:
+            result[name] = tensors
     return result
 
 
-def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) -> None:
-    """Raise TrainingHalted on all ranks if a shared tensor's bits are not the same on all of them."""
-    if different := collectives.unequal_ranks(shared_tensors(registry), device):
-        where = "; ".join(
-            f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items()
-        )
-        raise TrainingHalted(
-            f"the processes no longer hold the same numbers after step {step} ({where} differ from the others'); "
-            "a fault of memory, of the network or of this program: start again from the last checkpoint, without that "
-            "machine if it happens again"
-        )
-
-
-def unused_parameters(registry: Mapping[str, Any]) -> str:
-    """What to say of parameters that train but got no gradient in the first step; empty if there
-    are none.
+def check_equal(registry: Mapping[str, Stateful], step: int, device: torch.device) -> None:
+    """Raise TrainingHalted on all ranks unless the shared tensors are bit for bit equal on all of
+    them.
     """
-    unused = {name: getattr(part, "unused", None) for name, part in registry.items()}
-    lists = "; ".join(f"{name}: {listed(names, 4)}" for name, names in unused.items() if names)
-    return lists and (
-        f"no gradient reaches these parameters, so they stay as they are, but for weight decay ({lists}); freeze them "
-        "(finetune.freeze) or use them"
+    different = collectives.unequal_ranks(shared_tensors(registry), device)
+    if not different:
+        return
+    parts = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items()]
+    raise TrainingHalted(
+        f"the processes no longer hold the same numbers after step {step} ({'; '.join(parts)} "
+        "differ from the others'); a fault of memory, of the network or of this program: start "
+        "again from the last checkpoint, without that machine if it happens again"
+    )
+
+
+def unused_parameters(registry: Mapping[str, Stateful]) -> str:
+    """Return a warning of parameters that train but had no gradient in the first step, or ""."""
+    lists = []
+    for name, part in registry.items():
+        if unused := getattr(part, "unused", None):
+            lists.append(f"{name}: {listed(unused, 4)}")
+    if not lists:
+        return ""
+    return (
+        "no gradient reaches these parameters, so they stay as they are, but for weight decay "
+        f"({'; '.join(lists)}); freeze them (finetune.freeze) or use them"
     )
 
 
 def explain(
     error: BaseException, config: RunConfig, step: int, resolution: int | str
 ) -> str | None:
-    """Why a step failed and what to do, for failures that have nothing to do with the program; else
-    None.
-    """
+    """Return the cause of a failed step and a remedy; None if the program itself is at fault."""
     if ran_out(error):
-        world = collectives.world_size()
+        world_size = collectives.world_size()
+        processes = "process" if world_size == 1 else "processes"
         return (
-            f"memory ran out at step {step}: batch_size {config.batch_size} over {world} process{'es' * (world > 1)}, "
-            f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. What helps: "
-            f"{', '.join(_savers(config, world))}; then {REMEDY}"
+            f"memory ran out at step {step}: batch_size {config.batch_size} over {world_size} "
+            f"{processes}, at most {config.micro(world_size)} samples of {resolution} px a forward "
+            f"pass, {config.precision}. What helps: {', '.join(_memory_savers(config, world_size))}; "
+            f"then {REMEDY}"
         )
-    operation, lacks, _ = str(error).partition(seeding.NO_KERNEL)
-    if lacks and isinstance(error, RuntimeError):
+    operation, no_kernel, _ = str(error).partition(seeding.NO_KERNEL)
+    if no_kernel and isinstance(error, RuntimeError):
         return (
-            f"deterministic true: {operation.strip()} has no deterministic form on this device; switch off what needs "
-            "it (augmentations that turn or scale images do), or set deterministic false"
+            f"deterministic true: {operation.strip()} has no deterministic form on this device; "
+            "switch off what needs it (augmentations that turn or scale images do), or set "
+            "deterministic false"
         )
     if "more than 1 value per channel" in str(error):
         return "BatchNorm needs more than one value a channel; give a larger micro_batch, or batch_size"
@@ -95,76 +105,81 @@ def explain(
 
 
 def remedy_for_broken(config: RunConfig, step: int | None) -> str:
-    """Return what to do where updates are not finite. `step`: of the last sound checkpoint, None
-    without one.
+    """Return a remedy for updates that are not finite.
+
+    `step`: the step of the last sound checkpoint, None if there is none.
     """
     keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
     rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
-    calmer = f"lower the learning rate ({rates})"
-    calmer += " or use --precision fp32" if config.precision != "fp32" else ""
+    remedy = f"lower the learning rate ({rates})"
+    if config.precision != "fp32":
+        remedy += " or use --precision fp32"
     if step is None:
-        return f"{calmer} and start in another --run-dir: no checkpoint is from before that"
-    return f"{calmer}; the same command then goes on from step {step}, the last checkpoint from before that"
-
-
-def _savers(config: RunConfig, world_size: int) -> list[str]:
-    auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
-    savers = (
-        [f"a smaller --micro-batch (same global batch{auto})"]
-        if config.micro(world_size) > 1
-        else []
+        return f"{remedy} and start in another --run-dir: no checkpoint is from before that"
+    return (
+        f"{remedy}; the same command then goes on from step {step}, the last checkpoint from "
+        "before that"
     )
-    savers += ["--precision bf16"] if config.precision == "fp32" else []
+
+
+def _memory_savers(config: RunConfig, world_size: int) -> list[str]:
+    savers = []
+    if config.micro(world_size) > 1:
+        auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
+        savers.append(f"a smaller --micro-batch (same global batch{auto})")
+    if config.precision == "fp32":
+        savers.append("--precision bf16")
     for name, section in vars(config).items():
-        if getattr(section, "activation_checkpointing", True):  # on, or no network that has it
+        # True: it is on already, or the section is not a network's
+        if getattr(section, "activation_checkpointing", True):
             continue
-        with suppress(UserError):  # not for this backbone
+        with suppress(UserError):  # this backbone does not support it
             section.changed(activation_checkpointing=True)
             savers.append(f"--{name}.activation_checkpointing true")
     return savers or ["smaller networks or images"]
 
 
 def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
-    """What to raise where a collective operation failed with `error`: it names the ranks that are
-    missing, and so does status.json, for rank 0 may be one of them.
+    """Return the exception to raise after a collective operation failed with `error`.
 
-    Only the lowest rank that is left says so, and none does where the launcher reports the killed
+    It names the ranks that are missing. status.json names them too, as rank 0 may be one of them.
+    Only the lowest rank that is left reports them, and none does if the launcher reports the killed
     processes itself.
     """
     if under_launcher():
-        # torchrun's, which comes before this rank has said why
+        # torchrun would otherwise end this rank before it has reported the reason
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank, world = collectives.rank(), collectives.world_size()
-    missing = silent_ranks(folder.path, world, own=rank)
-    speaks = rank == min(set(range(world)) - {silent.rank for silent in missing})
-    reason = (
-        "; ".join(silent.reason for silent in missing[:4]) or "the ranks lost touch with each other"
-    )
-    reason += f"; and {len(missing) - 4} more" if len(missing) > 4 else ""
-    # gloo begins with the place in its source, "[/.../pair.cc:545] "
-    detail = shorten(
-        re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0]), 120, placeholder=" ..."
-    )
-    quiet = not speaks or (
-        LAUNCHED in os.environ and bool(missing) and all(silent.gone for silent in missing)
-    )
-    halted = TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=speaks, quiet=quiet)
-    if speaks and (folder.path / "config.yaml").is_file():
+    rank, world_size = collectives.rank(), collectives.world_size()
+    missing = silent_ranks(folder.path, world_size, own_rank=rank)
+    present = set(range(world_size)) - {silent.rank for silent in missing}
+    reports = rank == min(present)
+    reasons = [silent.reason for silent in missing[:4]]
+    reason = "; ".join(reasons) or "the ranks lost touch with each other"
+    if len(missing) > 4:
+        reason += f"; and {len(missing) - 4} more"
+    # gloo's messages begin with the place in its source, "[/.../pair.cc:545] "
+    detail = re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0])
+    detail = shorten(detail, 120, placeholder=" ...")
+    launcher_reports = LAUNCHED in os.environ and missing and all(s.gone for s in missing)
+    quiet = not reports or bool(launcher_reports)
+    halted = TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=reports, quiet=quiet)
+    if reports and (folder.path / "config.yaml").is_file():
         folder.write_status("failed", step, str(halted), halted.exit_code)
     return halted
 
 
-FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its own
+FOLDER = "layers"  # in RUN/tensorboard; TensorBoard shows it as a separate run
 
 
 class LayerLog:
-    """Watches the layers that `log.layers` names, `NETWORK.LAYER`, in every `log.layers_every`-th
-    step; between these there is no hook. Raises UserError for a pattern that fits no layer, before
-    the first step.
+    """Logs statistics of the layers that `log.layers` names, as `NETWORK.LAYER`.
+
+    They are computed in every `log.layers_every`-th step; other steps have no hooks. Raises
+    UserError before the first step for a pattern that matches no layer.
     """
 
-    def __init__(self, config: LogConfig, registry: Mapping[str, Any], folder: Path) -> None:
-        self._every = config.layers_every
+    def __init__(self, config: LogConfig, registry: Mapping[str, Stateful], folder: Path) -> None:
+        self._interval = config.layers_every
         self._folder = folder / "tensorboard" / FOLDER
         self._events: Events | None = None
         self._precision = next(
@@ -172,23 +187,21 @@ class LayerLog:
         )
         self._statistics: LayerStatistics | None = None
         if config.layers:
-            networks = {
-                name: part for name, part in registry.items() if isinstance(part, nn.Module)
-            }
-            with explained(UserError, lambda why: f"log.layers: {why}"):
-                self._statistics = LayerStatistics(
-                    matching_layers(nn.ModuleDict(networks), config.layers)
-                )
+            networks = nn.ModuleDict(
+                {name: part for name, part in registry.items() if isinstance(part, nn.Module)}
+            )
+            with explained(UserError, lambda reason: f"log.layers: {reason}"):
+                layers = matching_layers(networks, config.layers)
+                self._statistics = LayerStatistics(layers)
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around the step that makes `step` updates complete: at the cadence its layers are watched
-        and written down.
+        """Watch the layers during the step that completes `step` updates, if it is due, and log
+        them.
 
-        Waits for the device then, and only then. What torch.compile has compiled runs uncompiled in
-        such a step.
+        Only such a step waits for the device, and runs compiled functions uncompiled.
         """
-        if self._statistics is None or step % self._every:
+        if self._statistics is None or step % self._interval:
             yield
             return
         scale = 1.0 if self._precision is None else self._precision.scale()
@@ -196,7 +209,7 @@ class LayerLog:
             yield
         values = self._statistics.collect(over_ranks(self._statistics.packed()))
         if collectives.is_main():
-            # what a run that died wrote beyond
+            # purges the later steps of a run that died
             self._events = self._events or Events(self._folder, purge_step=step)
             self._events.scalars(step, values)
 
@@ -207,5 +220,5 @@ class LayerLog:
 
 
 def over_ranks(packed: Tensor) -> Tensor:
-    """The moments [layers, 2, 6] of all ranks together, on the CPU."""
+    """Return the moments of all ranks together, [layers, 2, 6] on the CPU."""
     return reduce(merge, collectives.gather_objects(packed.cpu(), patient=False))

@@ -1,7 +1,7 @@
-"""The learning-rate search, `train.py --lr-find`: a short training whose rate grows step by step,
-all of it undone.
+"""The learning-rate search, `train.py --lr-find`: a short training with a growing rate, undone
+afterwards.
 
-The range test of Smith (1506.01186, section 3.3) with exponential steps: while the rate is too
+The range test of Smith (1506.01186, section 3.3) with exponential steps: at rates that are too
 small the loss stays, then it falls, then training diverges. A good rate lies where it falls.
 """
 
@@ -25,16 +25,14 @@ from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.runlog.run_folder import SEARCHED
 
 IMAGE, NUMBERS = SEARCHED  # in the run folder
-SMOOTHING = 0.9  # of the running mean that the suggestions are read from
-DIVERGED = 4.0  # times the lowest smoothed loss: the sweep stops there
+SMOOTHING = 0.9  # of the running mean from which the suggestions are computed
+DIVERGED = 4.0  # the sweep stops at this multiple of the lowest smoothed loss
 FEWEST = 10  # losses that a suggestion needs
 
 
 @dataclass(kw_only=True)
 class Sweep:
-    """Which rates are tried: `steps` of them from `first` to `last`, each the same factor above the
-    one before.
-    """
+    """The rates to try: `steps` of them from `first` to `last`, in a geometric sequence."""
 
     steps: int = 100
     first: float = 1e-6
@@ -56,27 +54,28 @@ class Sweep:
 class Suggestion(NamedTuple):
     """Rates that a curve suggests."""
 
-    steepest: float  # where the loss falls fastest: the one that is given
-    valley: float  # fastai's: half-way down the longest fall
+    steepest: float  # where the loss falls fastest: the one that is recommended
+    valley: float  # fastai's suggestion: half-way down the longest fall
     below_minimum: float  # a tenth of the rate with the lowest loss
 
 
 @dataclass(kw_only=True)
 class Curve:
-    """What a sweep has shown. A rate's loss is that of the batch after the update at that rate."""
+    """The losses of a sweep. A rate's loss is that of the batch after the update at that rate."""
 
-    # optimizer.lr over the rate that it gives at this batch size (optimizer.lr_batch_size)
+    # optimizer.lr divided by the rate at this batch size (optimizer.lr_batch_size)
     scale: float = 1.0
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smoothed: list[float] = field(default_factory=list)
     start_loss: float | None = None  # before the first update
-    stopped: str = "all rates were tried"  # why the sweep ended
+    stopped: str = "all rates were tried"  # the reason why the sweep ended
 
     def suggestion(self) -> Suggestion | None:
-        """Read off the smoothed curve up to its lowest point; None where it falls nowhere."""
-        # the first tenth is a mean of few losses
-        first, lowest = len(self.rates) // 10, int(np.argmin(self.smoothed)) if self.smoothed else 0
+        """Compute the rates from the smoothed curve up to its minimum; None if it does not fall."""
+        # The first tenth of the curve is a mean of few losses.
+        first = len(self.rates) // 10
+        lowest = int(np.argmin(self.smoothed)) if self.smoothed else 0
         if lowest + 1 - first < FEWEST:
             return None
         rates, losses = self.rates[first : lowest + 1], self.smoothed[first : lowest + 1]
@@ -85,30 +84,34 @@ class Curve:
 
 
 def search(loop: Loop, sweep: Sweep) -> Curve:
-    """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages,
-    BatchNorm's statistics, the loader's position, counters and torch's random state. Collective:
-    every rank takes part.
+    """Run the sweep from the present state of `loop`, then restore that state.
+
+    It comprises weights, optimizer, averages, BatchNorm's statistics, the loader's position,
+    counters and torch's random state. Collective: every rank takes part.
     """
     updater = next(part for part in loop.task.registry().values() if isinstance(part, Updater))
     loop.window.fold()
-    given = (
-        section for section in vars(loop.config).values() if isinstance(section, OptimizerConfig)
-    )
-    scale = next(given, updater.config).lr / updater.config.lr
-    state, waited, device = Rewind(loop.registry()), loop.loader.wait_seconds, loop.loader.device
+    configured = updater.config
+    for section in vars(loop.config).values():
+        if isinstance(section, OptimizerConfig):
+            configured = section
+            break
+    state = Rewind(loop.registry())
+    wait_seconds, device = loop.loader.wait_seconds, loop.loader.device
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type=device.type):
         try:
-            return _sweep(loop, sweep, updater, Curve(scale=scale))
+            curve = Curve(scale=configured.lr / updater.config.lr)
+            return _sweep(loop, sweep, updater, curve)
         finally:
             updater.rate = None
             state.rewind()
-            loop.loader.wait_seconds = waited
+            loop.loader.wait_seconds = wait_seconds
 
 
 def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
-    """A step's loss is seen before its update, so that one more step than there are rates shows
-    them all.
+    """Fill in the curve. A step returns the loss before its update, so one more step than rates is
+    made.
     """
     losses: list[float] = []
     for number in range(sweep.steps + 1):
@@ -136,8 +139,10 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The rate half-way through the longest falling subsequence of losses, as fastai's `valley`
-    counts it: of length n with its last member at e, the members are taken to begin at e - n.
+    """Return the rate half-way through the longest decreasing subsequence of losses.
+
+    It is computed as in fastai's `valley`: a subsequence of length n whose last member is at index
+    e counts as beginning at e - n.
     """
     length = [1] * len(losses)
     for i in range(len(losses)):
@@ -151,7 +156,7 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
-    """Write the curve as a PNG; the part where training diverges is cut off."""
+    """Write the curve as a PNG, without the part where training diverges."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
@@ -174,11 +179,13 @@ def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
 
 
 def write(curve: Curve, folder: Path) -> str:
-    """Write the curve as an image and as numbers into the run folder; returns what it says, with
-    the option to type: the steepest fall, as noise moves the foot of fastai's valley far below the
-    rates that train well.
+    """Write the curve as an image and as numbers into the run folder.
 
-    Raises UserError when the disk refuses, and when the curve suggests no rate.
+    Returns the text for the user, with the option that sets the suggested rate. That is the one of
+    the steepest fall, since noise moves the foot of fastai's valley far below the rates that train
+    well.
+
+    Raises UserError if the disk is full, or the curve suggests no rate.
     """
     suggestion = curve.suggestion()
     numbers = suggestion._asdict() if suggestion else dict.fromkeys(Suggestion._fields)
@@ -191,11 +198,9 @@ def write(curve: Curve, folder: Path) -> str:
             "--lr-find-from or more --lr-find-steps, and look at the labels if that changes nothing"
         )
     steepest, valley, below_minimum = (f"{rate * curve.scale:.2g}" for rate in suggestion)
-    scaled = (
-        ""
-        if curve.scale == 1
-        else f"; rates of the curve times {curve.scale:g}, for optimizer.lr_batch_size"
-    )
+    scaled = ""
+    if curve.scale != 1:
+        scaled = f"; rates of the curve times {curve.scale:g}, for optimizer.lr_batch_size"
     return (
         f"--optimizer.lr {float(steepest):g}\n"
         f"  where the loss falls fastest; fastai's valley is {valley}, a tenth of the lowest loss's rate "

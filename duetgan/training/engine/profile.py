@@ -1,6 +1,6 @@
-"""Where a step's time and memory go: what `train.py --profile N` measures, with torch.profiler.
+"""The profile of a training step, `train.py --profile N`: time by phase, memory, and operators.
 
-The same N steps are run twice from the same state, because the profiler costs time of its own: once
+The same N steps are made twice from the same state, because torch.profiler slows them down: once
 with a clock at the phases, once under the profiler. Afterwards the state is restored.
 """
 
@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import profile, record_function, supported_activities
 
-from duetgan.training.base.phases import OTHER, PhaseClock, listening, phase
+from duetgan.training.base.phases import UNMARKED, PhaseClock, listening, phase
+from duetgan.training.base.task import Stateful
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import write_atomic
@@ -25,25 +26,29 @@ from duetgan.utils.text import columns
 if TYPE_CHECKING:
     from duetgan.training.engine.loop import Loop
 
-WARM_UP = 3  # steps before the measured ones: caches fill, optimizers make their moments
+WARM_UP = 3  # steps before the measured ones: caches fill, optimizers allocate their moments
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"  # in RUN/profile
 TOP = 12  # rows of the table of operators
 
 
 class Rewind:
-    """The state at one moment, kept in main memory: a profile and a search of the learning rate
-    train for a few steps and undo them. `registry`: name -> state_dict, load_state_dict.
+    """A copy of the state at one moment, in main memory, to which training can go back.
+
+    A profile and a learning-rate search train for a few steps and undo them.
+
+    Args:
+        registry: Name -> object with state_dict and load_state_dict.
     """
 
-    def __init__(self, registry: Mapping[str, Any]) -> None:
+    def __init__(self, registry: Mapping[str, Stateful]) -> None:
         self._registry = registry
-        state = Snapshot(
-            {"step": 0, **{name: part.state_dict() for name, part in registry.items()}}, own=True
-        )
-        self._state, self.bytes = state.content, state.size
+        states = {name: part.state_dict() for name, part in registry.items()}
+        snapshot = Snapshot({"step": 0, **states}, copy_cpu=True)
+        self._state = snapshot.content
+        self.bytes = snapshot.size
 
     def rewind(self) -> None:
-        """Go back. A copy is loaded: what is loaded may be kept, and trained on."""
+        """Restore the state. The parts load copies, since they may change what they have loaded."""
         for name, part in self._registry.items():
             part.load_state_dict(copy.deepcopy(self._state[name]))
             if isinstance(part, torch.nn.Module):
@@ -51,12 +56,15 @@ class Rewind:
 
 
 def profile_steps(loop: "Loop", count: int) -> None:
-    """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after
-    a signal.
+    """Measure the next `count` steps and go back to the state before them; rank 0 writes the files.
+
+    After a signal nothing is written.
     """
     loop.window.fold()
-    task, device, world = loop.task, loop.loader.device, collectives.world_size()
-    waited, batches, first = loop.loader.wait_seconds, loop.batches(), loop.step
+    task, device = loop.task, loop.loader.device
+    world = collectives.world_size()
+    wait_seconds, first = loop.loader.wait_seconds, loop.step
+    batches = loop.batches()
 
     def step() -> bool:
         loop.window.add(task.step(batches, loop.step))
@@ -71,82 +79,83 @@ def profile_steps(loop: "Loop", count: int) -> None:
     )
     folder = loop.folder.path / "profile" if collectives.is_main() else None
     measure(step, count, loop.registry(), device, folder, heading)
-    loop.loader.wait_seconds = waited
+    loop.loader.wait_seconds = wait_seconds
 
 
 def measure(
-    step: Callable[[], bool],  # does one training step; False: stop here, a signal has come
+    step: Callable[[], bool],  # makes one training step; returns False if a signal has come
     count: int,
-    registry: Mapping[str, Any],  # all that changes: name -> state_dict, load_state_dict
+    registry: Mapping[str, Stateful],  # all objects that training changes
     device: torch.device,
-    folder: Path | None,
+    folder: Path | None,  # where rank 0 writes; None on the other ranks
     heading: str,
 ) -> None:
-    """Run the next `count` steps twice, write the trace and the summary, and leave the state as it
-    was before.
+    """Make the next `count` steps twice, write the trace and the summary, and restore the state.
 
-    Writes nothing after a signal. Collective: every rank takes part, those without a `folder` write
-    nothing.
+    Writes nothing after a signal. Collective: every rank takes part.
     """
-    before = peak_bytes(device)
+    initial_peak = peak_bytes(device)
     state, one_step = Rewind(registry), record_function("step")(step)
 
     def wait() -> None:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    def run(instrument: AbstractContextManager[Any]) -> tuple[bool, PhaseClock]:
+    def run(instrument: AbstractContextManager[object]) -> tuple[bool, PhaseClock]:
         with instrument:
             wait()
-            # its end is on the clock
-            with listening(PhaseClock(wait, time.perf_counter)) as clock, phase(OTHER):
-                went_on = all(one_step() for _ in range(count))
+            clock = PhaseClock(wait, time.perf_counter)
+            with listening(clock), phase(UNMARKED):  # leaving the phase reads the clock at the end
+                completed = all(one_step() for _ in range(count))
         state.rewind()
-        return went_on, clock
+        return completed, clock
 
-    went_on, clock = run(nullcontext())
-    peak = max(before, peak_bytes(device) - (state.bytes if device.type == "cpu" else 0))
-    if not went_on:
+    completed, clock = run(nullcontext())
+    peak = max(initial_peak, peak_bytes(device) - (state.bytes if device.type == "cpu" else 0))
+    if not completed:
         return
-    # its errors about CUDA on machines without it are none
+    # silences its errors about CUDA on machines without it
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = {
-        kind for kind in supported_activities() if kind.name in ("CPU", device.type.upper())
-    }
+    names = ("CPU", device.type.upper())
+    activities = {kind for kind in supported_activities() if kind.name in names}
     profiler = profile(activities=activities, acc_events=True)
-    went_on, traced = run(profiler)
-    if went_on and folder is not None:
+    completed, traced = run(profiler)
+    if completed and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / TRACE))
         seconds = {name: time / count for name, time in clock.seconds.items()}
         overhead = sum(traced.seconds.values()) / sum(clock.seconds.values()) - 1
-        by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+        key = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
         operators = profiler.key_averages().table(
-            sort_by=by, row_limit=TOP, max_name_column_width=40
+            sort_by=key, row_limit=TOP, max_name_column_width=40
         )
-        where = f"trace of the steps: {folder / TRACE} (open it at https://ui.perfetto.dev or in chrome://tracing)"
-        text = "\n\n".join([heading, summary(seconds, overhead, peak, device), operators, where])
+        location = (
+            f"trace of the steps: {folder / TRACE} (open it at https://ui.perfetto.dev or in "
+            "chrome://tracing)"
+        )
+        table = summary(seconds, overhead, peak, device)
+        text = "\n\n".join([heading, table, operators, location])
         write_atomic(folder / SUMMARY, f"{text}\n".encode())
 
 
 def summary(seconds: Mapping[str, float], overhead: float, peak: int, device: torch.device) -> str:
-    """A profile as text. `seconds`: of a step, by phase; `overhead`: what the profiler cost, as a
-    share of it.
+    """Return a profile as text.
+
+    Args:
+        seconds: Seconds of a step by phase.
+        overhead: Time that torch.profiler added, as a fraction of the step.
+        peak: Bytes.
     """
-    names = sorted(seconds, key=lambda name: (name == OTHER, name != "data", name))
-    whole = sum(seconds.values())
-    rows = [
-        [name, f"{seconds[name] * 1e3:.2f}", f"{100 * seconds[name] / whole:.1f} %"]
-        for name in names
-    ]
-    table = columns(
-        [["phase", "ms a step", "share"], *rows, ["step", f"{whole * 1e3:.2f}", "100.0 %"]]
-    )
-    waited, memory = (
-        seconds.get("data", 0.0),
-        "resident" if device.type == "cpu" else "allocated on the accelerator",
-    )
+    names = sorted(seconds, key=lambda name: (name == UNMARKED, name != "data", name))
+    total = sum(seconds.values())
+    rows = [["phase", "ms a step", "share"]]
+    for name in names:
+        percent = 100 * seconds[name] / total
+        rows.append([name, f"{seconds[name] * 1e3:.2f}", f"{percent:.1f} %"])
+    rows.append(["step", f"{total * 1e3:.2f}", "100.0 %"])
+    data_wait = seconds.get("data", 0.0) / total
+    memory = "resident" if device.type == "cpu" else "allocated on the accelerator"
     return (
-        f"{table}\n\ndata wait {100 * waited / whole:.1f} % of the time; memory: {peak / MIB:.0f} MiB {memory} at "
-        f"most; torch.profiler cost {100 * overhead:+.0f} %"
+        f"{columns(rows)}\n\ndata wait {100 * data_wait:.1f} % of the time; "
+        f"memory: {peak / MIB:.0f} MiB {memory} at most; torch.profiler cost {100 * overhead:+.0f} %"
     )

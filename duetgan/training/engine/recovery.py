@@ -1,4 +1,4 @@
-"""Recovery of a training that breaks: going back after a loss spike, and stopping where updates are
+"""Recovery of a training that breaks: going back after a loss spike, and stopping when updates are
 not finite.
 """
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 
 def halt_broken(loop: "Loop", reason: str) -> NoReturn:
-    """Stop because the weights are broken; a resume goes on from the last checkpoint before that."""
+    """Stop because the weights are broken; a resume continues from the last sound checkpoint."""
     healthy = loop.failing.healthy(loop.step)
     step = select_healthy(loop.manager, loop.step - 1 if healthy is None else healthy, loop.step)
     loop.halt(f"{reason}; {health.remedy_for_broken(loop.config, step)}")
 
 
 def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int | None:
-    """Point `last.json` at the newest checkpoint up to step `healthy`, from which a resume goes on.
+    """Point `last.json` at the newest checkpoint up to step `healthy`, from which a resume
+    continues.
 
     Args:
-        step: Where training stopped.
+        step: The step at which training stopped.
 
-    Returns: The checkpoint's step, the same on all ranks; None if there is none.
+    Returns: The step of the checkpoint, the same on all ranks; None if there is none.
     """
     manager.wait()
 
@@ -44,13 +45,17 @@ def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int |
 
 
 def check_spikes(loop: "Loop", values: list[float]) -> None:
-    """Warn of a spike in the last values of the watched metric, or go back. Raises TrainingHalted
-    beyond the limit.
+    """Warn of a spike in the latest values of the watched metric, or roll back.
+
+    Raises TrainingHalted after `spikes.limit` roll-backs.
     """
     if (jump := loop.spikes.see(loop.step - len(values), values)) is None:
         return
-    spike, value, usual = jump
-    problem = f"{loop.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
+    spike, value, median = jump
+    problem = (
+        f"{loop.window.watched} jumped to {value:.4g} in step {spike}, from {median:.4g} in the "
+        "steps before"
+    )
     if loop.config.spikes.action != "roll-back":
         say_main(f"warning: {problem}")
     elif loop.roll_backs >= loop.config.spikes.limit:
@@ -59,27 +64,30 @@ def check_spikes(loop: "Loop", values: list[float]) -> None:
             "or check the data"
         )
     else:
-        loop.pause(lambda: roll_back(loop, spike, problem), "rolling back")
+        loop.off_the_clock(lambda: roll_back(loop, spike, problem), "rolling back")
 
 
 def roll_back(loop: "Loop", spike: int, problem: str) -> None:
-    """Go back to the last checkpoint before update `spike`, and leave out the batches that were
-    taken since.
-    """
-    here, position, count = loop.step, loop.loader.state_dict(), loop.roll_backs + 1
-    if (content := loop.manager.restore(loop.registry(), up_to=spike)) is None:
+    """Go back to the last checkpoint before update `spike`, and skip the batches read since."""
+    broken_step, count = loop.step, loop.roll_backs + 1
+    position = loop.loader.state_dict()
+    content = loop.manager.restore(loop.registry(), up_to=spike)
+    if content is None:
         say_main(
-            f"warning: {problem}; there is no checkpoint from before it to go back to: lower log.every, at which "
-            "spikes are checked, or raise checkpoint.keep"
+            f"warning: {problem}; there is no checkpoint from before it to go back to: lower "
+            "log.every, at which spikes are checked, or raise checkpoint.keep"
         )
         return
-    # its step counts where stages of growth have loaders of their own
-    then = content["state"]["loader"]
-    loop.loader.load_state_dict(
-        position | {key: then[key] for key in ("step", "batch") if key in then}
-    )
+    # The loader goes on from its position, but its step, which selects the stage of progressive
+    # growing, is the checkpoint's.
+    restored = content["state"]["loader"]
+    for key in ("step", "batch"):
+        if key in restored:
+            position[key] = restored[key]
+    loop.loader.load_state_dict(position)
     loop.rolled_back(count)
     say_main(
-        f"warning: {problem}; went back to the checkpoint of step {loop.step} and on from there with other images: "
-        f"those of the {here - loop.step} steps since are left out (roll-back {count} of {loop.config.spikes.limit})"
+        f"warning: {problem}; went back to the checkpoint of step {loop.step} and on from there "
+        f"with other images: those of the {broken_step - loop.step} steps since are left out "
+        f"(roll-back {count} of {loop.config.spikes.limit})"
     )

@@ -1,6 +1,4 @@
-"""A reference of all config keys, read from the config models: names, defaults, types, and the
-comments beside them.
-"""
+"""A reference of all config keys with defaults, types and comments, read from the config models."""
 
 import inspect
 import json
@@ -14,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import PydanticUndefined
+from pydantic_core.core_schema import ModelSchema
 
 from duetgan.models.registry import ARCHITECTURES, DEFAULT
 from duetgan.training.base.config import RunConfig
@@ -21,7 +20,7 @@ from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.config.model import Config, hints
 from duetgan.utils.errors import UserError
 
-NAMES = {
+NAMES: dict[object, str] = {
     int: "int",
     float: "float",
     str: "text",
@@ -30,6 +29,9 @@ NAMES = {
     Any: "any",
 }
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+Schema = dict[str, Any]  # a JSON schema
+Entry = tuple[str, str, str]  # of a key: name without its section, type, meaning
+Section = dict[Entry, str]  # its keys -> their defaults
 
 
 @dataclass(frozen=True)
@@ -43,27 +45,26 @@ class Key:
 
 
 def groups() -> dict[str, list[Key]]:
-    """The keys of all tasks by what they belong to; a key that several have is in the first only."""
+    """Return the keys of all tasks by group; a key of several groups is in the first one only."""
     gans = {name: TASKS["gan"].config(name) for name in ARCHITECTURES}
-    first, *others = gans
+    first, *architectures = gans
     configs = {"Classifier": TASKS["classifier"].config(), "GAN": gans[first]}
     result = {"Every run": list(keys(RunConfig))}
-    shared = {key.name for key in result["Every run"]}
-    result |= {
-        title: [key for key in keys(config) if key.name not in shared]
-        for title, config in configs.items()
-    }
-    for name in others:
-        own = [key for key in keys(gans[name]) if key.name not in shared | {"architecture"}]
+    common = {key.name for key in result["Every run"]}
+    for title, config in configs.items():
+        result[title] = [key for key in keys(config) if key.name not in common]
+    common.add("architecture")
+    for name in architectures:
         result[f"GAN with architecture {name}: what differs"] = [
-            key for key in own if key not in result["GAN"]
+            key for key in keys(gans[name]) if key.name not in common and key not in result["GAN"]
         ]
     return result
 
 
-def keys(config: type[Config], prefix: str = "", values: Any = None) -> Iterator[Key]:
-    """Every key of a config and its sections, in the fields' order, with the defaults of `values`,
-    an instance.
+def keys(config: type[Config], prefix: str = "", values: Config | None = None) -> Iterator[Key]:
+    """Yield every key of a config and its sections, in the order of the fields.
+
+    Defaults are those of the instance `values`, or without one those of the class.
     """
     for name, hint in hints(config).items():
         if name not in config.model_fields:
@@ -73,70 +74,78 @@ def keys(config: type[Config], prefix: str = "", values: Any = None) -> Iterator
             yield from keys(type(default), f"{prefix}{name}.", default)
         else:
             text = "required" if default is PydanticUndefined else json.dumps(default)
-            yield Key(
-                prefix + name, re.sub(r'^"(.+)"$', r"\1", text), takes(hint), comment(config, name)
-            )
+            text = re.sub(r'^"(.+)"$', r"\1", text)
+            yield Key(prefix + name, text, takes(hint), comment(config, name))
 
 
-def takes(hint: Any) -> str:
-    """A type in short: `int>0|null`."""
-    origin, inside = get_origin(hint), get_args(hint)
+def takes(hint: object) -> str:
+    """Return a short form of a type: `int>0|null`."""
+    origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        bounds = [
-            (sign, getattr(rule, name, None)) for rule in inside[1:] for name, sign in SIGNS.items()
-        ]
-        return takes(inside[0]) + ",".join(
-            f"{sign}{bound:g}" for sign, bound in bounds if bound is not None
-        )
+        bounds = []
+        for rule in inner[1:]:
+            for name, sign in SIGNS.items():
+                bound = getattr(rule, name, None)
+                if bound is not None:
+                    bounds.append(f"{sign}{bound:g}")
+        return takes(inner[0]) + ",".join(bounds)
     if origin in (Union, types.UnionType):
-        return "|".join(map(takes, inside))
+        return "|".join(map(takes, inner))
     if origin is Literal:
-        return "|".join(map(str, inside))
-    if origin in (list, tuple):
-        return f"[{takes(inside[0])},{'...' if origin is list else takes(inside[1])}]"
+        return "|".join(map(str, inner))
+    if origin is list:
+        return f"[{takes(inner[0])},...]"
+    if origin is tuple:
+        return f"[{takes(inner[0])},{takes(inner[1])}]"
     if origin is dict:
-        return f"{{{takes(inside[0])}:{takes(inside[1])}}}"
+        return f"{{{takes(inner[0])}:{takes(inner[1])}}}"
     return NAMES.get(hint, str(hint))
 
 
 def comment(config: type, name: str) -> str:
-    """The comment beside or above a field, in the class that has it."""
-    return next(
-        (comments[name] for each in config.__mro__ if name in (comments := _comments(each))), ""
-    )
+    """Return the comment beside or above a field, from the class that declares it."""
+    for declaring in config.__mro__:
+        if name in (comments := _comments(declaring)):
+            return comments[name]
+    return ""
 
 
 @cache
 def _comments(config: type) -> dict[str, str]:
     try:
         lines = inspect.getsource(config).splitlines()
-    except (OSError, TypeError):  # a class of Python's own, or one that was made by a function
+    except (OSError, TypeError):  # a class of Python itself, or one that a function created
         return {}
-    comments, above = {}, []
+    comments: dict[str, str] = {}
+    above: list[str] = []
     for line in lines:
-        field, said = re.match(r" {4}(\w+): ", line), re.search(r" # (.*)", line)
-        above += [said[1]] if said else []
+        field = re.match(r" {4}(\w+): ", line)
+        remark = re.search(r" # (.*)", line)
+        if remark:
+            above.append(remark[1])
         if field:
             comments[field[1]] = re.sub(r"\bNone\b", "null", " ".join(above))
-        if field or not said:
+        if field or not remark:
             above = []
     return comments
 
 
 def matching(word: str) -> dict[str, list[Key]]:
-    """The groups with the keys that have `word` in name or meaning. Raises UserError where there is
-    none.
+    """Return the keys that have `word` in their name or meaning, by group.
+
+    Raises UserError if there is none.
     """
     word = word.lower().replace("-", "_")
-    result = {
-        title: [key for key in listed if word in f"{key.name} {key.meaning}".lower()]
-        for title, listed in groups().items()
-    }
-    if not any(result.values()):
+    result = {}
+    for title, listed in groups().items():
+        matches = [key for key in listed if word in f"{key.name} {key.meaning}".lower()]
+        if matches:
+            result[title] = matches
+    if not result:
         raise UserError(
             f"--keys {word}: no key has this in its name or meaning; `python train.py --keys` prints all"
         )
-    return {title: listed for title, listed in result.items() if listed}
+    return result
 
 
 def as_text(selected: dict[str, list[Key]]) -> str:
@@ -152,49 +161,33 @@ def as_text(selected: dict[str, list[Key]]) -> str:
 
 
 def as_markdown(selected: dict[str, list[Key]]) -> str:
-    """The lists of the page of keys, one a section. What was said of a key before is not said
-    again.
+    """Return the body of the page of keys: a list for each section of each group.
+
+    A key that a previous section documents is only named, with its default.
     """
     lines: list[str] = []
-    before: dict[str, dict[Any, str]] = {}  # section -> what is said of a key -> its default
-    said: set[Any] = set()
+    previous: dict[str, Section] = {}
+    documented: set[Entry] = set()
     for title, listed in selected.items():
         lines += [f"## {title}", ""]
-        for section in sorted(
-            dict.fromkeys(key.name.rpartition(".")[0] for key in listed), key=bool
-        ):
-            keys = [key for key in listed if key.name.rpartition(".")[0] == section]
-            inside = {
-                (key.name.rpartition(".")[2], key.takes, key.meaning): key.default for key in keys
-            }
-            alike = {  # sections that have the same keys -> those with other defaults
-                name: [
-                    f"`{about[0]}: {text}`"
-                    for about, text in inside.items()
-                    if others[about] != text
-                ]
-                for name, others in before.items()
-                if inside.keys() == others.keys()
-                or (inside.keys() <= others.keys() and "differs" in title)
-            }
-            lines += [f"### {section}", ""] if section else []
-            if alike:
-                like, differing = min(
-                    alike.items(), key=lambda item: (item[0] != section, len(item[1]))
-                )
-                lines.append(
-                    f"As `{like}`" + f", but {', '.join(differing)}" * bool(differing) + "."
-                )
+        names = dict.fromkeys(_section_of(key) for key in listed)
+        for name in sorted(names, key=bool):  # keys without a section come first
+            by_entry = {_entry(key): key for key in listed if _section_of(key) == name}
+            section = {entry: key.default for entry, key in by_entry.items()}
+            if name:
+                lines += [f"### {name}", ""]
+            if same := _most_similar(name, section, previous, part="differs" in title):
+                lines.append(same)
             else:
-                new = [key for key, about in zip(keys, inside, strict=True) if about not in said]
-                lines += [
-                    f"- `{key.name}: {key.default}` `{key.takes}` {_plain(key.meaning)}"
-                    for key in new
-                ]
-                again = [f"`{about[0]}: {text}`" for about, text in inside.items() if about in said]
-                lines += [f"- As above: {', '.join(again)}."] if again else []
-            before.setdefault(section, inside)
-            said |= inside.keys()
+                for entry, key in by_entry.items():
+                    if entry not in documented:
+                        meaning = _plain(key.meaning)
+                        lines.append(f"- `{key.name}: {key.default}` `{key.takes}` {meaning}")
+                again = [_default(*item) for item in section.items() if item[0] in documented]
+                if again:
+                    lines.append(f"- As above: {', '.join(again)}.")
+            previous.setdefault(name, section)
+            documented |= section.keys()
             lines.append("")
     wrapped = [
         "\n".join(textwrap.wrap(line, 120, subsequent_indent="  " * line.startswith("-")))
@@ -203,31 +196,65 @@ def as_markdown(selected: dict[str, list[Key]]) -> str:
     return "\n".join(wrapped)
 
 
+def _section_of(key: Key) -> str:
+    return key.name.rpartition(".")[0]
+
+
+def _entry(key: Key) -> Entry:
+    return key.name.rpartition(".")[2], key.takes, key.meaning
+
+
+def _default(entry: Entry, default: str) -> str:
+    return f"`{entry[0]}: {default}`"
+
+
+def _most_similar(
+    name: str, section: Section, previous: Mapping[str, Section], *, part: bool
+) -> str:
+    """Describe a section by a previous one with the same keys, and its other defaults.
+
+    `part`: True if the previous section may have more keys. Returns "" if there is no such section.
+    """
+    candidates = {}
+    for candidate, defaults in previous.items():
+        is_part = part and section.keys() <= defaults.keys()
+        if is_part or section.keys() == defaults.keys():
+            candidates[candidate] = [
+                _default(*item) for item in section.items() if defaults[item[0]] != item[1]
+            ]
+    if not candidates:
+        return ""
+    # a section of the same name if possible, then the one with the fewest differences
+    best = min(candidates, key=lambda candidate: (candidate != name, len(candidates[candidate])))
+    exceptions = f", but {', '.join(candidates[best])}" if candidates[best] else ""
+    return f"As `{best}`{exceptions}."
+
+
 def _plain(text: str) -> str:
-    """Text in which Markdown finds nothing of its own but code."""
+    """Escape Markdown's signs, except inside code."""
     parts = text.split("`")
-    parts[::2] = [
-        re.sub(r"[\\*_<>\[\]]|(?<=\d)[.)](?= |$)", r"\\\g<0>", part) for part in parts[::2]
-    ]
+    for index in range(0, len(parts), 2):
+        parts[index] = re.sub(r"[\\*_<>\[\]]|(?<=\d)[.)](?= |$)", r"\\\g<0>", parts[index])
     return "`".join(parts)
 
 
 class _Documented(GenerateJsonSchema):
-    """A model's schema with the comments of its fields."""
+    """Adds the comments of the fields to a model's schema."""
 
-    def model_schema(self, schema: Any) -> dict[str, Any]:
+    def model_schema(self, schema: ModelSchema) -> Schema:
         result = super().model_schema(schema)
         for name, field in result["properties"].items():
             field["description"] = comment(schema["cls"], name)
         return result
 
 
-def schema(others: Mapping[str, type[Config]]) -> dict[str, Any]:
-    """The JSON schema of a recipe, which editors complete and check by: of a task, and of the
-    `others` without one.
+def schema(taskless: Mapping[str, type[Config]]) -> Schema:
+    """Return the JSON schema of a recipe, with which editors complete and check it.
+
+    `taskless`: name -> config of the recipes without a task.
     """
     gans = {name: TASKS["gan"].config(name) for name in ARCHITECTURES}
-    configs = {"classifier": TASKS["classifier"].config(), **gans, **others}
+    configs = {"classifier": TASKS["classifier"].config(), **gans, **taskless}
     places, generated = models_json_schema(
         [(config, "validation") for config in configs.values()], schema_generator=_Documented
     )
@@ -244,11 +271,11 @@ def schema(others: Mapping[str, type[Config]]) -> dict[str, Any]:
         "title": "A recipe of configs/",
         "if": {"required": ["task"]},
         "then": {"allOf": [task, *cases, no_architecture]},
-        "else": {"anyOf": [refs[name] for name in others]},
+        "else": {"anyOf": [refs[name] for name in taskless]},
         **generated,
     }
 
 
-def _if(values: dict[str, str], then: Any) -> dict[str, Any]:
+def _if(values: dict[str, str], schema: Schema) -> Schema:
     properties = {name: {"const": value} for name, value in values.items()}
-    return {"if": {"properties": properties, "required": list(values)}, "then": then}
+    return {"if": {"properties": properties, "required": list(values)}, "then": schema}

@@ -1,8 +1,7 @@
-"""One training run from a config file to a finished run folder; what `train.py` calls in every
-process.
-"""
+"""A training run from a config file to a finished run folder, in every process of `train.py`."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -22,7 +21,7 @@ from duetgan.utils import seeding, threads
 from duetgan.utils.checkpoint import newest_first
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import given_keys, to_tree
-from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.config.yaml_files import Tree, read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 from duetgan.utils.distributed.launch import under_launcher
@@ -42,25 +41,31 @@ def train(
     device: str | None = None,
     max_steps: int | None = None,
     profile_steps: int | None = None,
-    sweep: dict[str, Any] | None = None,
+    sweep: Mapping[str, Any] | None = None,
     dry_run: str = "",
     layers: bool = False,
 ) -> int:
-    """Train, or resume, or (profile_steps) measure that many steps, or (sweep: options of
-    `lr_find.Sweep`) search the learning rate, or (dry_run) say what would be done. Returns the exit
-    code; raises what `run_cli` prints.
+    """Train or resume a run, or do what one of the options says instead.
+
+    Args:
+        profile_steps: Profile so many steps first.
+        sweep: Options of `lr_find.Sweep`: search the learning rate.
+        dry_run: If not empty, only print the plan; "gpu" adds predictions for GPUs.
+        layers: Print every layer in the plan.
+
+    Returns the exit code. Raises errors that `run_cli` prints.
     """
-    folder = (
-        run_dir
-        if isinstance(run_dir, RunFolder)
-        else RunFolder(run_dir or default_folder(Path(config_file)))
-    )
-    begun = folder.path / "config.yaml"
-    with plugins.hinting(lambda: read_yaml(begun) if begun.is_file() else {}):
+    if isinstance(run_dir, RunFolder):
+        folder = run_dir
+    else:
+        folder = RunFolder(run_dir or default_folder(Path(config_file)))
+    saved_config = folder.path / "config.yaml"
+    with plugins.hinting(lambda: read_yaml(saved_config) if saved_config.is_file() else {}):
         config = build_run_config(read_yaml(config_file), overrides, config_file)
     rates = None if sweep is None else lr_find.Sweep(**sweep)
-    if rates is not None and (why_not := TASKS[config.task].task.no_rate_search):
-        raise UserError(f"--lr-find is not for task {config.task}: {why_not}")
+    unsupported = TASKS[config.task].task.lr_find_unsupported_reason
+    if rates is not None and unsupported:
+        raise UserError(f"--lr-find is not for task {config.task}: {unsupported}")
     torch_device = _start_process(config, device)
     loop, lost = None, False
     try:
@@ -78,11 +83,10 @@ def train(
         return _run(loop, max_steps, profile_steps)
     except Exception as error:
         if not collectives.is_peer_error(error):
-            # leaving the group in good order waits for ranks that may be in an operation that waits
-            # for this one
-            lost = (
-                not isinstance(error, StoppedBySignal) and getattr(error, "of_rank", None) is None
-            )
+            # Leaving the process group in good order would wait for ranks that may be in an
+            # operation that waits for this one.
+            stops_alone = getattr(error, "of_rank", None) is None
+            lost = stops_alone and not isinstance(error, StoppedBySignal)
             raise
         lost = True
         raise health.lost_rank(folder, 0 if loop is None else loop.step, error) from error
@@ -92,14 +96,14 @@ def train(
 
 
 def _start_process(config: RunConfig, requested: str | None) -> torch.device:
-    """Settings of this process, and its place in the group; returns its device."""
+    """Configure this process and join the process group; return the process's device."""
     device = collectives.choose_device(requested, several=config.several_devices)
     if device.type == "cpu":
         tune_malloc()
     if config.deterministic:
         seeding.use_deterministic_kernels()
     elif device.type != "cpu":
-        # algorithms by speed: shapes are the same step after step
+        # chooses the fastest algorithms; shapes are the same in every step
         torch.backends.cudnn.benchmark = True
     collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
     return device
@@ -108,70 +112,78 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
 def prepare(
     config: RunConfig, folder: RunFolder, device: torch.device, *, optional_weights: bool = False
 ) -> Loop:
-    """Check all that can be checked before the first step and build the loop; writes nothing.
-    Raises UserError.
+    """Check everything that can be checked before the first step, and build the loop.
+
+    Writes nothing.
 
     Args:
-        optional_weights: Train from scratch where published weights that the recipe names cannot be
+        optional_weights: Train from scratch if the recipe's pretrained weights cannot be
             downloaded.
+
+    Raises UserError.
     """
-    began = collectives.from_main_process(lambda: folder.saved_config() or {})
+    saved = collectives.from_main_process(lambda: folder.saved_config() or {})
     if optional_weights and isinstance(config, ClassifierConfig):
-        config = config.with_weights_at_hand(began)
-    kept = {
-        key: began[key]
-        for key in ("precision", "threads")
-        if key in began and getattr(config, key) == "auto"
-    }
-    if isinstance(kept.get("threads"), int):  # begun on a machine of more cores
-        kept["threads"] = min(kept["threads"], threads.most())
-    config = config.changed(**kept)
+        config = config.with_weights_at_hand(saved)
+    config = _resolve_auto(config, saved)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
-    entry = TASKS[config.task].task
-    with collectives.raising_together():  # each node may have files of its own
-        reader = data.open_training(config.data)
-        val_reader = data.open_held_out(config.data, reader)
-        data.check_data(config, reader, val_reader)
-    data.check_same_images(config.data, reader, val_reader)
-    shape = config.shape(reader)
-    # before anything of the configured sizes is made; machines differ
+    task_class = TASKS[config.task].task
+    with collectives.raising_together():  # each node may have its own files
+        dataset = data.open_training(config.data)
+        val_dataset = data.open_held_out(config.data, dataset)
+        data.check_data(config, dataset, val_dataset)
+    data.check_same_images(config.data, dataset, val_dataset)
+    shape = config.shape(dataset)
+    # before anything of the configured sizes is allocated; machines differ
     with collectives.raising_together():
         preflight.check_memory(
-            config, partial(entry.outline, config, shape), shape, device, len(reader)
+            config, partial(task_class.outline, config, shape), shape, device, len(dataset)
         )
-    choice = speed.choose(config, reader, device, kept=began.get("precision") == config.precision)
+    already_chosen = saved.get("precision") == config.precision
+    choice = speed.choose(config, dataset, device, already_chosen=already_chosen)
     config = config.changed(precision=choice.precision)
     if config.threads == "auto" and device.type == "cpu":
         config = config.changed(threads=choice.threads)
     if choice.warning:
         say_main(f"warning: {choice.warning}")
-    # first, because the task asks whether its weights are new
+    # sets config.init_from, which the task reads
     donor = transfer.find_donor(config, folder)
-    task: Task = entry(config, reader, val_reader, device)
+    task: Task = task_class(config, dataset, val_dataset, device)
     with collectives.raising_together():
-        written = len(newest_first(folder.checkpoints))
-        preflight.check_disk(folder.path, task, config.checkpoint.most(config.steps) - written)
-    taken = None
+        existing = len(newest_first(folder.checkpoints))
+        new_checkpoints = config.checkpoint.max_on_disk(config.steps) - existing
+        preflight.check_disk(folder.path, task, new_checkpoints)
+    transferred = None
     if donor is not None:
-        classes = reader.meta.classes[: task.shape["classes"]]  # none, if it is unconditional
-        taken = transfer.transfer(
-            donor, task.registry(), resolution=reader.resolution, classes=classes
+        # an unconditional network has no classes, though its images have
+        classes = dataset.meta.classes[: task.shape["classes"]]
+        transferred = transfer.transfer(
+            donor, task.registry(), resolution=dataset.resolution, classes=classes
         )
-    loader = data.make_loader(config, reader, device)
-    reading = data.tune_workers(config, reader, val_reader)
-    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice)
+    loader = data.make_loader(config, dataset, device)
+    reading = data.tune_workers(config, dataset, val_dataset)
+    rows = preflight.plan_rows(config, task, dataset, val_dataset, reading, device, choice)
     say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
-    if taken is not None:
-        say_main(taken)
+    if transferred is not None:
+        say_main(transferred)
     loop = Loop(config, task, loader, folder)
-    before = Lineage.of()
+    donor_lineage = Lineage.of()
     if donor is not None:
-        before, loop.origin = (
-            donor.lineage,
-            {"file": donor.file, "step": donor.step, "sha256": donor.sha256},
-        )
-    loop.manager.lineage = join(data.lineage(config, reader), task.lineage(), before)
+        donor_lineage = donor.lineage
+        loop.origin = {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
+    loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
     return loop
+
+
+def _resolve_auto(config: RunConfig, saved: Tree) -> RunConfig:
+    """Replace values of "auto" by those that an earlier start of the run has saved."""
+    resolved = {}
+    for key in ("precision", "threads"):
+        if key in saved and getattr(config, key) == "auto":
+            resolved[key] = saved[key]
+    if isinstance(resolved.get("threads"), int):  # the earlier machine may have had more cores
+        resolved["threads"] = min(resolved["threads"], threads.max_threads())
+    return config.changed(**resolved)
 
 
 def _print_plan(loop: Loop, layers: bool, gpu: bool) -> None:
@@ -180,9 +192,10 @@ def _print_plan(loop: Loop, layers: bool, gpu: bool) -> None:
     for name in loop.task.networks():
         print(preflight.model_summary(loop.task, name, micro, layers=layers))
     if gpu:
-        from duetgan.training.engine.on_paper import told  # fake tensors take a while to import
+        # imported here, since fake tensors take a while to import
+        from duetgan.training.engine.on_paper import predictions
 
-        print(told(loop.config, loop.loader.reader, world_size))
+        print(predictions(loop.config, loop.loader.dataset, world_size))
     if not layers:
         print("--layers prints every layer")
     print("dry run: everything up to the first step is in order; nothing was written")
@@ -192,9 +205,10 @@ def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
     return folder.accept_config(to_tree(config), defaults=to_tree(type(config)(task=config.task)))
 
 
-def _resume(loop: Loop, doing: str) -> None:
-    """Open the run's folder and take its newest checkpoint, if it has one; what is refused leaves
-    it as it was.
+def _resume(loop: Loop, activity: str) -> None:
+    """Open the run's folder and load its newest checkpoint, if there is one.
+
+    If the config is refused, the folder stays unchanged.
     """
 
     def open_folder() -> None:
@@ -210,11 +224,11 @@ def _resume(loop: Loop, doing: str) -> None:
             f"--steps {steps}: the run has done {loop.step} already; give as many or more"
         )
     if resumed:
-        say_main(f"{doing} step {loop.step} of {steps}")
+        say_main(f"{activity} step {loop.step} of {steps}")
 
 
 def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
-    """Search the learning rate from where the run stands; beside the curve and the lock nothing is
+    """Search the learning rate from the run's present state; only the curve and the lock are
     written.
     """
     _resume(loop, "searching from")
@@ -229,35 +243,33 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
 
 
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
-    """Train, with a sign of life of this process and a status that says how it ended."""
+    """Train with a heartbeat of this process, and write the final status."""
     _resume(loop, "resumed at")
     if profile_steps is not None:
         _check_profile(loop, profile_steps)
-    folder, facts = loop.folder, data.facts(loop.loader.reader, loop.task.val_reader)
+    folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
     collectives.from_main_process(lambda: folder.save_config(to_tree(loop.config), facts))
     loop.heartbeat = _start_heartbeat(folder.path)
-    failure, lost = None, False  # why it leaves, if it must not
+    failure = None  # the reason, if this rank ends before the others
+    lost_peer = False
     try:
         loop.folder_status("running")
         loop.run(max_steps, profile=profile_steps)
     except (StoppedBySignal, TrainingHalted) as error:  # the loop has written the status
         failure = None if isinstance(error, StoppedBySignal) else _one_line(error)
-        if not error.rank_specific:  # all ranks are here
+        if not error.rank_specific:  # raised on all ranks
             collectives.from_main_process(lambda: _report(folder.path))
         raise
     except BaseException as error:
-        failure, lost = _one_line(error), collectives.is_peer_error(error)
-        if not lost:
+        failure = _one_line(error)
+        lost_peer = collectives.is_peer_error(error)
+        if not lost_peer:
             loop.folder_status("failed", failure, getattr(error, "exit_code", 1))
         raise
     finally:
-        loop.heartbeat.stop(failure, lost_peer=lost)
+        loop.heartbeat.stop(failure, lost_peer=lost_peer)
         collectives.watch_while_waiting(None)
-    finished = loop.finished
-    why = loop.stopping.reason if finished else "max_steps" if profile_steps is None else "profile"
-    loop.folder_status(
-        "finished" if finished else "stopped", "" if loop.step >= loop.config.steps else why, 0
-    )
+    _write_final_status(loop, profiled=profile_steps is not None)
     if collectives.is_main():
         if profile_steps is not None:
             print((folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
@@ -266,32 +278,38 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     return 0
 
 
-def _start_heartbeat(folder: Path) -> Heartbeat:
-    """This process's heartbeat file while it trains; whoever waits long for rank 0 looks at the
-    others'.
-    """
-    rank, world = collectives.rank(), collectives.world_size()
+def _write_final_status(loop: Loop, *, profiled: bool) -> None:
+    if loop.step >= loop.config.steps:
+        reason = ""
+    elif loop.finished:
+        reason = loop.stopping.reason
+    else:
+        reason = "profile" if profiled else "max_steps"
+    loop.folder_status("finished" if loop.finished else "stopped", reason, 0)
 
-    def look() -> None:
-        if missing := [
-            silent
-            for silent in silent_ranks(folder, world, own=rank)
-            if silent.rank == 0 or silent.gone
-        ]:
-            raise collectives.PeerLost(missing[0].reason)
+
+def _start_heartbeat(folder: Path) -> Heartbeat:
+    """Start this process's heartbeat file; ranks that wait long for rank 0 read the other files."""
+    rank, world_size = collectives.rank(), collectives.world_size()
+
+    def check_peers() -> None:
+        for silent in silent_ranks(folder, world_size, own_rank=rank):
+            if silent.rank == 0 or silent.gone:
+                raise collectives.PeerLost(silent.reason)
 
     heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
     heartbeat.start()
-    collectives.barrier()  # from here on everybody's file is there
-    collectives.watch_while_waiting(look)
+    collectives.barrier()  # now the files of all ranks exist
+    collectives.watch_while_waiting(check_peers)
     return heartbeat
 
 
 def _report(folder: Path) -> None:
-    """Write the run's report and say where it is. On a full disk a warning: what was trained is
-    safe.
+    """Write the run's report and print its path.
+
+    A full disk is only a warning, since the trained weights are saved.
     """
-    # a dry run writes none, and its parts take a tenth of a second
+    # imported here: it takes a tenth of a second, and a dry run writes no report
     from duetgan.reporting.report import write_report
 
     try:
@@ -305,9 +323,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _check_profile(loop: Loop, count: int) -> None:
-    left, needed = loop.config.steps - loop.step, profiling.WARM_UP + count
-    if left < needed:
+    remaining, needed = loop.config.steps - loop.step, profiling.WARM_UP + count
+    if remaining < needed:
         raise UserError(
-            f"--profile {count}: needs {profiling.WARM_UP} steps to warm up and {count} to measure, but {left} "
-            f"of {loop.config.steps} are left; give a smaller N, a larger --steps, or another --run-dir"
+            f"--profile {count}: needs {profiling.WARM_UP} steps to warm up and {count} to measure, but "
+            f"{remaining} of {loop.config.steps} are left; give a smaller N, a larger --steps, or another "
+            "--run-dir"
         )

@@ -1,20 +1,20 @@
-"""How fast a task trains here, and therefore what `precision: auto` and `threads: auto` mean and
-how long a run takes.
+"""Measures the speed of a task's steps: for `precision: auto`, `threads: auto` and the plan's
+duration.
 
-On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and
-bf16, in as many threads as other programs leave cores for, or in half as many where that is faster;
-measured in a few steps of a task that is made for this alone: the run's networks, statistics and
-draws are not touched.
+On accelerators auto is bf16 if that is native, else fp16. On CPUs it is the faster one of fp32 and
+bf16. The number of threads is what other programs leave cores for, or half of it if that is faster.
+All of it is measured in a few steps of a task that is built for this alone, so that the run's
+networks, statistics and draws are not touched.
 """
 
 import gc
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
 from duetgan.models.fast import Fixed, native
 from duetgan.training.base import data
-from duetgan.training.base.config import RunConfig
+from duetgan.training.base.config import RunConfig, Threads
 from duetgan.training.base.task import Task
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.optim.updater import Precision
@@ -35,317 +35,376 @@ from duetgan.utils.memory import ran_out
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import duration
 
-FORCED = "DUET_PRECISION"  # environment variable: what auto means, without a measurement
-FIRST = 3.0  # seconds that the first step may take, with the fewest samples
-GIVEN_UP = 3.0  # times of the first candidate's after which the second one's first step is given up
-CLEAR = 3.0  # so many times as slow: decided
-STEP = 0.2  # seconds; batches are cut where a step would take longer
-# seconds in which steps of all kinds may take four times the fewest images, whatever STEP says
-LARGER = 10.0
-BUDGET = 0.6  # seconds in which candidates that are close are compared
-ROUNDS = 3  # of that, at most
-# images of a training below which it is short, and how long it takes is not measured
-FORECAST = 20_000
-LONG = 24 * 3600.0  # seconds of a training above which the plan says what to take instead
-FEWER = 1.05  # half of the threads are taken where a step is so many times as fast in them
-PLAIN = 1.5  # times; what is so much faster in one try after another needs no further one
-SLOWER = 1.1  # a precision given by hand is called slower from here on: less may be noise
+FORCED = "DUET_PRECISION"  # environment variable: the precision of auto, without a measurement
+FIRST_STEP_LIMIT = 3.0  # seconds of the first step, with the smallest batch
+# The first step of the second candidate is aborted after so many times the first candidate's.
+GIVE_UP_RATIO = 3.0
+DECISIVE_RATIO = 3.0  # a candidate that is so many times slower is not compared any further
+TARGET_SECONDS = 0.2  # of a step; larger batches are not tried
+# seconds of steps of all kinds with four times the smallest batch, whatever TARGET_SECONDS says
+LARGER_LIMIT = 10.0
+BUDGET = 0.6  # seconds for the comparison of close candidates
+MAX_ROUNDS = 3  # of the comparison
+# training images below which the duration is not measured
+MIN_FORECAST_IMAGES = 20_000
+LONG = 24 * 3600.0  # seconds of a training above which the plan names shorter alternatives
+MIN_THREADS_GAIN = 1.05  # half of the threads are used if a step is so many times faster in them
+STOP_EARLY_RATIO = 1.5  # one that is so many times faster in two rounds needs no third
+WARNING_RATIO = 1.1  # smaller differences between precisions may be noise
 
 
 class Choice(NamedTuple):
-    """A run's precision, and its speed."""
+    """The precision of a run, and its speed."""
 
     precision: Fixed
     text: str  # for the plan
-    # its speed over the other candidate's; infinite: the other was given up
+    # its speed divided by the other candidate's; infinite if the other was aborted
     ratio: float | None = None
     warning: str = ""
-    # of an image, in one process and whole steps, a GAN's lazy penalties by their share; without
-    # reading, compiling, evaluations. None: not measured
-    seconds: float | None = None
-    more: bool = False  # it takes more than that: even the smallest step was given up
-    threads: int = 0  # that it begins with; 0: torch's own
-    others: float = 0.0  # cores that other programs took meanwhile
+    # In one process; None if not measured. A GAN's lazy penalties count by their fraction of the
+    # steps. Reading, compilation and evaluations are not included.
+    seconds_per_image: float | None = None
+    is_lower_bound: bool = False  # True if even the smallest step was aborted
+    threads: int = 0  # at the start; 0: torch's default
+    busy_cores: float = 0.0  # cores that other programs used during the measurement
 
     @property
     def images_per_second(self) -> float:
-        """Of one process, where it was measured."""
-        assert self.seconds is not None
-        return 1 / self.seconds
+        """Speed of one process; only valid if it was measured."""
+        assert self.seconds_per_image is not None
+        return 1 / self.seconds_per_image
 
 
 class TooSlow(Exception):
-    """A step was given up."""
+    """A step was aborted."""
 
 
 class Deadline(TorchDispatchMode):
-    """Raises TooSlow at the first operation that begins `seconds` after the block."""
+    """Raises TooSlow at the first operation that starts `seconds` after the block was entered."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.end = time.perf_counter() + seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if time.perf_counter() > self.end:
             raise TooSlow
         return func(*args, **(kwargs or {}))
 
 
 class Trial:
-    """A task of its own for the steps that are measured: it draws by key, so nothing random is used
-    up.
-    """
+    """A task for measured steps alone. All draws have keys, so no random state is used up."""
 
     def __init__(
         self,
         config: RunConfig,
         samples: int,
-        reader: Dataset,
+        dataset: Dataset,
         device: torch.device,
         compiled: bool = False,
     ) -> None:
-        self.samples, self.device = samples, device
+        self.samples = samples
+        self.device = device
         trial = config.for_trial(samples).changed(compile="on" if compiled else "off")
-        self.task: Task = TASKS[config.task].task(trial, reader, None, device)
+        self.task: Task = TASKS[config.task].task(trial, dataset, None, device)
         self.precision = next(
             part for part in self.task.registry().values() if isinstance(part, Precision)
         )
-        self.shares = self.task.typical_steps(config.steps)
-        shape = (samples, *reader.spec.shape)
+        # step number -> fraction of all steps, the most frequent kind first
+        self.step_fractions = self.task.typical_steps(config.steps)
+        shape = (samples, *dataset.spec.shape)
         images = (torch.arange(math.prod(shape)) % 251).to(torch.uint8).view(shape)
-        batch = Batch(images, torch.arange(samples) % max(1, reader.meta.labels)).to(device)
-        self.batch = self.task.as_read(batch, next(iter(self.shares)))
+        batch = Batch(images, torch.arange(samples) % max(1, dataset.meta.labels)).to(device)
+        self.batch = self.task.as_read(batch, next(iter(self.step_fractions)))
 
     def seconds(
         self, precision: Fixed, step: int | None = None, *, limit: float = math.inf
     ) -> float:
-        """What a step takes (None: the most frequent kind). Raises TooSlow beyond `limit`."""
+        """Return the seconds of a step; None stands for the most frequent kind.
+
+        Raises TooSlow beyond `limit` seconds.
+        """
         if self.precision.name != precision:
             self.precision.switch(precision)
-        step = next(iter(self.shares)) if step is None else step
-        begun = time.perf_counter()
+        step = next(iter(self.step_fractions)) if step is None else step
+        started = time.perf_counter()
         with Deadline(limit) if limit < math.inf else nullcontext():
             self.task.step(iter([self.batch] * 2), step)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
 
 def choose(
     config: RunConfig,
-    reader: Dataset,
+    dataset: Dataset,
     device: torch.device,
     *,
-    kept: bool = False,
+    already_chosen: bool = False,
     always: bool = False,
 ) -> Choice:
-    """What the run trains in, and how fast: rank 0 measures where that is needed, all ranks agree.
-    `kept`: an earlier start of the run has chosen. `always`: measure short trainings and
-    accelerators too. Sets torch's threads.
+    """Choose the run's precision and threads, and measure its speed; sets torch's threads.
+
+    Rank 0 measures if that is needed. The result is the same on all ranks.
+
+    Args:
+        already_chosen: True if the config has the precision that an earlier start of the run chose.
+        always: True to measure short trainings and accelerators too.
     """
-    _set_threads(config.threads, device, kept=kept)
-    given, forced = config.precision, os.environ.get(FORCED)
+    _set_threads(config.threads, device, already_chosen=already_chosen)
+    forced = os.environ.get(FORCED)
     if forced not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"{FORCED}={forced}: must be fp32, bf16 or fp16")
-    names: list[Any] = ["fp32", "bf16"]  # the candidates; the last is what is not measured
-    text, warning, best = "", "", None if device.type == "cpu" else native(device)
-    if given != "auto":
-        text = f"{given} (kept: the run began in it)" if kept else given
-        names = [given] if forced or best or given == "fp32" else ["fp32", given]
-        if (given, best) == ("bf16", "fp16"):
+    candidates: list[Fixed]  # the last one is used if nothing is measured
+    native_precision = None if device.type == "cpu" else native(device)
+    text, warning = "", ""
+    if config.precision != "auto":
+        precision = config.precision
+        text = f"{precision} (kept: the run began in it)" if already_chosen else precision
+        candidates = [precision]
+        if not (forced or native_precision or precision == "fp32"):
+            candidates = ["fp32", precision]
+        if (precision, native_precision) == ("bf16", "fp16"):
             warning = "bf16 is emulated by this accelerator; --precision fp16 is faster here"
-    elif forced or best:
-        names = [forced or best]
-        text = f"{names[0]} (auto: {f'{FORCED} says so' if forced else 'native here'})"
-    short = best or config.steps * config.batch_size < FORECAST
-    if not always and (kept or (short and len(names) == 1)):
-        return Choice(names[-1], text, warning=warning, threads=torch.get_num_threads())
-    choice = collectives.from_main_process(lambda: _measured(config, reader, device, names, text))
+    elif forced:
+        candidates = [cast(Fixed, forced)]
+        text = f"{forced} (auto: {FORCED} says so)"
+    elif native_precision:
+        candidates = [native_precision]
+        text = f"{native_precision} (auto: native here)"
+    else:
+        candidates = ["fp32", "bf16"]
+    is_short = native_precision or config.steps * config.batch_size < MIN_FORECAST_IMAGES
+    if not always and (already_chosen or (is_short and len(candidates) == 1)):
+        return Choice(candidates[-1], text, warning=warning, threads=torch.get_num_threads())
+    choice = collectives.from_main_process(
+        lambda: _measure(config, dataset, device, candidates, text)
+    )
     torch.set_num_threads(choice.threads)
     return choice
 
 
-def _set_threads(setting: Any, device: torch.device, *, kept: bool) -> None:
-    """The threads that the run begins in, where they are given or nothing is measured."""
+def _set_threads(setting: Threads, device: torch.device, *, already_chosen: bool) -> None:
+    """Set the threads with which the run, or the measurement, starts."""
     if isinstance(setting, dict):
         setting = setting[min(setting)]
-    # an earlier version's run had torch's own number
-    if isinstance(setting, int) or kept or device.type != "cpu":
-        torch.set_num_threads(setting if isinstance(setting, int) else threads.most())
+    if isinstance(setting, int):
+        torch.set_num_threads(setting)
+    # a run of an earlier version, which recorded no number, used torch's default
+    elif already_chosen or device.type != "cpu":
+        torch.set_num_threads(threads.max_threads())
     else:
-        torch.set_num_threads(threads.fitting(threads.seen()))
+        torch.set_num_threads(threads.fitting(threads.busy_since_start()))
 
 
-def _measured(
-    config: RunConfig, reader: Dataset, device: torch.device, names: Sequence[Fixed], text: str
+def _measure(
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    candidates: Sequence[Fixed],
+    text: str,
 ) -> Choice:
-    """The faster of `names`, or the one that the config gives."""
-    by, world, given = "", collectives.world_size(), config.precision
-    seconds: float | None = None
-    load, count = threads.Load(), torch.get_num_threads()
-    free = threads.free() and device.type == "cpu" and config.threads in ("auto", "adapt")
+    """Return the faster of the candidates, or the config's precision, with its speed."""
+    world_size, requested = collectives.world_size(), config.precision
+    method = ""
+    seconds_per_image: float | None = None
+    load = threads.ProgramLoad()
+    count = torch.get_num_threads()
+    tunes_threads = device.type == "cpu" and config.threads in ("auto", "adapt")
+    tunes_threads = tunes_threads and threads.is_adjustable()
     with collectives.alone(), Bar(desc="measuring the speed of a step", unit="step", delay=1):
         try:
-            each, seconds, more = race(config, world, reader, device, names, fewer=free)
-        except (TooSlow, RuntimeError, MemoryError) as error:
-            more = isinstance(error, TooSlow)
-            if not (more or ran_out(error)):  # if the run has too little as well, it says so
-                raise
-            each, by = (
-                {name: convolution_seconds(name, device) for name in names},
-                ", by a convolution",
+            seconds, seconds_per_image, is_lower_bound = time_precisions(
+                config, world_size, dataset, device, candidates, try_fewer_threads=tunes_threads
             )
-            seconds = FIRST / min(config.smallest_batch, config.micro(world)) if more else None
-    gc.collect()  # the tasks are gone before the run's is built
-    best, slower = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
-    ratio, warning = None if len(names) == 1 else each[slower] / each[best], ""
-    if ratio and given == "auto":
-        text = f"{best} (auto: {times(ratio)} the speed of {slower}{by})"
-    elif ratio and given != best:
-        if ratio > SLOWER:
-            warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; take --precision auto"
+        except (TooSlow, RuntimeError, MemoryError) as error:
+            is_lower_bound = isinstance(error, TooSlow)
+            if not (is_lower_bound or ran_out(error)):
+                raise
+            # If the run does not have enough memory either, it says so itself.
+            seconds = {name: convolution_seconds(name, device) for name in candidates}
+            method = ", by a convolution"
+            if is_lower_bound:
+                smallest = min(config.smallest_batch, config.micro(world_size))
+                seconds_per_image = FIRST_STEP_LIMIT / smallest
+    gc.collect()  # frees the measured tasks before the run's is built
+    best = min(seconds, key=seconds.__getitem__)
+    slower = max(seconds, key=seconds.__getitem__)
+    ratio, warning = None, ""
+    if len(candidates) > 1:
+        ratio = seconds[slower] / seconds[best]
+    if ratio and requested == "auto":
+        text = f"{best} (auto: {times(ratio)} the speed of {slower}{method})"
+    elif ratio and requested != best:
+        if ratio > WARNING_RATIO:
+            warning = (
+                f"fp32 trains at {times(ratio)} the speed of {requested} on this CPU{method}; take "
+                "--precision auto"
+            )
         ratio = 1 / ratio
-    others, faster = load.others(), torch.get_num_threads()
-    if free:  # who came or left meanwhile
-        count = threads.fitting(others) if faster == count else min(faster, threads.fitting(others))
-    return Choice(
-        best if given == "auto" else names[-1], text, ratio, warning, seconds, more, count, others
-    )
+    busy, measured_count = load.busy_cores(), torch.get_num_threads()
+    if tunes_threads:  # the load may have changed during the measurement
+        fitting = threads.fitting(busy)
+        count = fitting if measured_count == count else min(measured_count, fitting)
+    precision = best if requested == "auto" else candidates[-1]
+    return Choice(precision, text, ratio, warning, seconds_per_image, is_lower_bound, count, busy)
 
 
 def times(ratio: float) -> str:
-    """A ratio in words: "1.3 times", and "more than 3 times" for one that was not measured to the
-    end.
-    """
-    return f"more than {GIVEN_UP:g} times" if math.isinf(ratio) else f"{ratio:.3g} times"
+    """Describe a ratio: "1.3 times"; "more than 3 times" if a step was aborted."""
+    return f"more than {GIVE_UP_RATIO:g} times" if math.isinf(ratio) else f"{ratio:.3g} times"
 
 
-def race(
+def time_precisions(
     config: RunConfig,
     world_size: int,
-    reader: Dataset,
+    dataset: Dataset,
     device: torch.device,
-    names: Sequence[Fixed],
+    candidates: Sequence[Fixed],
     *,
-    fewer: bool = False,
+    try_fewer_threads: bool = False,
 ) -> tuple[dict[Fixed, float], float, bool]:
-    """Seconds an image in each precision, infinite for what is given up, and of an image of the run
-    in the precision that it will take; whether that takes more.
+    """Measure the steps of a task in each precision.
 
-    First of the smallest batch, then of larger ones, up to about STEP seconds: what comes once a
-    step, such as the optimizer's work, counts once. What each pass of a micro-batch costs besides
-    is left out. `fewer`: torch's threads are halved as long as that is faster. Raises TooSlow where
-    even the smallest takes more than FIRST seconds in the first precision.
+    The smallest batch is measured first, then larger ones, up to steps of about TARGET_SECONDS. The
+    work of a step that does not depend on its batch, such as the optimizer's, is thereby counted
+    once. The overhead of each further micro-batch is not included.
+
+    Args:
+        try_fewer_threads: True to halve torch's threads as long as that is faster.
+
+    Returns: The seconds per image by precision, infinite if a step was aborted; the seconds per
+    image of the run in the precision that it will use; True if that is only a lower bound.
+
+    Raises TooSlow if the smallest step takes more than FIRST_STEP_LIMIT in the first precision.
     """
-    most, share = config.micro(world_size), config.share(world_size)
-    small = size = min(config.smallest_batch, most)
-    # step: seconds of a step, by precision
-    trial, step, limit = Trial(config, size, reader, device), {}, FIRST
-    for name in names:
+    micro, rank_batch = config.micro(world_size), config.rank_batch(world_size)
+    smallest = size = min(config.smallest_batch, micro)
+    trial = Trial(config, size, dataset, device)
+    step: dict[Fixed, float] = {}  # seconds of a step
+    limit = FIRST_STEP_LIMIT
+    for name in candidates:
         try:
             warm_up = trial.seconds(name, limit=limit)
             step[name] = min(warm_up, trial.seconds(name))
-            limit = max(0.2, GIVEN_UP * warm_up)
+            limit = max(0.2, GIVE_UP_RATIO * warm_up)
         except TooSlow:
-            if not step:  # nothing to compare with
+            if not step:  # there is no other candidate's time to compare with
                 raise
             step[name] = math.inf
-    image = {name: seconds / size for name, seconds in step.items()}
-    slope = dict.fromkeys(names, 0.0)  # seconds of an image more in a step
+    image = {name: seconds / size for name, seconds in step.items()}  # seconds per image
+    slope = dict.fromkeys(candidates, 0.0)  # seconds that one more image adds to a step
     best = min(image, key=image.__getitem__)
-    while (larger := _larger(size, small, most, step[best], slope[best], len(trial.shares))) > size:
-        close = [name for name in step if image[name] < CLEAR * image[best]]
-        del trial  # before the next one takes its memory
-        trial = Trial(config, larger, reader, device)
-        before, step = step, _alternating(trial, close)
-        slope = {name: max(0.0, step[name] - before[name]) / (larger - size) for name in close}
+    kinds = len(trial.step_fractions)
+    while (larger := _larger_size(size, smallest, micro, step[best], slope[best], kinds)) > size:
+        close = [name for name in step if image[name] < DECISIVE_RATIO * image[best]]
+        del trial  # frees its memory before the next one needs some
+        trial = Trial(config, larger, dataset, device)
+        previous, step = step, _alternating(trial, close)
+        for name in close:
+            slope[name] = max(0.0, step[name] - previous[name]) / (larger - size)
         size = larger
         image |= {name: seconds / size for name, seconds in step.items()}
         best = min(step, key=step.__getitem__)
-    chosen = best if config.precision == "auto" else names[-1]
+    chosen = best if config.precision == "auto" else candidates[-1]
     if chosen not in step or math.isinf(step[chosen]):
-        return image, min(GIVEN_UP * min(image.values()), image[chosen]), True
-    if fewer:
+        return image, min(GIVE_UP_RATIO * min(image.values()), image[chosen]), True
+    if try_fewer_threads:
         step[chosen] = _halve_threads(trial, chosen, step[chosen])
-    tries, (most_frequent, *others) = 2 if step[chosen] < STEP else 1, trial.shares.items()
-    once = most_frequent[1] * step[chosen] + sum(
-        part * min(trial.seconds(chosen, kind) for _ in range(tries)) for kind, part in others
-    )
-    return image, once * (1 + slope[chosen] * (share - size) / step[chosen]) / share, False
+    tries = 2 if step[chosen] < TARGET_SECONDS else 1
+    (_, fraction), *rare_steps = trial.step_fractions.items()
+    mean = fraction * step[chosen]
+    rare = 0.0
+    for number, fraction in rare_steps:
+        rare += fraction * min(trial.seconds(chosen, number) for _ in range(tries))
+    growth = 1 + slope[chosen] * (rank_batch - size) / step[chosen]
+    return image, (mean + rare) * growth / rank_batch, False
 
 
-def _alternating(trial: Trial, names: Sequence[Fixed]) -> dict[Fixed, float]:
-    """Seconds of a step in each, the median of a few rounds; of two where the same was plainly the
-    fastest in both.
+def _alternating(trial: Trial, candidates: Sequence[Fixed]) -> dict[Fixed, float]:
+    """Return the seconds of a step in each precision: the median of a few rounds.
+
+    There are two rounds if one candidate was clearly the fastest in both.
     """
     rounds: list[dict[Fixed, float]] = []
-    begun, plain = time.perf_counter(), False
+    started, is_clear = time.perf_counter(), False
     while len(rounds) < 2 or (
-        len(rounds) < ROUNDS and time.perf_counter() - begun < BUDGET and not plain
+        len(rounds) < MAX_ROUNDS and time.perf_counter() - started < BUDGET and not is_clear
     ):
-        rounds.append({name: trial.seconds(name) for name in names})
-        best = min(names, key=rounds[0].__getitem__)
-        others = [name for name in names if name != best]
-        plain = all(taken[name] > PLAIN * taken[best] for taken in rounds for name in others)
-    return {name: median_low(taken[name] for taken in rounds) for name in names}
+        rounds.append({name: trial.seconds(name) for name in candidates})
+        best = min(candidates, key=rounds[0].__getitem__)
+        slower = [name for name in candidates if name != best]
+        is_clear = True
+        for seconds in rounds:
+            limit = STOP_EARLY_RATIO * seconds[best]
+            is_clear = is_clear and all(seconds[name] > limit for name in slower)
+    return {name: median_low(seconds[name] for seconds in rounds) for name in candidates}
 
 
-def _halve_threads(trial: Trial, name: Fixed, taken: float) -> float:
-    """Halve torch's threads as long as a step is faster in them than `taken` seconds; returns what
-    it takes then.
-    """
+def _halve_threads(trial: Trial, name: Fixed, seconds: float) -> float:
+    """Halve torch's threads as long as a step is faster than `seconds`; return its seconds then."""
     while (count := torch.get_num_threads()) > 1:
         torch.set_num_threads(count // 2)
-        fewer = trial.seconds(name)
-        if fewer < PLAIN * taken:  # else another try changes nothing
-            fewer = min(fewer, trial.seconds(name))
-        if fewer * FEWER > taken:
+        halved = trial.seconds(name)
+        if halved < STOP_EARLY_RATIO * seconds:  # else a second try would not change the result
+            halved = min(halved, trial.seconds(name))
+        if halved * MIN_THREADS_GAIN > seconds:
             torch.set_num_threads(count)
             break
-        taken = fewer
-    return taken
+        seconds = halved
+    return seconds
 
 
-def _larger(size: int, small: int, most: int, seconds: float, slope: float, kinds: int) -> int:
-    """The samples of the next steps that are tried: as many as surely take STEP seconds at most, or
-    a few more.
+def _larger_size(
+    size: int, smallest: int, largest: int, seconds: float, slope: float, kinds: int
+) -> int:
+    """Return the number of samples for the next measured steps.
+
+    They surely take TARGET_SECONDS at most, or have a few times as many samples as before.
     """
-    surely, few = STEP / seconds * size, 4.0 * size
-    if size > small:
-        few = min(2 * few, STEP / max(slope, 1e-9)) if seconds < STEP else 0
+    safe, few = TARGET_SECONDS / seconds * size, 4.0 * size
+    if size > smallest:
+        few = min(2 * few, TARGET_SECONDS / max(slope, 1e-9)) if seconds < TARGET_SECONDS else 0
     else:
-        surely *= 2  # most of so small a step is what comes once
-        few = few if few * seconds / size * kinds <= LARGER else 0
-    return small * min(most // small, int(max(surely, few) / small + 1e-9))
+        safe *= 2  # most of the smallest step does not depend on the batch
+        few = few if few * seconds / size * kinds <= LARGER_LIMIT else 0
+    return smallest * min(largest // smallest, int(max(safe, few) / smallest + 1e-9))
 
 
 def convolution_seconds(name: Fixed, device: torch.device) -> float:
-    """Seconds of a 3x3 convolution, forward and backward: for networks of which one step takes too
-    long.
+    """Return the seconds of a 3x3 convolution, forward and backward.
+
+    It stands for networks whose steps take too long to be measured.
     """
     layer = torch.nn.utils.skip_init(torch.nn.Conv2d, 64, 64, 3, padding=1, device=device)
     torch.nn.init.constant_(layer.weight, 0.01)
     torch.nn.init.zeros_(layer.bias)
     images = torch.ones(4, 64, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
     images.requires_grad_(True)
-    taken = []
+    seconds = []
     for _ in range(6):  # the first warms up
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with Precision(name, device).autocast():
             layer(images).sum().backward()
-        taken.append(time.perf_counter() - begun)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
 
 
 def forecast(choice: Choice, images: int) -> str:
-    """What the plan says of how long `images` images of training take here; empty where that was
-    not measured.
-    """
-    if choice.seconds is None or images < FORECAST:
+    """Describe the duration of a training on `images` images for the plan; "" if not measured."""
+    if choice.seconds_per_image is None or images < MIN_FORECAST_IMAGES:
         return ""
     rate = collectives.world_size() * choice.images_per_second
-    text = f"{'more than' if choice.more else 'about'} {duration(images / rate)} here, "
-    text += f"{'at most ' * choice.more}{rate:,.3g} images/s"
+    if choice.is_lower_bound:
+        text = f"more than {duration(images / rate)} here, at most {rate:,.3g} images/s"
+    else:
+        text = f"about {duration(images / rate)} here, {rate:,.3g} images/s"
     if images / rate > LONG:
         text += "; that is long: recipes named cpu are smaller (train.py --list), and "
         text += "`python quickstart.py FOLDER --minutes N` chooses what fits"
@@ -355,14 +414,17 @@ def forecast(choice: Choice, images: int) -> str:
 def measure_recipe(
     config_file: str, overrides: Sequence[str] = (), *, device: str | None = None
 ) -> Choice:
-    """How fast a recipe trains here, and in which precision; `overrides` as train.py takes them.
-    Needs the packed images. Raises UserError as train.py does, and where memory runs out.
+    """Measure how fast a recipe trains on this machine, and in which precision.
+
+    `overrides` are options of train.py. The packed images must exist. Raises UserError as train.py
+    does, and if memory runs out.
     """
     config = build_run_config(read_yaml(config_file), list(overrides), config_file)
-    with data.open_training(config.data) as reader:
-        choice = choose(config, reader, collectives.choose_device(device), always=True)
-    if choice.seconds is None:
+    with data.open_training(config.data) as dataset:
+        choice = choose(config, dataset, collectives.choose_device(device), always=True)
+    if choice.seconds_per_image is None:
         raise UserError(
-            f"{config_file}: memory runs out in a step; take a smaller --micro-batch or smaller networks"
+            f"{config_file}: memory runs out in a step; take a smaller --micro-batch or smaller "
+            "networks"
         )
     return choice

@@ -1,5 +1,6 @@
-"""The registry of tasks, where a third one is one more line, and how a run's config is built:
-lengths in epochs too.
+"""The registry of tasks, and the construction of a run's config.
+
+A further task is one more line in `TASKS`.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from duetgan.utils.errors import UserError
 
 
 class Entry(NamedTuple):
-    """A task's configuration and the class that trains it."""
+    """The configuration and the class of a task."""
 
-    # (architecture, where a recipe names one) -> its config class
+    # a function of the architecture, if a recipe names one
     config: Callable[..., type[RunConfig]]
-    task: type[Any]  # of training.base.task.Task
+    task: type[Any]  # a subclass of training.base.task.Task
 
 
 TASKS = {
@@ -33,52 +34,57 @@ TASKS = {
 
 
 def _with_imports(tree: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:
-    """Import what the recipe's key `imports` and the options `--import` name; the key is then name
-    -> SHA-256.
+    """Import what the recipe's key `imports` and the options `--import` name.
+
+    Returns: The recipe, whose key `imports` is now name -> SHA-256, and the other options.
     """
     names = tree.get("imports") or []
     if not isinstance(names, list | dict) or not all(isinstance(name, str) for name in names):
         raise UserError("imports: give a list of .py files or installed modules: [my_losses.py]")
-    given = [
-        token.removeprefix("--import=") for token in overrides if token.startswith("--import=")
-    ]
-    digests = plugins.load(dict.fromkeys([*names, *given]))
-    left = [token for token in overrides if not token.startswith("--import=")]
-    return (tree | {"imports": digests} if digests else tree), left
+    modules = list(names)
+    remaining = []
+    for token in overrides:
+        if token.startswith("--import="):
+            modules.append(token.removeprefix("--import="))
+        else:
+            remaining.append(token)
+    digests = plugins.load(dict.fromkeys(modules))
+    return (tree | {"imports": digests} if digests else tree), remaining
 
 
 def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig:
-    """The config of the task that `tree["task"]` names, with overrides; lengths in epochs, `90ep`,
-    become updates by the images, which are opened then, and the batches. What it imports is
-    imported: `tree` is the user's own recipe, never a checkpoint's config. Raises UserError for
-    what is wrong in it.
+    """Build the config of the task that `tree["task"]` names, with overrides.
+
+    Lengths in epochs, `90ep`, become updates: the images are opened to count them. What the recipe
+    imports is imported, so `tree` must be the user's own recipe, never a checkpoint's config.
+
+    Raises UserError for mistakes in the recipe or the overrides.
     """
     tree, overrides = _with_imports(tree, overrides)
-    if (name := tree.get("task")) is None:
+    name = tree.get("task")
+    if name is None:
         raise UserError(f"{source}: has no key 'task'; tasks are {', '.join(TASKS)}")
     task = entry(TASKS, str(name), f"{source}: task")
     architecture = given_keys(overrides).get("architecture") or tree.get("architecture")
-    config = task.config(*([str(architecture)] if architecture else []))
+    config = task.config(str(architecture)) if architecture else task.config()
     lengths: list[float] = []
 
     def draft(epochs: float) -> int:
         lengths.append(epochs)
-        return 1000 * len(lengths)  # milestones must rise
+        return 1000 * len(lengths)  # increasing, as milestones must be
 
     result = build(config, tree, overrides, source=source, context=draft)
     if not lengths:
         return result
-    with data.open_training(result.data) as reader:
-        images, spans = len(reader), result.spans(reader.resolution)
+    with data.open_training(result.data) as dataset:
+        images, spans = len(dataset), result.spans(dataset.resolution)
     if len({size for _, _, size in spans}) > 1:
         raise UserError(
             "lengths in epochs need batches of one size, and progressive.batch_sizes differ; give updates"
         )
-    batch = spans[0][2]
-    return build(
-        config,
-        tree,
-        overrides,
-        source=source,
-        context=lambda epochs: max(1, round(epochs * images / batch)),
-    )
+    batch_size = spans[0][2]
+
+    def updates(epochs: float) -> int:
+        return max(1, round(epochs * images / batch_size))
+
+    return build(config, tree, overrides, source=source, context=updates)

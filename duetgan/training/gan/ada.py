@@ -1,13 +1,13 @@
-"""Adaptive discriminator augmentation: how strong it is, its random draws, and its application to a
+"""Adaptive discriminator augmentation: its strength, its random draws, and its application to a
 batch.
 
 Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data" (2006.06676). The
-discriminator sees augmented images only, real and generated ones, in both players' steps. The
-strength p follows from how sure it is of the real ones: r_t = E[sign D(real)] (section 2.2).
+discriminator sees augmented images only, real and generated ones, in both halves of a step. The
+strength p depends on r_t = E[sign D(real)], a measure of overfitting (section 2.2).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Interval
@@ -21,27 +21,28 @@ from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Proba
 from duetgan.utils.errors import refuse
 from duetgan.utils.seeding import generator
 
-KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 1
+KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p can go from 0 to 1
 
 
 class AdaConfig(Config):
-    """What the discriminator's images go through, and how often. Raises UserError for values out of
-    range.
+    """Augmentation of the discriminator's images: operations and their probability.
+
+    Raises UserError for values out of range.
     """
 
     # adaptive: by the sign of D(real), for few images
     mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"
-    # probability of each operation; fixed: always; adaptive, scheduled: where it starts
+    # probability of each operation; adaptive, scheduled: its initial value
     p: Probability = 0.0
-    p_final: Probability = 0.0  # scheduled: where it ends, by a cosine over schedule_kimg
+    p_final: Probability = 0.0  # scheduled: its final value, by a cosine over schedule_kimg
     # adaptive: mean sign of D(real) above which p grows
     target: Annotated[float, Interval(gt=-1, lt=1)] = 0.6
     # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
     kimg: PositiveFloat | None = None
     interval: PositiveInt = 4  # adaptive: steps between adjustments
-    # Multipliers of p; a group that is not named is off. blit: flip, turn by 90 degrees, shift by
+    # Multipliers of p; groups that are not named are off. blit: flip, turn by 90 degrees, shift by
     # whole pixels; geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip,
-    # hue, saturation; and filter, noise, cutout. The paper's bgc is the default.
+    # hue, saturation; and filter, noise, cutout. The default is bgc of the paper.
     operations: dict[str, Probability] = {"blit": 1.0, "geometry": 1.0, "colour": 1.0}
 
     def check(self) -> None:
@@ -64,7 +65,9 @@ class AdaConfig(Config):
 
 
 class Ada:
-    """Adaptive augmentation of one training: its strength and what moves it are the state."""
+    """Adaptive augmentation of one training. Its state is the strength p and the counts for its
+    next change.
+    """
 
     def __init__(
         self,
@@ -72,26 +75,31 @@ class Ada:
         *,
         seed: int,
         channels: int,
-        alpha: bool = False,  # the last of them is transparency
+        alpha: bool = False,  # the last channel is transparency
         device: torch.device,
         schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
-        # the networks come from another training: p moves five times as fast
+        # The networks come from another training: p changes five times as fast.
         transfer: bool = False,
     ) -> None:
-        self.config, self.seed, self.channels, self.alpha = config, seed, channels, alpha
-        self.device, self.schedule_images = device, schedule_images
+        self.config = config
+        self.seed = seed
+        self.channels = channels
+        self.alpha = alpha
+        self.device = device
+        self.schedule_images = schedule_images
         self.adjustment_images = (config.kimg or (KIMG_TRANSFER if transfer else KIMG)) * 1000
         self.active = config.mode != "off"
-        # never changed in place: whoever keeps one for the log keeps that step's
+        # Never changed in place, so that a logged tensor keeps the value of its step.
         self.p = torch.full((), config.p, device=device)
-        # of the logits of real images since the last adjustment
+        # Since the last change of p: the sum of sign D(real), and the number of images.
         self._sign_sum = torch.zeros((), device=device)
-        self._count = torch.zeros((), device=device)  # of these images
+        self._count = torch.zeros((), device=device)
 
     def draw(self, step: int, phase: str, size: Sequence[int], batch_size: int) -> Draws:
-        """The global batch's draws of a phase, on the device: a group's are a function of (seed,
-        "augment", step, phase, group) and the batch's size alone. `size`: height and width in px,
-        matters to the noise only.
+        """Draw the random numbers of a phase for the global batch, on the device.
+
+        The numbers of a group are a function of (seed, "augment", step, phase, group) and the batch
+        size only. `size`, height and width in px, is used by the noise only.
         """
         draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
@@ -102,50 +110,58 @@ class Ada:
                 batch_size, operations + uniform, generator=keyed, device=self.device
             )
             normals = torch.randn(batch_size, normal, generator=keyed, device=self.device)
-            shape = (batch_size, self.channels, *size)
-            pixels = (
-                torch.randn(shape, generator=keyed, device=self.device) if name == "noise" else None
-            )
+            pixels = None
+            if name == "noise":
+                shape = (batch_size, self.channels, *size)
+                pixels = torch.randn(shape, generator=keyed, device=self.device)
             draws[name] = GroupDraws(
                 numbers[:, :operations], numbers[:, operations:], normals, pixels
             )
         return draws
 
     def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
-        """Augment images [n, C, H, W] in [-1, 1], rows `rows` of the global batch; each side at
-        least 4.
+        """Augment images, differentiably up to second order.
 
-        Same shape and dtype; colours may leave the range. Differentiable twice. Whatever autocast
-        says, it computes in the images' own precision, float32 at least; half-precision images are
-        rounded once. At p = 0 no bit changes.
+        Computes without autocast in the dtype of the images, at least float32; half-precision
+        images are rounded once. With p = 0 no bit changes.
+
+        Args:
+            images: [n, C, H, W] in [-1, 1], both sides at least 4 px.
+            draws: Draws for the global batch.
+            rows: Rows of the global batch that these images have.
+
+        Returns:
+            Images of the same shape and dtype; colours may be out of [-1, 1].
         """
         result = images.to(torch.promote_types(images.dtype, torch.float32))
         groups = {name: group.rows(rows, result.dtype) for name, group in draws.items()}
+        size = images.shape[2:]
+        blit, geometry = None, None
         with torch.autocast(images.device.type, enabled=False):
-            size, p = (
-                images.shape[2:],
-                {name: self.p * factor for name, factor in self.config.operations.items()},
-            )
-            blit = ops.blit_inverse(groups["blit"], p["blit"], size) if "blit" in groups else None
-            warped = (
-                ops.geometry_inverse(groups["geometry"], p["geometry"], size)
-                if "geometry" in groups
-                else None
-            )
-            result = ops.move(result, blit, warped)
+            p = {name: self.p * factor for name, factor in self.config.operations.items()}
+            if "blit" in groups:
+                blit = ops.blit_inverse(groups["blit"], p["blit"], size)
+            if "geometry" in groups:
+                geometry = ops.geometry_inverse(groups["geometry"], p["geometry"], size)
+            result = ops.move(result, blit, geometry)
             for name, change in ops.CHANGES.items():
                 if name in groups:
                     result = change(result, groups[name], p[name], self.alpha)
         return result.to(images.dtype)
 
     def update(self, images_seen: int, step: int, real_sign: Tensor, batch_size: int) -> None:
-        """Move p after update number `step`; nothing waits for the device.
+        """Change p after update number `step`, without waiting for the device.
 
-        adaptive: p += sign(r_t - target) * images / (kimg * 1000), within [0, 1], every `interval`
-        steps, r_t and the images being those since the last time. scheduled: p is a function of
-        `images_seen` alone. `real_sign`: 0-d, the mean of sign D(real) over the step's global batch
-        of `batch_size`. One that is not finite (the step's update is skipped as well) counts for
-        nothing.
+        adaptive: p += sign(r_t - target) * images / (kimg * 1000), limited to [0, 1], every
+        `interval` steps. r_t and the number of images are those since the last change. scheduled: p
+        is a function of `images_seen` only.
+
+        Args:
+            images_seen: Images seen, including this step's.
+            step: Number of the update.
+            real_sign: 0-d, the mean of sign D(real) over the global batch. It is ignored if it is
+                not finite; then the step's update is skipped too.
+            batch_size: Size of the global batch.
         """
         config = self.config
         if config.mode == "scheduled":
@@ -162,19 +178,15 @@ class Ada:
         if step % config.interval == config.interval - 1:
             direction = (self._sign_sum - config.target * self._count).sign()
             self.p = (self.p + direction * (self._count / self.adjustment_images)).clamp(0, 1)
-            self._sign_sum, self._count = (
-                torch.zeros_like(self._sign_sum),
-                torch.zeros_like(self._count),
-            )
+            self._sign_sum = torch.zeros_like(self._sign_sum)
+            self._count = torch.zeros_like(self._count)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {"p": self.p, "sign_sum": self._sign_sum, "count": self._count}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved; a fixed p stays as configured."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a saved state; a fixed p remains that of the config."""
         if self.config.mode != "fixed":
             self.p = state["p"].to(self.p)
-        self._sign_sum, self._count = (
-            state["sign_sum"].to(self._sign_sum),
-            state["count"].to(self._count),
-        )
+        self._sign_sum = state["sign_sum"].to(self._sign_sum)
+        self._count = state["count"].to(self._count)

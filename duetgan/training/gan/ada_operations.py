@@ -1,12 +1,13 @@
 """The operations of adaptive discriminator augmentation (Karras et al. 2020, 2006.06676, appendix
 B), group by group.
 
-Pure functions of images, given draws and the probability p (a tensor, so that nothing waits for its
-value). An operation happens to an image where its own uniform draw lies below p. What does not
-happen leaves every bit.
+Pure functions of images, draws and the probability p, a tensor, so that the host does not wait for
+its value. An operation is applied to an image if its uniform draw for this image is below p. An
+operation that is not applied changes no bit.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,81 +17,82 @@ from torch import Tensor
 
 from duetgan.training.gan.warp import copy_pixels, reflect, warp
 
-MAX_SHIFT = 0.125  # of each side, either way: shift by whole pixels
+MAX_SHIFT = 0.125  # largest shift by whole pixels, as a fraction of each side
 SCALE = 0.2  # standard deviation of log2: isotropic and anisotropic scale
-SHIFT = 0.125  # standard deviation, of each side: fractional shift
+SHIFT = 0.125  # standard deviation of the fractional shift, as a fraction of each side
 BRIGHTNESS = 0.2  # standard deviation, on a scale from -1 to 1
 CONTRAST = 0.5  # standard deviation of log2
 SATURATION = 1.0  # standard deviation of log2
 BAND_GAIN = 1.0  # standard deviation of log2
-# expected share of an image's power in each band, lowest first
+# expected fraction of an image's power in each band, lowest first
 BAND_POWER = (10 / 13, 1 / 13, 1 / 13, 1 / 13)
 NOISE = 0.1  # standard deviation of the half-normal distribution of the noise's standard deviation
-CUTOUT = 0.5  # of each side
+CUTOUT = 0.5  # size of the rectangle, as a fraction of each side
 
-# the Lagrange half-band filter of order 4, right half: sym2 forth and back, as the paper's filter
-# bank has it
+# Right half of the Lagrange half-band filter of order 4, which is sym2 applied forwards and
+# backwards, as in the filter bank of the paper.
 HALF_BAND_TAPS = (16 / 32, 9 / 32, 0.0, -1 / 32)
 
 
 @dataclass
 class GroupDraws:
-    chance: Tensor  # [B, operations] uniform in [0, 1): an operation happens where it is below p
+    """The draws of a group of operations for B images."""
+
+    # [B, operations] uniform in [0, 1): an operation is applied where its value is below p
+    chance: Tensor
     uniform: Tensor  # [B, u] uniform in [0, 1)
     normal: Tensor  # [B, v] N(0, 1)
-    pixels: Tensor | None = None  # [B, C, H, W] N(0, 1), of the noise
+    pixels: Tensor | None = None  # [B, C, H, W] N(0, 1), for the noise
 
     def rows(self, rows: slice, dtype: torch.dtype) -> "GroupDraws":
-        """The draws of some images; all but the chances as `dtype`."""
-        pixels = self.pixels[rows].to(dtype) if self.pixels is not None else None
+        """Return the draws of some images, converted to `dtype` except for `chance`."""
+        pixels = None if self.pixels is None else self.pixels[rows].to(dtype)
         return GroupDraws(
             self.chance[rows], self.uniform[rows].to(dtype), self.normal[rows].to(dtype), pixels
         )
 
 
-Draws = dict[str, GroupDraws]  # of a global batch, by group; they do not depend on p
+Draws = dict[str, GroupDraws]  # group -> draws for a global batch, which do not depend on p
 
-# the numbers that a group draws for an image: operations, uniform, normal
+# How many numbers a group draws for an image: operations, uniform, normal.
 DRAWS = {
     "blit": (3, 4, 0),  # flip, turn, shift: mirrored or not, quarter turns, shifts across and down
     # scale, turn, anisotropic scale, turn, shift: two angles; two scales, shifts
     "geometry": (5, 2, 4),
     # brightness, contrast, luma flip, hue, saturation: flipped or not, angle; three amounts
     "colour": (5, 2, 3),
-    "filter": (4, 0, 4),  # a band each: gains
-    "noise": (1, 0, 1),  # its strength
-    "cutout": (1, 2, 0),  # its centre
+    "filter": (4, 0, 4),  # one operation per band: gains
+    "noise": (1, 0, 1),  # strength
+    "cutout": (1, 2, 0),  # centre
 }
 
 
 def blit_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> Tensor:
-    """Inverse [n, 3, 3] of left-right flip, turn by a multiple of 90 degrees and shift by whole
-    pixels, in this order, for images of `size`: height and width.
+    """Return the inverse [n, 3, 3] of left-right flip, turn by a multiple of 90 degrees and shift
+    by whole pixels, in this order, for images of `size` (height and width).
 
-    Half of the flips and a quarter of the turns that happen change nothing, as in the paper. All
-    entries are exact.
+    As in the paper, half of the flips and a quarter of the turns that are applied change nothing.
+    All entries are exact.
     """
     flips, turns, shifts = (draws.chance < p).unbind(1)
-    flipped, quarters, *moves = draws.uniform.unbind(1)
+    flipped, quarters, across, down = draws.uniform.unbind(1)
     sign = 1 - 2 * (flips & (flipped >= 0.5)).to(flipped)
     quarter = torch.where(turns, (4 * quarters).floor(), 0)
     cos = (quarter == 0).to(sign) - (quarter == 2).to(sign)
     sin = (quarter == 1).to(sign) - (quarter == 3).to(sign)
-    sides = zip(moves, (size[1], size[0]), strict=True)  # x goes across
-    x, y = (
-        torch.where(shifts, ((2 * move - 1) * (MAX_SHIFT * side)).round(), 0)
-        for move, side in sides
-    )
+    x = torch.where(shifts, ((2 * across - 1) * (MAX_SHIFT * size[1])).round(), 0)
+    y = torch.where(shifts, ((2 * down - 1) * (MAX_SHIFT * size[0])).round(), 0)
     return compose(
         _matrix([[sign, 0, 0], [0, 1, 0]]), _matrix([[cos, sin, 0], [-sin, cos, 0]]), _shift(-x, -y)
     )
 
 
 def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Inverse [n, 3, 3] of isotropic scale, turn, anisotropic scale, turn and shift, in this order;
-    and bool [n], true where any of them happens.
+    """Return the inverse [n, 3, 3] of isotropic scale, turn, anisotropic scale, turn and shift, in
+    this order, and bool [n], True where any of them is applied.
 
-    The turns happen with probability 1 - sqrt(1 - p) each, so that one or both do with p.
+    Each turn has the probability 1 - sqrt(1 - p), so that at least one is applied with probability
+    p.
     """
     turned = 1 - (1 - p).sqrt()
     happens = draws.chance < torch.stack([p, turned, p, turned, p])
@@ -99,10 +101,8 @@ def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple
     scale = torch.exp2(torch.where(scaled, -SCALE * scale, 0))
     stretch = torch.exp2(torch.where(stretched, -SCALE * stretch, 0))
     angles = (2 * draws.uniform - 1) * math.pi
-    x, y = (
-        torch.where(shifted, -SHIFT * side * shift, 0)
-        for shift, side in ((x, size[1]), (y, size[0]))
-    )
+    x = torch.where(shifted, -SHIFT * size[1] * x, 0)
+    y = torch.where(shifted, -SHIFT * size[0] * y, 0)
     inverse = compose(
         _matrix([[scale, 0, 0], [0, scale, 0]]),
         _turn_back(torch.where(first, angles[:, 0], 0)),
@@ -116,11 +116,11 @@ def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple
 def move(
     images: Tensor,  # [n, C, H, W]
     blit: Tensor | None,  # [n, 3, 3] inverse
-    # [n, 3, 3] inverse, which follows blit's transformation; bool [n]
+    # [n, 3, 3] inverse of the transformation that follows blit's, and bool [n]
     geometry: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Both groups at once: an image that geometry changes is warped by the product of both, others
-    are copied.
+    """Apply both groups at once: images that geometry changes are warped by the product, for other
+    images pixels are copied.
     """
     copied = images if blit is None else copy_pixels(images, blit)
     if geometry is None:
@@ -132,11 +132,12 @@ def move(
 
 
 def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
-    """Homogeneous [n, 4, 4] of brightness, contrast, luma flip, hue and saturation, in this order.
+    """Return the homogeneous matrix [n, 4, 4] of brightness, contrast, luma flip, hue and
+    saturation, in this order.
 
-    The last two move colours about the grey axis v = (1, 1, 1) / sqrt(3), so they leave grey images
-    as they are and are left out for these. Of C channels other than 1 and 3 it is [n, C, C + 1], v
-    is (1, ...) / sqrt(C), and hue, a turn in three dimensions, is left out.
+    The last two transform colours around the grey axis v = (1, 1, 1) / sqrt(3). They do not change
+    grey images and are left out for these. For C channels other than 1 and 3 the matrix is [n, C, C
+    + 1], v is (1, ...) / sqrt(C), and hue, a turn in three dimensions, is left out.
     """
     brightened, contrasted, inverted, turned, saturated = (draws.chance < p).unbind(1)
     brightness, contrast, saturation = draws.normal.unbind(1)
@@ -144,10 +145,8 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
     gain = torch.exp2(torch.where(contrasted, CONTRAST * contrast, 0))
     sign = 1 - 2 * (inverted & (draws.uniform[:, 0] >= 0.5)).to(gain)
     if channels not in (1, 3):
-        along, across = (
-            gain * sign,
-            gain * torch.exp2(torch.where(saturated, SATURATION * saturation, 0)),
-        )
+        along = gain * sign
+        across = gain * torch.exp2(torch.where(saturated, SATURATION * saturation, 0))
         square = across[:, None, None] * torch.eye(channels, dtype=gain.dtype, device=gain.device)
         square = square + ((along - across) / channels)[:, None, None]
         return torch.cat([square, (along * light)[:, None, None].expand(-1, channels, 1)], dim=2)
@@ -165,80 +164,74 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
 
 
 def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
-    """Apply a colour matrix to every pixel of [n, C, H, W]; a homogeneous [n, 4, 4] to [n, 1, H, W]
-    as grey.
+    """Apply a colour matrix to every pixel of images [n, C, H, W].
 
-    With `alpha`, the last channel, which stays: as if to the straight colours s before they were
-    multiplied by the opacity a. With x + 1 = a (s + 1) and s' = M s + b that is x' = M x + b + (1 -
-    a) (M 1 - 1 - b).
+    Images [n, 1, H, W] are treated as grey, with a homogeneous matrix [n, 4, 4].
+
+    With `alpha` the last channel, the opacity a, does not change, and the matrix applies to the
+    straight colours s before the multiplication by a. From x + 1 = a (s + 1) and s' = M s + b
+    follows x' = M x + b + (1 - a) (M 1 - 1 - b).
     """
     channels = images.shape[1] - alpha
     if alpha:
-        more = (matrix[:, :channels, :-1].sum(2) - 1 - matrix[:, :channels, -1])[:, :, None, None]
-        colours = recolour(images[:, :-1], matrix) + (1 - images[:, -1:]) / 2 * more
+        shift = (matrix[:, :channels, :-1].sum(2) - 1 - matrix[:, :channels, -1])[:, :, None, None]
+        colours = recolour(images[:, :-1], matrix) + (1 - images[:, -1:]) / 2 * shift
         return torch.cat([colours, images[:, -1:]], dim=1)
-    if channels == 1:  # the rows of the matrix are alike up to the order of their colours
-        return (
-            images * matrix[:, 0, :3].sum(1)[:, None, None, None]
-            + matrix[:, 0, 3, None, None, None]
-        )
+    if channels == 1:  # All rows of the matrix have the same sum.
+        gain, shift = matrix[:, 0, :3].sum(1), matrix[:, 0, 3]
+        return images * gain[:, None, None, None] + shift[:, None, None, None]
     colours, shift = matrix[:, :channels, :channels], matrix[:, :channels, channels:]
     return torch.baddbmm(shift, colours, images.flatten(2)).reshape(images.shape)
 
 
 def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
-    """Amplify four octaves of frequencies, each by its own log-normal gain, at constant expected
-    power.
-    """
+    """Multiply four octaves of frequencies by log-normal gains, at constant expected power."""
     happens = draws.chance < p  # [n, bands]
     gains = torch.exp2(torch.where(happens, BAND_GAIN * draws.normal, 0))
     powers = [
-        1 - share + share * gain.square()
-        for share, gain in zip(BAND_POWER, gains.unbind(1), strict=True)
+        1 - fraction + fraction * gain.square()
+        for fraction, gain in zip(BAND_POWER, gains.unbind(1), strict=True)
     ]
     gains = gains * torch.stack(powers).prod(0).rsqrt()[:, None]
-    height, width = images.shape[2:]
-    banks = {side: _band_matrices(side, images.dtype, images.device) for side in {height, width}}
-    filters = {side: torch.tensordot(gains, bank, dims=1)[:, None] for side, bank in banks.items()}
-    both = filters[height], filters[width]
+    filters: dict[int, Tensor] = {}  # side in px -> [n, 1, side, side]
+    for side in set(images.shape[2:]):
+        bank = _band_matrices(side, images.dtype, images.device)
+        filters[side] = torch.tensordot(gains, bank, dims=1)[:, None]
     return where_chosen(
         happens.any(dim=1),
-        lambda some, down, across: down @ some @ across.mT,
+        lambda images, down, across: down @ images @ across.mT,
         images,
         images,
-        *both,
+        filters[images.shape[2]],
+        filters[images.shape[3]],
     )
 
 
 def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
-    """Add white noise whose strength is half-normal."""
+    """Add white noise with a half-normal strength."""
     assert draws.pixels is not None
-    return (
-        images
-        + draws.pixels
-        * torch.where(draws.chance < p, draws.normal.abs() * NOISE, 0)[:, :, None, None]
-    )
+    strengths = torch.where(draws.chance < p, draws.normal.abs() * NOISE, 0)
+    return images + draws.pixels * strengths[:, :, None, None]
 
 
 def cut_out(images: Tensor, draws: GroupDraws, p: Tensor, alpha: bool = False) -> Tensor:
-    """Set a part of half of each side to mid-grey, with `alpha` to nothing; its centre lies
-    anywhere in the image.
+    """Set a rectangle of half the height and width to mid-grey, with `alpha` to transparent.
+
+    Its centre is uniform over the image.
     """
 
     def inside(size: int, centres: Tensor) -> Tensor:  # [n, size]
-        places = (torch.arange(size, device=images.device, dtype=images.dtype) + 0.5) / size
-        return (places - centres[:, None]).abs() < CUTOUT / 2
+        pixels = (torch.arange(size, device=images.device, dtype=images.dtype) + 0.5) / size
+        return (pixels - centres[:, None]).abs() < CUTOUT / 2
 
-    rows, columns = (
-        inside(images.shape[2], draws.uniform[:, 1]),
-        inside(images.shape[3], draws.uniform[:, 0]),
-    )
+    rows = inside(images.shape[2], draws.uniform[:, 1])
+    columns = inside(images.shape[3], draws.uniform[:, 0])
     hidden = columns[:, None, :] & rows[:, :, None] & (draws.chance < p)[:, :, None]  # [n, H, W]
     return images.masked_fill(hidden[:, None], -1 if alpha else 0)
 
 
-# what does not move pixels, in this order; alpha: the last channel is transparency, by which the
-# others are multiplied. Filter and noise act on all channels alike, each with noise of its own.
+# Groups that do not move pixels, in the order of application. With alpha the last channel is the
+# opacity, which the other channels are multiplied by. Filter and noise treat it like a colour.
 CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor, bool], Tensor]] = {
     "colour": lambda images, draws, p, alpha: recolour(
         images, colour_matrix(draws, p, images.shape[1] - alpha), alpha
@@ -251,41 +244,40 @@ CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor, bool], Tensor]] = {
 
 def where_chosen(
     chosen: Tensor,  # bool [n]
-    change: Callable[..., Tensor],  # of images and parameters, image by image
+    change: Callable[..., Tensor],  # function of images and parameters, image by image
     images: Tensor,  # [n, C, H, W]
-    others: Tensor,  # [n, C, H, W]
+    unchanged: Tensor,  # [n, C, H, W]
     *parameters: Tensor,  # [n, ...]
 ) -> Tensor:
-    """`change(images, *parameters)` where chosen, else `others`."""
-    if not _at_hand(chosen):
-        return torch.where(chosen[:, None, None, None], change(images, *parameters), others)
+    """Return `change(images, *parameters)` where `chosen` is True, else `unchanged`."""
+    if not _is_readable(chosen):
+        return torch.where(chosen[:, None, None, None], change(images, *parameters), unchanged)
     rows = chosen.nonzero()[:, 0]
     if len(rows) == 0:
-        return others
-    return others.index_copy(
-        0, rows, change(images[rows], *(values[rows] for values in parameters))
-    )
+        return unchanged
+    changed = change(images[rows], *(values[rows] for values in parameters))
+    return unchanged.index_copy(0, rows, changed)
 
 
-def _at_hand(values: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device: then what is not wanted need
-    not be computed.
-    """
+def _is_readable(values: Tensor) -> bool:
+    """Return True if reading values does not wait for a device, so that work can depend on them."""
     return values.device.type == "cpu"
 
 
 def compose(*matrices: Tensor) -> Tensor:
-    """Product of matrices [n, k, k], never in reduced precision as matmul's may be."""
+    """Return the product of matrices [n, k, k], without the reduced precision of matmul."""
     return functools.reduce(lambda a, b: (a[:, :, :, None] * b[:, None]).sum(2), matrices)
 
 
 def _matrix(rows: list[list[Tensor | float]]) -> Tensor:
-    """Homogeneous matrix [n, k + 1, k + 1] from its first k rows of numbers and tensors [n]."""
-    like = next(entry for row in rows for entry in row if isinstance(entry, Tensor))
-    entries = [entry for row in rows for entry in row] + [0.0] * len(rows) + [1.0]
-    columns = [
-        entry if isinstance(entry, Tensor) else torch.full_like(like, entry) for entry in entries
-    ]
+    """Return the homogeneous matrix [n, k + 1, k + 1] with k rows of numbers and tensors [n]."""
+    entries = [*itertools.chain(*rows), *[0.0] * len(rows), 1.0]
+    reference = next(entry for entry in entries if isinstance(entry, Tensor))
+    columns = []
+    for entry in entries:
+        if not isinstance(entry, Tensor):
+            entry = torch.full_like(reference, entry)
+        columns.append(entry)
     return torch.stack(columns, dim=1).unflatten(1, (len(rows) + 1, len(rows) + 1))
 
 
@@ -294,38 +286,41 @@ def _shift(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _turn_back(angle: Tensor) -> Tensor:
-    """The inverse of a turn, clockwise for positive angles since y points down."""
+    """Return the inverse of a turn, which is clockwise for positive angles because y points down."""
     cos, sin = angle.cos(), angle.sin()
     return _matrix([[cos, sin, 0], [-sin, cos, 0]])
 
 
 def _about_grey(along: Tensor, across: Tensor) -> Tensor:
-    """Multiply a colour's part along the grey axis and the rest: across I + (along - across) v v^T."""
-    rest = (along - across) / 3
-    diagonal = across + rest
+    """Return the matrix that scales colours along the grey axis and across it: across I + (along -
+    across) v v^T.
+    """
+    side = (along - across) / 3
+    diagonal = across + side
     return _matrix(
-        [[diagonal, rest, rest, 0], [rest, diagonal, rest, 0], [rest, rest, diagonal, 0]]
+        [[diagonal, side, side, 0], [side, diagonal, side, 0], [side, side, diagonal, 0]]
     )
 
 
 def _turn_about_grey(angle: Tensor) -> Tensor:
-    """Turn colours about the grey axis (Rodrigues): cos I + sin [v]x + (1 - cos) v v^T."""
+    """Return the matrix that turns colours about the grey axis (Rodrigues): cos I + sin [v]x + (1 -
+    cos) v v^T.
+    """
     cos, sin = angle.cos(), angle.sin() / math.sqrt(3)
-    rest = (1 - cos) / 3
-    diagonal, less, more = cos + rest, rest - sin, rest + sin
-    return _matrix(
-        [[diagonal, less, more, 0], [more, diagonal, less, 0], [less, more, diagonal, 0]]
-    )
+    mean = (1 - cos) / 3
+    a, b = mean - sin, mean + sin
+    c = cos + mean
+    return _matrix([[c, a, b, 0], [b, c, a, 0], [a, b, c, 0]])
 
 
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _band_matrices(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[4, R, R]: band-pass filters of a line of pixels, mirrored at its ends; lowest first, of sum
-    one.
+    """Return the matrices [4, R, R] of band-pass filters for a line of pixels that is mirrored at
+    its ends, lowest band first. Their sum is the identity.
 
     With the half-band low-pass L(z) the bands above 1/2, 1/4 and 1/8 of the Nyquist frequency are 1
-    - L(z), L(z) (1 - L(z^2)) and L(z) L(z^2) (1 - L(z^4)), and what is left is the lowest.
+    - L(z), L(z) (1 - L(z^2)) and L(z) L(z^2) (1 - L(z^4)). The remainder is the lowest band.
     """
     remaining, bands = torch.eye(size, dtype=torch.float64), []
     for dilation in (1, 2, 4):

@@ -1,9 +1,9 @@
-"""All settings of a GAN's training."""
+"""Configuration of a GAN's training."""
 
 import math
 from functools import cache
 from math import lcm
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge
 from pydantic import create_model
@@ -12,7 +12,7 @@ from duetgan.data.augment.transforms import Augment
 from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig
 from duetgan.training.base.compiled import CompileSetting
-from duetgan.training.base.config import RunConfig
+from duetgan.training.base.config import RunConfig, Shape
 from duetgan.training.gan.ada import AdaConfig
 from duetgan.training.gan.diagnostics import WatchConfig
 from duetgan.training.gan.losses import OBJECTIVES, Objective
@@ -24,50 +24,53 @@ from duetgan.utils.config.model import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Probability,
-    Share,
 )
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec
+
+if TYPE_CHECKING:
+    from duetgan.data.reading.dataset import Dataset
 
 
 class GanLossConfig(Config):
     """The objective, its penalties, and further losses of the generator."""
 
     objective: str = "nonsaturating"  # see losses.py; relativistic: R3GAN's pairs
-    # relativistic: D learns from the generator's pairs, judged once; R3GAN draws D others
+    # relativistic: both networks learn from the same pairs, in one pass of D; R3GAN draws new ones
     same_pairs: bool = False
     # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
     r1_gamma: NonNegativeFloat = 1.0
     r2_gamma: NonNegativeFloat = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
-    # both end here, by a cosine over schedule_kimg; None: constant
+    # final value of both, by a cosine over schedule_kimg; None: constant
     gamma_final: NonNegativeFloat | None = None
-    # of (D's slope between images and samples - 1)^2; WGAN-GP: 10
+    # weight of (norm of D's gradient between images and samples - 1)^2; WGAN-GP: 10
     gradient_penalty_weight: NonNegativeFloat = 0.0
     # steps between penalties, each with gain `r1_interval`; 0: none
     r1_interval: NonNegativeInt = 16
     style_mixing: Probability = 0.9  # probability
-    # conditional: weight of real images with a wrong label as fakes (1605.05396); without classes
-    # it counts for nothing
+    # conditional: weight of real images with a wrong label as fakes (1605.05396); not used without
+    # classes
     mismatch_weight: NonNegativeFloat = 0.0
     path_length_weight: NonNegativeFloat = 0.0  # StyleGAN2: 2; 0: no path-length regularisation
     # steps between regularisations, each with gain `path_length_interval`
     path_length_interval: PositiveInt = 4
-    path_length_decay: Share = 0.01  # of the moving mean of path lengths
-    # run or checkpoint of a classifier: samples of class c shall look like c to it
+    path_length_decay: PositiveFraction = 0.01  # of the moving mean of path lengths
+    # run or checkpoint of a classifier that must recognise the class of the samples
     classifier: str | None = None
     classifier_weight: NonNegativeFloat = 1.0  # of its cross entropy
-    # conditional: of the cross entropy of a head on D that names the class, for both networks; 0:
+    # conditional: weight of the cross entropy of a classification head on D, for both networks; 0:
     # no head (1610.09585)
     auxiliary_weight: NonNegativeFloat = 0.0
-    # the head learns from samples too, as AC-GAN's; ReACGAN's (2111.01118) does not
+    # the head learns from samples too, as in AC-GAN, unlike ReACGAN (2111.01118)
     auxiliary_fakes: bool = False
     # of the distance between mean discriminator features (1606.03498)
     feature_matching_weight: NonNegativeFloat = 0.0
-    # consecutive samples over which the means are taken
+    # consecutive samples over which the means are computed
     feature_matching_group: Annotated[int, Ge(2)] = 8
-    # steps between looks at each loss's own gradient: norms and cosines; 0: never
+    # steps between logs of each loss's own gradient: norms and cosines; 0: never
     gradients_every: NonNegativeInt = 0
 
     def check(self) -> None:
@@ -94,33 +97,33 @@ class GanLossConfig(Config):
 
     @property
     def functions(self) -> Objective:
-        """The objective's entry in the table; UserError, with the near one, for a name that is not
-        there.
+        """The objective of that name; raises UserError, with the most similar name, if there is
+        none.
         """
         return entry(OBJECTIVES, self.objective, "objective")
 
     @property
     def same_images(self) -> bool:
-        """Whether both networks learn from the same samples, and from one batch of images."""
+        """True if both networks learn from the same samples and from one batch of images."""
         return self.same_pairs or not self.functions.paired
 
     def path_length_due(self, step: int) -> bool:
         return self.path_length_weight > 0 and step % self.path_length_interval == 0
 
     def penalty_due(self, step: int) -> bool:
-        weighed = max(self.r1_gamma, self.r2_gamma, self.gradient_penalty_weight) > 0
-        return weighed and self.r1_interval > 0 and step % self.r1_interval == 0
+        has_penalty = max(self.r1_gamma, self.r2_gamma, self.gradient_penalty_weight) > 0
+        return has_penalty and self.r1_interval > 0 and step % self.r1_interval == 0
 
     def gradients_due(self, step: int) -> bool:
         return self.gradients_every > 0 and step % self.gradients_every == 0
 
 
 class GanEmaConfig(Config):
-    """The moving average of the generator: the network that is shown and evaluated."""
+    """The moving average of the generator: the network that is sampled and evaluated."""
 
     # half-life in thousand images; None: batch_size * 10 / 32
     ema_kimg: NonNegativeFloat | None = None
-    # where that starts, by a cosine over schedule_kimg (R3GAN: 0)
+    # its initial value, by a cosine over schedule_kimg (R3GAN: 0)
     ema_kimg_start: NonNegativeFloat | None = None
     # half-life at most this share of the images seen; null: no ramp
     ema_rampup: NonNegativeFloat | None = 0.05
@@ -130,11 +133,11 @@ ADAM = OptimizerConfig(name="adam", lr=0.0025, betas=[0.0, 0.99])
 
 
 class GanConfig(RunConfig):
-    """A GAN of StyleGAN2's networks; `config_of` has the other architectures'."""
+    """Configuration of a GAN with StyleGAN2's networks; see `config_of` for other architectures."""
 
     task: Literal["gan"] = "gan"
     architecture: str = DEFAULT  # of both networks: stylegan2, r3gan or dcgan
-    # on the images' classes, if any; false: unconditional, labels are not looked at
+    # condition on the images' classes, if any; false: unconditional, labels are ignored
     conditional: bool = True
     generator: GeneratorConfig = GeneratorConfig()
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
@@ -143,11 +146,11 @@ class GanConfig(RunConfig):
     discriminator_optimizer: OptimizerConfig = ADAM
     # torch.compile of what needs no double backward; auto: on accelerators
     compile: CompileSetting = "auto"
-    # thousand images in which rates, gamma, p and half-life reach their ends
+    # thousand images after which rates, gamma, p and half-life reach their final values
     schedule_kimg: PositiveFloat | None = None
     ema: GanEmaConfig = GanEmaConfig()
-    augment: Augment = Augment()  # of the data set: what it teaches, the generator may draw
-    ada: AdaConfig = AdaConfig()  # of what the discriminator sees, in both players' steps
+    augment: Augment = Augment()  # of the data set; samples may look augmented too
+    ada: AdaConfig = AdaConfig()  # of all images that the discriminator sees
     progressive: ProgressiveConfig = ProgressiveConfig()
     watch: WatchConfig = WatchConfig()
 
@@ -193,12 +196,12 @@ class GanConfig(RunConfig):
             ),
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # its class may be one that `config_of` has made
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickle cannot find a class that `config_of` has created.
         return _unpickled, (self.architecture, vars(self))
 
     def stages(self, resolution: int | str) -> Stages:
-        """The run's stages at the images' `resolution`: one, unless it grows."""
+        """Return the stages of the run for images of `resolution`; one without growth."""
         return Stages(
             self.progressive, ImageSpec.of(1, resolution).side, self.steps, self.batch_size
         )
@@ -222,24 +225,27 @@ class GanConfig(RunConfig):
     @property
     def smallest_batch(self) -> int:
         matching = self.loss.feature_matching_group if self.loss.feature_matching_weight else 1
-        return lcm(self.discriminator.group, matching, 2)  # path lengths are of half a batch
+        return lcm(self.discriminator.group, matching, 2)  # Path lengths use half a batch.
 
-    def shape(self, reader: Any) -> dict[str, int]:
-        return super().shape(reader) | ({} if self.conditional else {"classes": 0})
+    def shape(self, dataset: "Dataset") -> Shape:
+        shape = super().shape(dataset)
+        return shape if self.conditional else shape | {"classes": 0}
 
     def for_trial(self, samples: int) -> Self:
-        """Of the full networks, as in a growing run's last stage."""
+        """Return a config for a trial of the full networks, without growth."""
         return super().for_trial(samples).changed(progressive=ProgressiveConfig())
 
     def batch_unit(self, world_size: int) -> int:
         groups = [self.discriminator.group]
-        groups += [self.loss.feature_matching_group] if self.loss.feature_matching_weight else []
-        groups += [2] if self.loss.path_length_weight else []
+        if self.loss.feature_matching_weight:
+            groups.append(self.loss.feature_matching_group)
+        if self.loss.path_length_weight:
+            groups.append(2)
         return world_size * math.lcm(*groups)
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
-        """Raise UserError, naming the stage, unless every stage's batch can be shared out, split
-        and grouped.
+        """Raise UserError unless the batch of each stage can be divided into processes,
+        micro-batches and groups.
         """
         groups = {"discriminator.minibatch_std_group": self.discriminator.group}
         if self.loss.feature_matching_weight:
@@ -253,17 +259,17 @@ class GanConfig(RunConfig):
                 raise UserError(
                     f"{name} cannot be shared by {world_size} processes; make it a multiple of {world_size}"
                 )
-            share = size // world_size
-            micro = min(self.micro_limit or share, share)
-            if share % micro:
+            rank_batch = size // world_size
+            micro = min(self.micro_limit or rank_batch, rank_batch)
+            if rank_batch % micro:
                 raise UserError(
-                    f"micro_batch {micro} does not divide the {share} samples a process holds ({name}); make it a "
-                    f"divisor of {share}"
+                    f"micro_batch {micro} does not divide the {rank_batch} samples a process holds ({name}); make it a "
+                    f"divisor of {rank_batch}"
                 )
-            if self.loss.path_length_weight and share % 2:
+            if self.loss.path_length_weight and rank_batch % 2:
                 raise UserError(
                     f"loss.path_length_weight (half a batch): a process must hold a multiple of 2 samples, but holds "
-                    f"{share} ({name}); make it a multiple of {2 * world_size}"
+                    f"{rank_batch} ({name}); make it a multiple of {2 * world_size}"
                 )
             for key, group in groups.items():
                 if micro % group:
@@ -279,19 +285,18 @@ def _unpickled(architecture: str, values: dict[str, Any]) -> GanConfig:
 
 @cache
 def config_of(architecture: str = DEFAULT) -> type[GanConfig]:
-    """The configuration of a GAN of that architecture: its networks' sections, and its recipe as
-    defaults.
+    """Return the config class of an architecture, with the sections of its networks and its recipe
+    as defaults.
 
     Raises UserError for an architecture that is not in the registry.
     """
     entry = architecture_of(architecture)
-    networks = {"generator": entry.generator_config, "discriminator": entry.discriminator_config}
     sections: dict[str, Any] = {
         name: field.annotation for name, field in GanConfig.model_fields.items()
-    } | networks
-    fields: dict[str, Any] = {
-        name: (sections[name], sections[name](**entry.recipe.get(name, {})))
-        for name in {**networks, **entry.recipe}
     }
-    fields["architecture"] = (str, architecture)
+    networks = {"generator": entry.generator_config, "discriminator": entry.discriminator_config}
+    fields: dict[str, Any] = {"architecture": (str, architecture)}
+    for name in {**networks, **entry.recipe}:
+        section = networks.get(name) or sections[name]
+        fields[name] = (section, section(**entry.recipe.get(name, {})))
     return create_model("GanConfig", __base__=GanConfig, __module__=__name__, **fields)

@@ -1,10 +1,10 @@
-"""What both halves of a GAN's step share: networks, draws, augmentation, and this process's part of
-the batch.
+"""Networks, random draws and augmentation for both halves of a GAN step, and the slice of the
+global batch that this process computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.reading.loader import Batch
-from duetgan.models.gan import Alpha, StyledGenerator, asked, label_loss, told
+from duetgan.models.gan import (
+    Alpha,
+    ImageDiscriminator,
+    ImageGenerator,
+    StyledGenerator,
+    conditioning_vectors,
+    count_correct,
+    label_loss,
+)
 from duetgan.models.layers import upsample_fir
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.phases import phase
@@ -26,25 +34,28 @@ from duetgan.utils.seeding import generator as keyed_generator
 
 @dataclass
 class Latents:
-    """One phase's draws for the global batch of B samples."""
+    """The random draws of one phase for the global batch of B samples."""
 
     z: Tensor  # [B, z_dim]
-    z_mixed: Tensor | None  # [B, z_dim], the second style
-    # [B] int64: the first layer that takes the second style; num_ws where nothing is mixed
+    z_mixed: Tensor | None  # [B, z_dim]: latents of the second style
+    # int64 [B]: the first layer that uses the second style; num_ws where styles are not mixed
     crossover: Tensor | None
-    labels: Tensor  # [B] int64: of classes or of sets of them; then for the networks [B, classes]
+    # int64 [B]: class or label-set numbers; or conditioning vectors for the networks [B, classes]
+    labels: Tensor
 
 
 class GanDraws:
-    """Draws on the device, outside compiled and checkpointed regions; equal for every split over
-    ranks and passes.
+    """Draw every random number of a GAN step for the whole global batch.
+
+    Each draw is a function of its key, so that it does not depend on the number of processes or
+    micro-batches. Draws are made on the device, outside compiled and checkpointed regions.
     """
 
-    def __init__(self, seed: int, device: torch.device, label_shares: Sequence[float]) -> None:
+    def __init__(self, seed: int, device: torch.device, label_frequencies: Sequence[float]) -> None:
         self.seed, self.device = seed, device
-        # labels as frequent as in the data; one class of weight 1 when there are no labels
+        # Without labels there is one class of weight 1.
         self.class_weights = torch.tensor(
-            [float(share) for share in label_shares] or [1.0], device=device
+            [float(frequency) for frequency in label_frequencies] or [1.0], device=device
         )
 
     def _keyed(self, *key: str | int) -> torch.Generator:
@@ -60,8 +71,10 @@ class GanDraws:
         mixing: float = 0.0,
         num_ws: int = 0,
     ) -> Latents:
-        """z, labels and (with probability `mixing` a sample) a second z with a uniform crossover
-        layer.
+        """Draw z and labels, and with probability `mixing` per sample a second z.
+
+        Labels are as frequent as in the training data. The layer from which the second z is used is
+        uniform in 1..num_ws-1.
         """
         keyed, shape = self._keyed("latent", step, phase), (batch_size, z_dim)
         labels = torch.multinomial(
@@ -76,16 +89,18 @@ class GanDraws:
         return Latents(z, z_mixed, torch.where(mixed, crossover, num_ws), labels)
 
     def label_offsets(self, step: int, batch_size: int) -> Tensor:
-        """[B] int64 in 1..labels-1: added to the true labels (modulo the labels) they give wrong
-        ones.
+        """Draw int64 [B] in 1..K-1 for K labels: added to true labels modulo K, they give wrong
+        labels.
         """
         keyed = self._keyed("latent", step, "mismatch")
         return torch.randint(
             1, len(self.class_weights), [batch_size], generator=keyed, device=self.device
         )
 
-    def shares(self, step: int, batch_size: int) -> Tensor:
-        """[B] uniform in [0, 1): where images lie between a sample and a real image (1704.00028)."""
+    def interpolation_weights(self, step: int, batch_size: int) -> Tensor:
+        """Draw [B] uniform in [0, 1): the weight of the real image in an interpolation between a
+        sample and a real image (1704.00028).
+        """
         return torch.rand(
             [batch_size], generator=self._keyed("latent", step, "between"), device=self.device
         )
@@ -93,7 +108,7 @@ class GanDraws:
     def noise(
         self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """One map of N(0, 1) per layer: [B, *shape]."""
+        """Draw one noise map from N(0, 1) per layer: [B, *shape]."""
         return [
             torch.randn(
                 (batch_size, *shape),
@@ -104,7 +119,7 @@ class GanDraws:
         ]
 
     def path_noise(self, step: int, batch_size: int, shape: Sequence[int]) -> Tensor:
-        """N(0, 1) [B, *shape] by which path-length regularisation multiplies images."""
+        """Draw the N(0, 1) images [B, *shape] of path-length regularisation."""
         return torch.randn(
             (batch_size, *shape), generator=self._keyed("path", step), device=self.device
         )
@@ -113,27 +128,29 @@ class GanDraws:
 def mix_styles(
     model: StyledGenerator, latents: Latents, rows: slice, num_ws: int
 ) -> tuple[Tensor, Tensor]:
-    """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w
-    [n, w_dim].
+    """Return the mixed styles ws [n, num_ws, w_dim] of the samples `rows`, and the w [n, w_dim] of
+    the first style.
     """
     labels = latents.labels[rows] if model.classes else None
     z = latents.z[rows]
     if latents.z_mixed is None or latents.crossover is None:
         w = model.mapping(z, labels)
         return w[:, None].expand(-1, num_ws, -1), w
-    # both styles in one pass: its layers are small and cost by the call
-    both = None if labels is None else torch.cat([labels, labels])
-    w, other = model.mapping(torch.cat([z, latents.z_mixed[rows]]), both).chunk(2)
-    first = (
+    # Both styles go through one pass because the layers are small: each call costs more than rows.
+    if labels is not None:
+        labels = torch.cat([labels, labels])
+    w, w_mixed = model.mapping(torch.cat([z, latents.z_mixed[rows]]), labels).chunk(2)
+    is_first_style = (
         torch.arange(num_ws, device=w.device)[None, :, None]
         < latents.crossover[rows][:, None, None]
     )
-    return torch.where(first, w[:, None], other[:, None]), w
+    return torch.where(is_first_style, w[:, None], w_mixed[:, None]), w
 
 
-class StepShare(NamedTuple):
-    """A step and the part of its global batch that this rank does, in micro-batches. Rows are of
-    the global batch.
+class StepSlice(NamedTuple):
+    """A step and the slice of its global batch that this rank computes, in micro-batches.
+
+    `first` and the slices of `micro_batches` are row numbers of the global batch.
     """
 
     step: int
@@ -141,9 +158,9 @@ class StepShare(NamedTuple):
     stage: Stage
     batch_size: int  # of all ranks
     size: int  # samples of this rank
-    micro: int  # samples a forward pass
+    micro: int  # samples per forward pass
     first: int  # this rank's first row
-    metrics: dict[str, Tensor]  # what the step reports: 0-d, adding up over the ranks
+    metrics: dict[str, Tensor]  # 0-d values that the step reports; they add up over the ranks
 
     def micro_batches(self) -> list[slice]:
         stop = self.first + self.size
@@ -155,110 +172,122 @@ class StepShare(NamedTuple):
     def is_last(self, rows: slice) -> bool:
         return rows.stop == self.first + self.size
 
-    def half(self) -> "StepShare":
-        """The same step over half the batch: every rank's half share, in micro-batches that are no
-        larger.
+    def half(self) -> "StepSlice":
+        """Return the same step with half the global batch: half as many samples on every rank, in
+        micro-batches of at most the same size.
         """
         size = self.size // 2
         first, micro = collectives.rank() * size, min(self.micro, size)
         return self._replace(batch_size=self.batch_size // 2, size=size, micro=micro, first=first)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a micro-batch's share to a metric."""
-        self.metrics[name] = (
-            self.metrics[name] + value.detach() if name in self.metrics else value.detach()
-        )
+        """Add a micro-batch's contribution to a metric."""
+        value = value.detach()
+        self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 
 class Images(NamedTuple):
     """A micro-batch for the discriminator, before adaptive augmentation."""
 
-    images: Tensor  # [n, C, H, W], floats about [-1, 1]
+    images: Tensor  # float [n, C, H, W], mostly in [-1, 1]
     labels: Tensor  # int64 [n]
 
 
 class DiscriminatorOutput(NamedTuple):
-    """What the discriminator makes of a micro-batch."""
+    """Inputs and outputs of the discriminator for one micro-batch."""
 
-    name: str  # of the images: that of their draws
+    name: str  # of the images, as in the key of their draws: "real", "fake", ...
     images: Tensor  # [n, C, H, W] before adaptive augmentation
     labels: Tensor  # int64 [n]
-    hidden: Tensor  # [n, H], the last activations
-    features: Tensor  # [n, F], which the label's embedding is multiplied by
+    hidden: Tensor  # [n, H]: the last activations
+    features: Tensor  # [n, F]: multiplied by the embedding of the label
     logits: Tensor  # [n]
 
 
 @dataclass
 class Context:
-    """The networks in training and what both halves of a step do with them."""
+    """The networks in training, and the operations that both halves of a step need."""
 
     config: GanConfig
     device: torch.device
-    generator: Any  # a models.gan.ImageGenerator
-    discriminator: Any  # a models.gan.ImageDiscriminator
+    generator: ImageGenerator
+    discriminator: ImageDiscriminator
     precision: Precision
     draws: GanDraws
     ada: Ada
-    schedule_images: int  # over which scheduled settings reach their ends
-    # float [labels, classes]: what each label stands for, of several an image
-    sets: Tensor | None = None
+    schedule_images: int  # images after which scheduled settings reach their final values
+    # float [labels, classes]: the classes of each label set, where images have several classes
+    label_sets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        how: Any = {"setting": self.config.compile, "device": self.device}
-        self.synthesis = self.generator.synthesis if self.generator.has_styles else self.generator
-        self._compiled_synthesis = Compiled(self.synthesis, "the generator", **how)
-        self._compiled_hidden = Compiled(self.discriminator.hidden, "the discriminator", **how)
+        setting, device = self.config.compile, self.device
+        self.styled = self.generator if isinstance(self.generator, StyledGenerator) else None
+        self.synthesis = self.styled.synthesis if self.styled else self.generator
+        self._compiled_synthesis = Compiled(
+            self.synthesis, "the generator", setting=setting, device=device
+        )
+        self._compiled_hidden = Compiled(
+            self.discriminator.hidden, "the discriminator", setting=setting, device=device
+        )
 
-    def reals(self, batch: Batch, share: StepShare, name: str | None = None) -> list[Images]:
-        """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
-        config, spec, micro_batches = self.config, self.generator.spec, []
-        for rows in share.micro_batches():
-            here = slice(rows.start - share.first, rows.stop - share.first)
-            draw: Any = {
-                "seed": config.seed,
-                "step": share.step,
-                "start": rows.start,
-                "phase": name,
-            }
-            images = (
-                spec.to_float(batch.images[here], config.channels_last)
-                if spec.deep
-                else batch.images[here]
+    def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
+        """Return this rank's real images in micro-batches, after the augmentation of the data set.
+
+        `phase` is part of the key of the draws: a step that reads two batches needs two keys.
+        """
+        config, spec = self.config, self.generator.spec
+        micro_batches: list[Images] = []
+        for rows in step_slice.micro_batches():
+            local_rows = slice(rows.start - step_slice.first, rows.stop - step_slice.first)
+            images = batch.images[local_rows]
+            # Images of 8 bits are augmented as uint8, in a quarter of the memory.
+            if spec.deep:
+                images = spec.to_float(images, config.channels_last)
+            images = draw_and_apply(
+                images,
+                config.augment,
+                seed=config.seed,
+                step=step_slice.step,
+                start=rows.start,
+                global_batch=step_slice.batch_size,
+                phase=phase,
             )
-            images = draw_and_apply(images, config.augment, global_batch=share.batch_size, **draw)
-            # a quarter of the memory
-            images = images if spec.deep else spec.to_float(images, config.channels_last)
-            # the loader is where the stages are
-            assert min(images.shape[2:]) == share.stage.resolution
-            # fading in, as samples do (1710.10196, appendix A.1)
-            if (alpha := share.stage.alpha) < 1:
+            if not spec.deep:
+                images = spec.to_float(images, config.channels_last)
+            assert min(images.shape[2:]) == step_slice.stage.resolution
+            # Real images fade in like the samples (1710.10196, appendix A.1).
+            alpha = step_slice.stage.alpha
+            if alpha < 1:
                 images = upsample_fir(F.avg_pool2d(images, 2)).lerp(images, alpha)
-            micro_batches.append(Images(images, batch.labels[here]))
+            micro_batches.append(Images(images, batch.labels[local_rows]))
         return micro_batches
 
     def latents(
-        self, share: StepShare, name: str, partners: Sequence[Images] = ()
+        self, step_slice: StepSlice, name: str, partners: Sequence[Images] = ()
     ) -> tuple[Latents, list[Tensor]]:
-        """The draws from which samples are made, of the global batch: latents and noise maps. This
-        rank's samples have the labels of their `partners`, where these are given.
+        """Draw the latents and noise maps of the global batch for the phase `name`.
+
+        With `partners`, this rank's samples have the labels of these real images.
         """
-        generator, side, mixed = self.generator, share.stage.resolution, {}
-        if generator.has_styles:
-            mixed = {"mixing": self.config.loss.style_mixing, "num_ws": generator.num_ws_at(side)}
-        key = (share.step, name, share.batch_size)
-        latents = self.draws.latents(*key, generator.z_dim, **mixed)
+        generator, side = self.generator, step_slice.stage.resolution
+        key = (step_slice.step, name, step_slice.batch_size)
+        mixing, num_ws = 0.0, 0
+        if self.styled:
+            mixing, num_ws = self.config.loss.style_mixing, self.styled.num_ws_at(side)
+        latents = self.draws.latents(*key, generator.z_dim, mixing=mixing, num_ws=num_ws)
         if partners:
-            latents.labels[share.first : share.first + share.size] = torch.cat(
+            latents.labels[step_slice.first : step_slice.first + step_slice.size] = torch.cat(
                 [images.labels for images in partners]
             )
         return latents, self.draws.noise(*key, generator.noise_shapes(side))
 
-    def _alpha(self, stage: Stage, run: Any) -> Alpha:
-        """The stage's alpha, for `run`: in a compiled network a number would need a graph for every
-        step of a fade.
+    def _alpha(self, stage: Stage, network: Callable[..., Tensor]) -> Alpha:
+        """Return the stage's alpha: a tensor for a compiled network while the stage fades in,
+        because every other number would compile another graph.
         """
-        fading = stage.alpha < 1 and isinstance(run, Compiled) and run.on
-        return torch.full((), stage.alpha, device=self.device) if fading else stage.alpha
+        if stage.alpha < 1 and isinstance(network, Compiled) and network.on:
+            return torch.full((), stage.alpha, device=self.device)
+        return stage.alpha
 
     def sample(
         self,
@@ -269,60 +298,78 @@ class Context:
         *,
         compiled: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Samples [n, C, H, W] of the rows of a global batch, and with styles their ws and the
-        first style's w.
+        """Generate the samples `rows` of a global batch.
 
-        `compiled`: through the compiled network, where there is one: for a single backward pass.
+        Args:
+            latents, noise: Draws for the global batch.
+            rows: Rows of the global batch.
+            stage: Stage of progressive growing.
+            compiled: Use the compiled network if there is one; allows a single backward pass.
+
+        Returns:
+            Samples [n, C, H, W], their styles ws [n, num_ws, w_dim], and the w [n, w_dim] of the
+            first style; None in place of both for a generator without styles.
         """
         generator, maps = self.generator, [layer[rows] for layer in noise]
-        run = self._compiled_synthesis if compiled else self.synthesis
-        grown = (
-            {"resolution": stage.resolution, "alpha": self._alpha(stage, run)}
-            if generator.can_grow
-            else {}
-        )
-        latents = replace(latents, labels=asked(latents.labels, self.sets))
-        if not generator.has_styles:
-            named = latents.labels[rows] if generator.classes else None
-            return run(latents.z[rows], named, noise=maps, **grown), None, None
-        ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
-        return run(ws, maps, **grown), ws, w
+        network = self._compiled_synthesis if compiled else self.synthesis
+        growth: dict[str, Alpha] = {}
+        if generator.can_grow:
+            growth = {"resolution": stage.resolution, "alpha": self._alpha(stage, network)}
+        latents = replace(latents, labels=conditioning_vectors(latents.labels, self.label_sets))
+        if self.styled is None:
+            labels = latents.labels[rows] if generator.classes else None
+            return network(latents.z[rows], labels, noise=maps, **growth), None, None
+        ws, w = mix_styles(self.styled, latents, rows, self.styled.num_ws_at(stage.resolution))
+        return network(ws, maps, **growth), ws, w
 
     def discriminate(
-        self, batch: Images, share: StepShare, rows: slice, name: str, *, compiled: bool = False
+        self,
+        batch: Images,
+        step_slice: StepSlice,
+        rows: slice,
+        name: str,
+        *,
+        compiled: bool = False,
     ) -> DiscriminatorOutput:
-        """What the discriminator makes of a micro-batch after adaptive augmentation;
-        differentiable. `name` is that of the draws; `compiled` as in `sample`.
+        """Apply adaptive augmentation and the discriminator to a micro-batch, differentiably.
+
+        Args:
+            batch: Images and labels [n].
+            step_slice: The step.
+            rows: Rows of the global batch that these images have.
+            name: Name of the images, part of the key of the augmentation's draws.
+            compiled: As in `sample`.
         """
-        images, run = batch.images, self._compiled_hidden if compiled else self.discriminator.hidden
+        images = batch.images
+        network = self._compiled_hidden if compiled else self.discriminator.hidden
         if self.ada.active:
             with phase("augment"):
-                draws = self.ada.draw(share.step, name, images.shape[2:], share.batch_size)
+                draws = self.ada.draw(
+                    step_slice.step, name, images.shape[2:], step_slice.batch_size
+                )
                 images = self.ada.apply(images, draws, rows)
         with self.precision.autocast():
-            hidden = (
-                run(images, alpha=self._alpha(share.stage, run))
-                if self.generator.can_grow
-                else run(images)
-            )
+            if self.generator.can_grow:
+                hidden = network(images, alpha=self._alpha(step_slice.stage, network))
+            else:
+                hidden = network(images)
         features = self.discriminator.output(hidden)
-        logits = self.discriminator.project(features, asked(batch.labels, self.sets))
+        conditions = conditioning_vectors(batch.labels, self.label_sets)
+        logits = self.discriminator.project(features, conditions)
         return DiscriminatorOutput(name, *batch, hidden, features, logits)
 
-    def auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor | float:
-        """The auxiliary head's loss on a micro-batch, weighted, as its share of the mean; 0 without
-        a head.
+    def auxiliary_loss(self, output: DiscriminatorOutput, step_slice: StepSlice) -> Tensor | float:
+        """Return the weighted loss of the auxiliary head on a micro-batch, divided by the global
+        batch size; 0 without an auxiliary head.
         """
         if not self.config.loss.auxiliary_weight:
             return 0.0
         class_logits = self.discriminator.auxiliary(output.hidden)
-        loss = label_loss(class_logits, output.labels, self.sets) / share.batch_size
+        loss = label_loss(class_logits, output.labels, self.label_sets) / step_slice.batch_size
         if output.name == "real":
-            share.add("loss/auxiliary_real", loss)
-            share.add(
-                "accuracy/auxiliary",
-                told(class_logits, output.labels, self.sets) / share.batch_size,
-            )
+            correct = count_correct(class_logits, output.labels, self.label_sets)
+            step_slice.add("loss/auxiliary_real", loss)
+            step_slice.add("accuracy/auxiliary", correct / step_slice.batch_size)
         elif output.name == "generator":
-            share.add("loss/auxiliary", loss)
+            step_slice.add("loss/auxiliary", loss)
         return loss * self.config.loss.auxiliary_weight

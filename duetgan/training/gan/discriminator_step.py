@@ -1,24 +1,22 @@
-"""The discriminator's half of a GAN's step: real against generated images, gradient penalties, what
-ADA watches.
+"""The discriminator's half of a GAN step: the adversarial loss, gradient penalties, and the
+adaptation of ADA.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from duetgan.models.gan import asked
+from duetgan.models.gan import conditioning_vectors
 from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
 from duetgan.training.gan import losses
-from duetgan.training.gan.context import Context, DiscriminatorOutput, Images, StepShare
+from duetgan.training.gan.context import Context, DiscriminatorOutput, Images, StepSlice
 from duetgan.training.optim.config import cosine
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 
-# name of the images -> the penalty that is taken of them, and its value for each image, of the
-# logits and the images
+# Name of the images -> name and function of the penalty that is computed from them.
 PENALTIES = {
     "real": ("r1", losses.squared_gradient_norm),
     "fake": ("r2", losses.squared_gradient_norm),
@@ -30,34 +28,53 @@ class DiscriminatorStep:
     """One update of the discriminator, and of the strength of adaptive augmentation."""
 
     def __init__(self, context: Context, updater: Updater) -> None:
-        self.context, self.updater = context, updater
-        self.loss, self.objective = context.config.loss, context.config.loss.functions
+        self.context = context
+        self.updater = updater
+        self.loss = context.config.loss
+        self.objective = context.config.loss.functions
 
     def run(
-        self, share: StepShare, reals: Sequence[Images], fakes: Sequence[Images], *, one_pass: bool
+        self,
+        step_slice: StepSlice,
+        reals: Sequence[Images],
+        fakes: Sequence[Images],
+        *,
+        one_pass: bool,
     ) -> None:
-        """Update D from micro-batches of real and generated images (without graphs); G stays as it
-        is.
+        """Update D, and the strength of ADA.
 
-        `one_pass`: D has learnt from them in the generator's half already.
+        Args:
+            step_slice: The step.
+            reals: Micro-batches of real images.
+            fakes: Micro-batches of samples, without graphs.
+            one_pass: The generator's half has already called `learn` for these micro-batches.
         """
-        context, metrics = self.context, share.metrics
-        for rows, real, fake in zip(share.micro_batches(), reals, fakes, strict=True):
+        context, metrics = self.context, step_slice.metrics
+        for rows, real, fake in zip(step_slice.micro_batches(), reals, fakes, strict=True):
             if not one_pass:
-                self.learn(share, rows, self.discriminate(share, rows, fake, "fake"), real)
-            # of images between a sample and an image, its label
-            if "gradient_penalty" in self.penalty_weights(share):
-                ratio = context.draws.shares(share.step, share.batch_size)[rows]
-                images = losses.between(real.images, fake.images, ratio)
-                output = self.discriminate(share, rows, Images(images, real.labels), "between")
-                self._backward(share, rows, torch.zeros_like(output.logits), [output])
+                self.learn(
+                    step_slice, rows, self.discriminate(step_slice, rows, fake, "fake"), real
+                )
+            if "gradient_penalty" in self.penalty_weights(step_slice):
+                weights = context.draws.interpolation_weights(
+                    step_slice.step, step_slice.batch_size
+                )[rows]
+                interpolated = losses.interpolate(real.images, fake.images, weights)
+                output = self.discriminate(
+                    step_slice, rows, Images(interpolated, real.labels), "between"
+                )
+                # This pass has a penalty but no adversarial loss.
+                self._backward(step_slice, rows, torch.zeros_like(output.logits), [output])
         with phase("discriminator/optimizer"):
-            update = self.updater.step(share.step)
+            update = self.updater.step(step_slice.step)
             context.discriminator.after_update()
         if context.ada.active:
             sign = collectives.all_reduce_sum_(metrics["logits/real_sign"].clone())
             context.ada.update(
-                share.images_seen + share.batch_size, share.step, sign, share.batch_size
+                step_slice.images_seen + step_slice.batch_size,
+                step_slice.step,
+                sign,
+                step_slice.batch_size,
             )
             metrics["ada/p"] = context.ada.p.clone() / collectives.world_size()
         metrics["logits/margin"] = metrics["logits/real"] - metrics["logits/fake"]
@@ -65,97 +82,100 @@ class DiscriminatorStep:
 
     def learn(
         self,
-        share: StepShare,
+        step_slice: StepSlice,
         rows: slice,
-        of_fake: DiscriminatorOutput,
+        fake_output: DiscriminatorOutput,
         real: Images | DiscriminatorOutput,
     ) -> None:
-        """Gradients on a micro-batch: what D makes of samples, and real images, or what D makes of
-        these.
-        """
-        share.add("logits/fake", of_fake.logits.sum() / share.batch_size)
-        if self.objective.paired:
-            of_real = (
-                self.discriminate(share, rows, real, "real") if isinstance(real, Images) else real
-            )
-            self._backward(
-                share,
-                rows,
-                self.objective.real(of_real.logits - of_fake.logits),
-                [of_real, of_fake],
-            )
-        else:
-            self._backward(share, rows, self.objective.fake(of_fake.logits), [of_fake])
-            self._reals(share, rows, Images(real.images, real.labels))
+        """Accumulate the gradients of D on a micro-batch.
 
-    def penalty_weights(self, share: StepShare) -> dict[str, float]:
-        """The penalties of this step, each with its weight before the gain of the interval, which
-        `_backward` gives.
+        Args:
+            step_slice: The step.
+            rows: Rows of the global batch.
+            fake_output: Output of D for the samples.
+            real: Real images, or for a paired objective the output of D for them.
         """
-        loss, seen = self.loss, (share.images_seen, self.context.schedule_images)
-        if not loss.penalty_due(share.step):
+        step_slice.add("logits/fake", fake_output.logits.sum() / step_slice.batch_size)
+        if self.objective.paired:
+            if isinstance(real, Images):
+                real = self.discriminate(step_slice, rows, real, "real")
+            values = self.objective.real(real.logits - fake_output.logits)
+            self._backward(step_slice, rows, values, [real, fake_output])
+        else:
+            self._backward(step_slice, rows, self.objective.fake(fake_output.logits), [fake_output])
+            self._learn_reals(step_slice, rows, Images(real.images, real.labels))
+
+    def penalty_weights(self, step_slice: StepSlice) -> dict[str, float]:
+        """Return the penalties of this step with their weights, not yet multiplied by the interval
+        (`_backward` does that).
+        """
+        loss, final = self.loss, self.loss.gamma_final
+        if not loss.penalty_due(step_slice.step):
             return {}
-        gammas, end = {"r1": loss.r1_gamma, "r2": loss.r2_gamma}, loss.gamma_final
-        weights = {
-            key: (g if end is None else cosine(g, end, *seen)) / 2 for key, g in gammas.items() if g
-        }
+        weights = {}
+        for name, gamma in (("r1", loss.r1_gamma), ("r2", loss.r2_gamma)):
+            if gamma and final is not None:
+                gamma = cosine(gamma, final, step_slice.images_seen, self.context.schedule_images)
+            weights[name] = gamma / 2
         weights["gradient_penalty"] = loss.gradient_penalty_weight
         return {name: weight for name, weight in weights.items() if weight > 0}
 
-    def _reals(self, share: StepShare, rows: slice, real: Images) -> None:
-        output = self.discriminate(share, rows, real, "real")
+    def _learn_reals(self, step_slice: StepSlice, rows: slice, real: Images) -> None:
+        output = self.discriminate(step_slice, rows, real, "real")
         mismatch: Tensor | float = 0.0
-        context, kinds = self.context, len(self.context.draws.class_weights)
-        if self.loss.mismatch_weight and context.discriminator.classes and kinds > 1:
-            wrong = (
-                real.labels + context.draws.label_offsets(share.step, share.batch_size)[rows]
-            ) % kinds
-            logits = context.discriminator.project(output.features, asked(wrong, context.sets))
-            mismatch = self.objective.fake(logits).sum() * (
-                self.loss.mismatch_weight / share.batch_size
+        context, num_labels = self.context, len(self.context.draws.class_weights)
+        if self.loss.mismatch_weight and context.discriminator.classes and num_labels > 1:
+            offsets = context.draws.label_offsets(step_slice.step, step_slice.batch_size)[rows]
+            wrong_labels = (real.labels + offsets) % num_labels
+            logits = context.discriminator.project(
+                output.features, conditioning_vectors(wrong_labels, context.label_sets)
             )
-        self._backward(share, rows, self.objective.real(output.logits), [output], mismatch)
+            mismatch = self.objective.fake(logits).sum() * (
+                self.loss.mismatch_weight / step_slice.batch_size
+            )
+        self._backward(step_slice, rows, self.objective.real(output.logits), [output], mismatch)
 
     def discriminate(
-        self, share: StepShare, rows: slice, batch: Images, name: str
+        self, step_slice: StepSlice, rows: slice, batch: Images, name: str
     ) -> DiscriminatorOutput:
-        """What D makes of a micro-batch of `name`, with a graph, to the images too if a penalty of
-        them is due.
+        """Return the output of D for the images `name` of a micro-batch, with a graph.
+
+        The graph includes the images if a penalty on them is due.
         """
-        due = PENALTIES[name][0] in self.penalty_weights(share)
+        due = PENALTIES[name][0] in self.penalty_weights(step_slice)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
         with phase("discriminator/forward"), penalised(due):
-            output = self.context.discriminate(batch, share, rows, name, compiled=not due)
+            output = self.context.discriminate(batch, step_slice, rows, name, compiled=not due)
         if name == "real":
-            share.add("logits/real", output.logits.sum() / share.batch_size)
-            share.add("logits/real_sign", output.logits.sign().sum() / share.batch_size)
+            step_slice.add("logits/real", output.logits.sum() / step_slice.batch_size)
+            step_slice.add("logits/real_sign", output.logits.sign().sum() / step_slice.batch_size)
         return output
 
     def _backward(
         self,
-        share: StepShare,
+        step_slice: StepSlice,
         rows: slice,
         values: Tensor,
         outputs: Sequence[DiscriminatorOutput],
-        more: Any = 0.0,
+        mismatch: Tensor | float = 0.0,
     ) -> None:
-        """Gradients of the objective (`values` [n] of the `outputs`, and `more`, 0-d), the
-        auxiliary loss and the penalties that are due, in D's parameters alone.
+        """Accumulate gradients in the parameters of D.
 
-        R1, R2 and the gradient penalty are multiplied by their interval. One update serves them
-        all, so this gain alone makes up for the steps without them (no change of Adam's lr and
-        betas).
+        The loss is the mean of `values` [n], which come from `outputs`, plus `mismatch` (0-d), the
+        auxiliary loss and the penalties that are due.
+
+        R1, R2 and the gradient penalty are multiplied by their interval. One update serves loss and
+        penalties, so this factor alone makes up for the steps without penalties: Adam's lr and
+        betas do not change.
         """
-        loss = values.sum() / share.batch_size
-        share.add("loss/discriminator", loss)
-        # what the auxiliary head learns from
-        taught = ("real", "fake") if self.loss.auxiliary_fakes else ("real",)
-        weights = self.penalty_weights(share)
-        loss = (
-            loss
-            + more
-            + sum(self.context.auxiliary_loss(o, share) for o in outputs if o.name in taught)
-        )
+        loss = values.sum() / step_slice.batch_size
+        step_slice.add("loss/discriminator", loss)
+        weights = self.penalty_weights(step_slice)
+        auxiliary: Tensor | float = 0
+        for output in outputs:
+            if output.name == "real" or (output.name == "fake" and self.loss.auxiliary_fakes):
+                auxiliary = auxiliary + self.context.auxiliary_loss(output, step_slice)
+        loss = loss + mismatch + auxiliary
         due = [output for output in outputs if PENALTIES[output.name][0] in weights]
         with (
             phase("discriminator/penalty" if due else "discriminator/backward"),
@@ -163,12 +183,10 @@ class DiscriminatorStep:
         ):
             for output in due:
                 name, penalty = PENALTIES[output.name]
-                mean = (
-                    penalty(output.logits, output.images, self.context.precision.scale()).sum()
-                    / share.batch_size
-                )
-                share.add(f"loss/{name}", mean * weights[name])
+                values = penalty(output.logits, output.images, self.context.precision.scale())
+                mean = values.sum() / step_slice.batch_size
+                step_slice.add(f"loss/{name}", mean * weights[name])
                 loss = loss + mean * (weights[name] * self.loss.r1_interval)
             final = "between" if "gradient_penalty" in weights else "real"
-            self.updater.overlap(last=share.is_last(rows) and outputs[0].name == final)
+            self.updater.overlap(last=step_slice.is_last(rows) and outputs[0].name == final)
             self.context.precision.backward(loss, self.updater.parameters)

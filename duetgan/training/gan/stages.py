@@ -1,10 +1,10 @@
-"""Progressive growing: which resolution, how far faded in, and in which batches at each step
-(Karras et al. 2018, "Progressive Growing of GANs", section 2 and appendix A.1).
+"""Progressive growing: resolution, weight of the new layers and batch size at each step (Karras et
+al. 2018, "Progressive Growing of GANs", section 2 and appendix A.1).
 
-The first stage trains the start's resolution alone. Every later one doubles it: the new layers fade
-in with alpha from 0 to 1, linearly in the images seen, and then stabilise. The last stage lasts
-until the run ends. Everything is a function of the step number, so there is nothing to save;
-without growth there is one stage that never changes.
+The first stage trains the resolution `start`. Each later stage doubles it: the new layers fade in
+with alpha from 0 to 1, linearly in the images seen, and then stabilise. The last stage lasts until
+the run ends. Everything is a function of the step, so there is no state. Without growth there is
+one stage, which never changes.
 """
 
 from bisect import bisect_right
@@ -16,21 +16,22 @@ from annotated_types import Ge
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.errors import UserError
 
-SMALLEST = 8  # px; the first stage's at least
+SMALLEST = 8  # px of the first stage, at least
 
-# thousand images of every stage, or of each by its resolution
+# thousand images of every stage, or by resolution in px
 Kimg = NonNegativeFloat | dict[int, NonNegativeFloat]
 
 
 class ProgressiveConfig(Config):
-    """Growth of both networks from low to full resolution. Lengths are in thousand images that a
-    stage sees.
+    """Growth of both networks from low to full resolution.
+
+    Lengths are in thousand images that a stage sees.
     """
 
     # px of the first stage; null: no growth, the full networks from the first step
     start: Annotated[int, Ge(SMALLEST)] | None = None
     fade_kimg: Kimg = 600.0  # fading in; a number, or {px: number} for every stage but the first
-    # then at alpha 1; a number, or {px: number} for every stage but the last, which goes on
+    # then at alpha 1; a number, or {px: number} for every stage but the last
     stable_kimg: Kimg = 600.0
     # {px: global batch}; stages not named: batch_size
     batch_sizes: dict[int, PositiveInt] = {}
@@ -42,22 +43,22 @@ class ProgressiveConfig(Config):
 
 
 class Stage(NamedTuple):
-    """What a step trains, and where its stage lies in the run."""
+    """A stage of growth, with the value of alpha at a step."""
 
     resolution: int  # px of the images, real and generated
     batch_size: int  # global
     first_step: int  # of the stage
     first_image: int  # images seen before the stage
-    fade_images: int  # of the stage, over which alpha grows; 0: it is 1 at once
-    # in [0, 1]: weight of this resolution's new layers; 0: the networks of the stage before
+    fade_images: int  # images over which alpha grows from 0 to 1; 0: alpha is always 1
+    # Weight of the new layers, 0 to 1. With 0 the networks equal those of the previous stage.
     alpha: float = 1.0
 
 
 class Stages:
-    """The run's stages as functions of the step; without the config's start there is one.
+    """The stages of a run as functions of the step; one stage without growth.
 
-    Raises UserError for a resolution that doubling does not lead to, for lengths and batch sizes of
-    stages that do not exist, for a length that is missing, and for a stage without images.
+    Raises UserError for a resolution that doubling `start` never gives, for lengths and batch sizes
+    of stages that do not exist, for a missing length, and for a stage without images.
     """
 
     def __init__(
@@ -65,16 +66,17 @@ class Stages:
         config: ProgressiveConfig,
         resolution: int,  # px of the full networks
         steps: int,  # of the run
-        batch_size: int,  # global, of stages without one of their own
+        batch_size: int,  # global, of stages that are not in config.batch_sizes
     ) -> None:
-        self.config, self.steps = config, steps
+        self.config = config
+        self.steps = steps
         sides = _resolutions(config.start, resolution)
         self.growing = len(sides) > 1
         sizes = config.batch_sizes if self.growing else {}
         _check_named("batch_sizes", sizes, sides)
         fades = _images("fade_kimg", config.fade_kimg, sides[1:])
         stables = _images("stable_kimg", config.stable_kimg, sides[:-1])
-        # at alpha 1; each ends with the first whole batch that completes its images
+        # With alpha 1. Each stage ends with the batch that completes its images.
         self.all: list[Stage] = []
         step = image = 0
         for side in sides:
@@ -91,32 +93,32 @@ class Stages:
         return bisect_right(self.all, step, key=lambda stage: stage.first_step) - 1
 
     def at(self, step: int) -> Stage:
-        """What update number `step` (from 0) trains. Alpha counts the stage's images before this
-        step.
+        """Return the stage of update number `step` (from 0); alpha depends on the stage's images
+        before this step.
         """
         stage = self.all[self._number(step)]
         seen = (step - stage.first_step) * stage.batch_size
-        return (
-            stage if seen >= stage.fade_images else stage._replace(alpha=seen / stage.fade_images)
-        )
+        if seen < stage.fade_images:
+            return stage._replace(alpha=seen / stage.fade_images)
+        return stage
 
     def images_at(self, step: int) -> int:
-        """Training images seen before update number `step`, exactly; `images_at(steps)`: by the
-        whole run.
+        """Return the number of training images before update number `step`; `images_at(steps)` is
+        that of the run.
         """
         stage = self.all[self._number(step)]
         return stage.first_image + (step - stage.first_step) * stage.batch_size
 
-    # --- words
+    # --- messages
 
     def describe(self) -> list[str]:
-        """What the plan says, a row a stage; nothing without growth."""
+        """Return rows for the plan, one per stage; empty without growth."""
         if not self.growing:
             return []
         rows = [self._row(number) for number in range(len(self.all))]
         rows.append(f"{self._moments()} from stage to stage (progressive.reset_optimizer)")
         full, last = self.all[-1], self.at(self.steps - 1)
-        # the first step at alpha 1
+        # the first step with alpha 1
         complete = full.first_step + -(-full.fade_images // full.batch_size)
         if self.steps <= complete:
             rows.append(
@@ -126,7 +128,7 @@ class Stages:
         return rows
 
     def announcement(self, step: int) -> str:
-        """What the log says where update number `step` begins a stage."""
+        """Return the message for update number `step`, the first of a stage."""
         number = self._number(step)
         return f"stage {number + 1} of {len(self.all)}: {self._row(number)}; {self._moments()}"
 
@@ -134,22 +136,21 @@ class Stages:
         return f"Adam's moments {'start anew' if self.config.reset_optimizer else 'go on'}"
 
     def _row(self, number: int) -> str:
-        stage, *after = self.all[number:]
-        length = (
-            f"{after[0].first_image - stage.first_image:,} images"
-            if after
-            else "until the run ends"
-        )
-        fading = f", fading in over {stage.fade_images:,} images" if stage.fade_images else ""
-        reached = "" if stage.first_step < self.steps else " (the run ends before)"
-        begins = (
-            f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}"
-        )
-        return f"{begins}, {length}{fading}{reached}"
+        stage, *later = self.all[number:]
+        row = f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}"
+        if later:
+            row += f", {later[0].first_image - stage.first_image:,} images"
+        else:
+            row += ", until the run ends"
+        if stage.fade_images:
+            row += f", fading in over {stage.fade_images:,} images"
+        if stage.first_step >= self.steps:
+            row += " (the run ends before)"
+        return row
 
 
 def _resolutions(start: int | None, full: int) -> list[int]:
-    """The stages' resolutions, doubling from `start` to `full`."""
+    """Return the resolutions of the stages, doubling from `start` to `full`."""
     if start is None:
         return [full]
     if full == start:
@@ -166,21 +167,22 @@ def _resolutions(start: int | None, full: int) -> list[int]:
 
 
 def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
-    """Images by resolution, for the stages that have such a length."""
-    lengths = lengths if isinstance(lengths, dict) else dict.fromkeys(sides, lengths)
+    """Return the numbers of images by resolution, for the stages that have this length."""
+    if not isinstance(lengths, dict):
+        lengths = dict.fromkeys(sides, lengths)
     _check_named(name, lengths, sides)
     for side in sides:
         if side not in lengths:
-            known = ", ".join(map(str, sides))
+            stages = ", ".join(map(str, sides))
             raise UserError(
-                f"progressive.{name}: no value for {side} px; give one for each of {known}, or one number"
+                f"progressive.{name}: no value for {side} px; give one for each of {stages}, or one number"
             )
     return {side: round(lengths[side] * 1000) for side in sides}
 
 
-def _check_named(name: str, given: Iterable[int], sides: list[int]) -> None:
-    for side in sorted(set(given) - set(sides)):
-        known = ", ".join(map(str, sides)) or "no stage"
+def _check_named(name: str, names: Iterable[int], sides: list[int]) -> None:
+    for side in sorted(set(names) - set(sides)):
+        stages = ", ".join(map(str, sides)) or "no stage"
         raise UserError(
-            f"progressive.{name}: no stage of {side} px takes a value; give values for {known} only"
+            f"progressive.{name}: no stage of {side} px takes a value; give values for {stages} only"
         )

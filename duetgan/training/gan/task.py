@@ -1,14 +1,11 @@
-"""The GAN task: what one step does to the generator and the discriminator, what is saved, how it is
-evaluated.
-"""
+"""The GAN task: networks, one step of both, the state that is saved, and the evaluation."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
@@ -16,18 +13,20 @@ from duetgan.metrics.evaluate_gan import evaluate_generator
 from duetgan.metrics.features.extractors import RealFeatures, build, shared_pass
 from duetgan.metrics.features.precision import evaluating
 from duetgan.metrics.figures import GAN, history
-from duetgan.models.gan import StageGenerator, generate
+from duetgan.models.gan import ImageGenerator, StageGenerator, generate
 from duetgan.models.registry import architecture_of
-from duetgan.training.base.data import check_same_classes, label_shares
+from duetgan.training.base.config import Shape
+from duetgan.training.base.data import check_same_classes, label_frequencies
 from duetgan.training.base.phases import phase
-from duetgan.training.base.task import Networks, Outline, Task
+from duetgan.training.base.task import Networks, Outline, Stateful, Task
 from duetgan.training.base.teacher import Teacher
 from duetgan.training.gan.ada import Ada
 from duetgan.training.gan.config import GanConfig
-from duetgan.training.gan.context import Context, GanDraws, Images, StepShare
+from duetgan.training.gan.context import Context, GanDraws, Images, StepSlice
 from duetgan.training.gan.diagnostics import Watch
 from duetgan.training.gan.discriminator_step import DiscriminatorStep
 from duetgan.training.gan.generator_step import GeneratorStep
+from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.distributed import collectives
@@ -38,88 +37,107 @@ from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 
-LOGIT_IMAGES = 512  # images of which the discriminator's mean logit is taken at an evaluation
-SEARCHED_PER_SAMPLE = 4  # training images among which an evaluation looks for copies
+LOGIT_IMAGES = 512  # images of each kind in the mean logits of an evaluation
+SEARCHED_PER_SAMPLE = 4  # training images per sample that an evaluation searches for copies
 
 
 class GanTask(Task):
     """Generator, discriminator, their optimizers, and one step of both."""
 
     best_is_lower, loss_metric = True, "loss/discriminator"
-    no_rate_search = (
+    lr_find_unsupported_reason = (
         "the losses of a GAN measure two networks against each other and do not fall where a rate is good; set "
         "generator_optimizer.lr and discriminator_optimizer.lr (0.002 is usual) and compare short runs by their "
         "Frechet distance"
     )
 
     def __init__(
-        self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
+        self, config: GanConfig, dataset: Dataset, val_dataset: Dataset | None, device: torch.device
     ) -> None:
-        self.stages = config.stages(reader.resolution)
+        self.stages = config.stages(dataset.resolution)
         config.check_batches(self.stages, collectives.world_size())
-        self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
-        self.shape = config.shape(reader)
-        self.sets = reader.meta.sets if self.shape["classes"] else None
-        # samples are drawn by its labels
-        if val_reader is not None and val_reader.classes and self.shape["classes"]:
-            check_same_classes(config.data, reader, val_reader)
+        self.config = config
+        self.dataset = dataset
+        self.val_dataset = val_dataset
+        self.device = device
+        self.shape = config.shape(dataset)
+        self.label_sets = dataset.meta.sets if self.shape["classes"] else None
+        # An evaluation draws samples with the labels of the validation set.
+        if val_dataset is not None and val_dataset.classes and self.shape["classes"]:
+            check_same_classes(config.data, dataset, val_dataset)
         self._stage = self.stages.at(0)
         self._build_networks()
         self.precision = Precision(config.precision, device)
-        kimg = config.schedule_kimg  # in which scheduled settings reach their ends
-        schedule_images = (
-            self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
-        )
-        draws = GanDraws(config.seed, device, label_shares(config.data, reader))
+        schedule_images = self.stages.images_at(config.steps)
+        if config.schedule_kimg is not None:
+            schedule_images = max(1, round(config.schedule_kimg * 1000))
         spec = self.generator.spec
-        given: Any = {
-            "seed": config.seed,
-            "channels": spec.channels,
-            "alpha": spec.alpha,
-            "device": device,
-        }
         ada = Ada(
             config.ada,
-            **given,
+            seed=config.seed,
+            channels=spec.channels,
+            alpha=spec.alpha,
+            device=device,
             schedule_images=schedule_images,
             transfer=config.init_from is not None,
         )
-        networks = (self.generator, self.discriminator)
-        hot = (
-            None
-            if self.sets is None
-            else torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
-        )
+        label_sets = None
+        if self.label_sets is not None:
+            label_sets = torch.tensor(dataset.meta.multi_hot, dtype=torch.float32, device=device)
         self.context = Context(
-            config, device, *networks, self.precision, draws, ada, schedule_images, hot
+            config,
+            device,
+            self.generator,
+            self.discriminator,
+            self.precision,
+            GanDraws(config.seed, device, label_frequencies(config.data, dataset)),
+            ada,
+            schedule_images,
+            label_sets,
         )
-        more: Any = {"growing": self.stages.growing, "compress": config.distributed.compress}
-        optimizers = (config.generator_optimizer, config.discriminator_optimizer)
-        for_generator, for_discriminator = (
-            Updater(network, optimizer, self.precision, config.schedule_steps, **more)
-            for network, optimizer in zip(networks, optimizers, strict=True)
+        teacher = None
+        if config.loss.classifier is not None:
+            teacher = Teacher("loss.classifier", config.loss.classifier, dataset, device)
+        self.teacher_lineage = Lineage.of() if teacher is None else teacher.lineage
+        self.discriminator_step = DiscriminatorStep(
+            self.context, self._updater(self.discriminator, config.discriminator_optimizer)
         )
-        run = config.loss.classifier
-        teacher = None if run is None else Teacher("loss.classifier", run, reader, device)
-        self.learnt_from = Lineage.of() if teacher is None else teacher.lineage
-        self.discriminator_step = DiscriminatorStep(self.context, for_discriminator)
         self.generator_step = GeneratorStep(
-            self.context, for_generator, self.ema, teacher, self.discriminator_step
+            self.context,
+            self._updater(self.generator, config.generator_optimizer),
+            self.ema,
+            teacher,
+            self.discriminator_step,
         )
         self.watch = Watch(config.watch, config.loss.functions)
-        # a distance means nothing without its extractor
+        # Distances of different extractors cannot be compared, so the name includes the extractor.
         self.best_metric = f"frechet/{config.evaluation.extractor}"
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
-        # now, not at the first evaluation: it may be refused
-        given = {"device": device, "spec": spec, "weights": config.evaluation.weights}
+        # Built here rather than at the first evaluation, so that an error comes before training.
         self._extractors = collectives.main_first(
-            lambda: build([config.evaluation.extractor], **given)
+            lambda: build(
+                [config.evaluation.extractor],
+                device=device,
+                spec=spec,
+                weights=config.evaluation.weights,
+            )
+        )
+
+    def _updater(self, network: nn.Module, optimizer: OptimizerConfig) -> Updater:
+        return Updater(
+            network,
+            optimizer,
+            self.precision,
+            self.config.schedule_steps,
+            growing=self.stages.growing,
+            compress=self.config.distributed.compress,
         )
 
     @staticmethod
-    def outline(config: GanConfig, shape: Mapping[str, Any]) -> Outline:
-        """Each weight has its gradient and the optimizer's moments besides; the generator's its
-        average too.
+    def outline(config: GanConfig, shape: Shape) -> Outline:
+        """Return the networks that the config describes.
+
+        For D, weights, gradients and moments count; for G the moving average too.
         """
         networks = architecture_of(config.architecture)
         generator = networks.network("generator", config.generator, **shape)
@@ -127,15 +145,17 @@ class GanTask(Task):
         return {"generator": (generator, 4), "discriminator": (discriminator, 3)}
 
     def _build_networks(self) -> None:
-        """Generator, its moving average and discriminator, initialised by their keys."""
+        """Build the generator, its moving average and the discriminator; each is initialised from
+        its own seed key.
+        """
         config, networks = self.config, architecture_of(self.config.architecture)
         with forked(config.seed, "init", "generator"):
             generator = networks.network("generator", config.generator, **self.shape)
         with forked(config.seed, "init", "discriminator"):
-            growing = {"progressive": True} if self.stages.growing else {}
-            discriminator = networks.network(
-                "discriminator", config.discriminator, **self.shape, **growing
-            )
+            shape = self.shape
+            if self.stages.growing:
+                shape = shape | {"progressive": True}
+            discriminator = networks.network("discriminator", config.discriminator, **shape)
         if config.loss.auxiliary_weight:
             if self.shape["classes"] < 2:
                 raise UserError(
@@ -144,9 +164,9 @@ class GanTask(Task):
             with forked(config.seed, "init", "auxiliary"):
                 discriminator.add_auxiliary()
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
-        if self.sets is not None:
-            order = np.argsort(np.negative(self.reader.meta.histogram), kind="stable")
-            generator.sets = [self.sets[label] for label in order]
+        if self.label_sets is not None:
+            order = np.argsort(np.negative(self.dataset.meta.histogram), kind="stable")
+            generator.label_sets = [self.label_sets[label] for label in order]
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)
         self.ema = EMA(self.generator, buffers="copy")
@@ -155,26 +175,24 @@ class GanTask(Task):
         return self.stages.images_at(step)
 
     def describe(self) -> dict[str, str]:
-        unread = (
-            {"labels": "not looked at: unconditional"}
-            if self.reader.classes and not self.shape["classes"]
-            else {}
-        )
-        return unread | {
-            f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)
-        }
+        rows = {f"growth {number}": row for number, row in enumerate(self.stages.describe(), 1)}
+        if self.dataset.classes and not self.shape["classes"]:
+            rows = {"labels": "not used: the GAN is unconditional"} | rows
+        return rows
 
     def lineage(self) -> Lineage:
-        return self.learnt_from
+        return self.teacher_lineage
 
-    def provenance(self) -> dict[str, Any]:
-        several = {} if self.sets is None else {"sets": self.generator.sets}
-        return {
-            "teachers": self.learnt_from.teachers,
+    def provenance(self) -> dict[str, object]:
+        provenance: dict[str, object] = {
+            "teachers": self.teacher_lineage.teachers,
             "stage": [self._stage.resolution, self._stage.alpha],
-        } | several
+        }
+        if self.label_sets is not None:
+            provenance["sets"] = self.generator.label_sets
+        return provenance
 
-    def registry(self) -> dict[str, Any]:
+    def registry(self) -> dict[str, Stateful]:
         return {
             "generator": self.generator,
             "discriminator": self.discriminator,
@@ -191,35 +209,41 @@ class GanTask(Task):
         group = self.config.discriminator.group
         labels = torch.zeros(group, dtype=torch.int64, device=self.device)
         z = torch.zeros(group, self.generator.z_dim, device=self.device)
-        images = torch.zeros(group, *self.reader.spec.shape, device=self.device)
+        images = torch.zeros(group, *self.dataset.spec.shape, device=self.device)
         return {
             "generator": (self.generator, (z, labels)),
             "discriminator": (self.discriminator, (images, labels)),
         }
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        share = self._begin(step)
-        for part in (self.generator_step, self.discriminator_step):
-            part.updater.zero_grad()
-        reals = self.context.reals(next(batches), share)
-        fakes = self.generator_step.run(share, reals)
-        if not self.config.loss.same_images:  # D has pairs of its own
-            reals = self.context.reals(next(batches), share, "discriminator")
-            with phase("discriminator/samples"), torch.no_grad(), self.precision.autocast():
-                latents, noise = self.context.latents(share, "discriminator", reals)
-                samples = [
-                    self.context.sample(latents, noise, part, share.stage)[0]
-                    for part in share.micro_batches()
-                ]
-            fakes = [Images(part, real.labels) for part, real in zip(samples, reals, strict=True)]
+        step_slice = self._begin(step)
+        self.generator_step.updater.zero_grad()
+        self.discriminator_step.updater.zero_grad()
+        reals = self.context.reals(next(batches), step_slice)
+        fakes = self.generator_step.run(step_slice, reals)
+        if not self.config.loss.same_images:
+            reals = self.context.reals(next(batches), step_slice, "discriminator")
+            fakes = self._discriminator_samples(step_slice, reals)
         self.discriminator_step.run(
-            share, reals, fakes, one_pass=self.generator_step.one_pass(share)
+            step_slice, reals, fakes, one_pass=self.generator_step.one_pass(step_slice)
         )
         self.precision.update_scale()
-        return share.metrics
+        return step_slice.metrics
+
+    def _discriminator_samples(
+        self, step_slice: StepSlice, reals: Sequence[Images]
+    ) -> list[Images]:
+        """Draw new samples for the discriminator's half, with the labels of the real images."""
+        fakes = []
+        with phase("discriminator/samples"), torch.no_grad(), self.precision.autocast():
+            latents, noise = self.context.latents(step_slice, "discriminator", reals)
+            for rows, real in zip(step_slice.micro_batches(), reals, strict=True):
+                images, _, _ = self.context.sample(latents, noise, rows, step_slice.stage)
+                fakes.append(Images(images, real.labels))
+        return fakes
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """One with each combination of the lazy penalties that are due together."""
+        """Return one step for each combination of lazy penalties that are due together."""
         loss, steps = self.config.loss, range(first, first + 240)
         kinds = [(loss.penalty_due(step), loss.path_length_due(step)) for step in steps]
         return {
@@ -227,8 +251,10 @@ class GanTask(Task):
             for kind, count in Counter(kinds).most_common()
         }
 
-    def _begin(self, step: int) -> StepShare:
-        """The step's sizes; at a new stage of growth also what the config says of the optimizers."""
+    def _begin(self, step: int) -> StepSlice:
+        """Return the slice of update number `step`; at a new stage of growth, reset the optimizers
+        if the config says so.
+        """
         self._stage = self.stages.at(step)
         if step == self._stage.first_step > 0:
             say_main(self.stages.announcement(step))
@@ -238,42 +264,49 @@ class GanTask(Task):
         batch, seen = self._stage.batch_size, self.stages.images_at(step)
         size = batch // collectives.world_size()
         micro = min(self.config.micro_limit or size, size)
-        return StepShare(step, seen, self._stage, batch, size, micro, collectives.rank() * size, {})
+        return StepSlice(step, seen, self._stage, batch, size, micro, collectives.rank() * size, {})
 
-    def shown(self) -> Any:
-        """The average generator as the last step's stage has it: what is shown and evaluated."""
-        stage, full = self._stage, self.reader.spec.side
+    def average_generator(self) -> ImageGenerator:
+        """Return the moving average of the generator at the current stage of growth, for samples
+        and evaluations.
+        """
+        stage, full = self._stage, self.dataset.spec.side
         if not self.stages.growing or (stage.resolution == full and stage.alpha == 1):
             return self.ema.model
-        return StageGenerator(self.ema.model, stage.resolution, stage.alpha, shown=full)
+        return StageGenerator(self.ema.model, stage.resolution, stage.alpha, display_size=full)
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         return self.watch.observe(step, row)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class
-        (the first 20).
+        """Return a uint8 image [H, W, C] of samples at the fixed seed: one row for each of the
+        first 20 labels.
         """
-        rows, columns = (min(20, self.generator.kinds), 10) if self.generator.kinds else (8, 8)
-        asked = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
-        labels = asked if self.generator.kinds else None
+        rows = columns = 8
+        labels = None
+        if self.generator.num_labels:
+            rows, columns = min(20, self.generator.num_labels), 10
+            labels = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
         samples = generate(
-            self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed
+            self.average_generator(),
+            labels=labels,
+            indices=range(rows * columns),
+            seed=self.config.seed,
         )
         return grid(samples, columns=columns, spec=self.generator.spec)
 
     def evaluate(self) -> dict[str, float]:
-        """Distance of the average generator's samples to held-out (else training) images, which the
-        ranks share.
+        """Compute the distance between samples of the average generator and validation images, or
+        training images without a validation set.
         """
         config = self.config.evaluation
         document = evaluate_generator(
-            self.shown(),
-            self.val_reader or self.reader,
+            self.average_generator(),
+            self.val_dataset or self.dataset,
             n=config.n,
             seed=self.config.seed,
             extractors=self._extractors,
-            train_reader=self.reader if self.val_reader else None,
+            train_dataset=self.dataset if self.val_dataset else None,
             real=self._real,
             batch_size=config.batch_size,
             floor=False,
@@ -281,55 +314,55 @@ class GanTask(Task):
             searched=SEARCHED_PER_SAMPLE * config.n,
         )
         self.best_interval = document["distances"][0].get("frechet_interval")
-        followed = history(GAN, document["distances"][0])
-        figures = {"n": document["n"]} | {
-            f"{key}/{config.extractor}": value for key, value in followed.items()
-        }
+        metrics = {"n": document["n"]}
+        for key, value in history(GAN, document["distances"][0]).items():
+            metrics[f"{key}/{config.extractor}"] = value
         if copies := document["memorisation"]:
-            figures[f"memorised/{copies['extractor']}"] = copies["share"]
-            figures[f"memorised_p/{copies['extractor']}"] = copies["p_value"]
-        return figures | self._mean_logits()
+            metrics[f"memorised/{copies['extractor']}"] = copies["share"]
+            metrics[f"memorised_p/{copies['extractor']}"] = copies["p_value"]
+        return metrics | self._mean_logits()
 
     def _mean_logits(self) -> dict[str, float]:
-        """D's mean logit of held-out images, training images and samples, none of them augmented:
-        where the held-out ones have those of samples, it knows the training images by heart. Empty
-        without held-out images.
+        """Return the mean logits of D for validation images, training images and samples, all
+        without augmentation.
+
+        If validation images have the logits of samples, D has memorised the training images. Empty
+        without validation images, and in stages of growth with smaller images.
         """
-        # a stage of growth has smaller images
-        if self.val_reader is None or self.shown() is not self.ema.model:
+        val_dataset = self.val_dataset
+        if val_dataset is None or self.average_generator() is not self.ema.model:
             return {}
         group = self.config.discriminator.group
-        count = min(LOGIT_IMAGES, len(self.val_reader), len(self.reader)) // group * group
+        count = min(LOGIT_IMAGES, len(val_dataset), len(self.dataset)) // group * group
         if not count:
             return {}
 
-        def logits_of(batch: Batch) -> Tensor:
-            images, labels = (upload(part, self.device) for part in (batch.images, batch.labels))
-            floats = self.discriminator.spec.to_float(images)
-            # labels may count for nothing
-            return self.discriminator(floats, labels).flatten().cpu()
+        def read(dataset: Dataset, rows: range) -> Batch:
+            # The images are spread over the file, because files are often packed class by class.
+            records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
+            batch = read_batch(dataset, records[rows.start : rows.stop])
+            batch.labels = torch.from_numpy(dataset.meta.conditions(batch.labels.numpy()))
+            return batch
 
-        def work(rows: range) -> Tensor:
-            held_out, real = (
-                read_batch(part, each[rows.start : rows.stop]) for part, each in records
-            )
-            for part, batch in zip(readers, (held_out, real), strict=True):
-                batch.labels = torch.from_numpy(part.meta.conditions(batch.labels.numpy()))
+        def logits_of(batch: Batch) -> Tensor:
+            images = self.discriminator.spec.to_float(upload(batch.images, self.device))
+            return self.discriminator(images, upload(batch.labels, self.device)).flatten().cpu()
+
+        def logits_of_rows(rows: range) -> Tensor:
+            held_out, real = read(val_dataset, rows), read(self.dataset, rows)
             labels = real.labels if self.generator.classes else None
             samples = generate(self.ema.model, labels=labels, indices=rows, seed=self.config.seed)
-            return torch.stack(
-                [logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))]
-            )
+            batches = (held_out, real, Batch(samples, real.labels))
+            return torch.stack([logits_of(batch) for batch in batches])
 
-        readers, size = (self.val_reader, self.reader), self.config.evaluation.batch_size
-        # spread over the files, which are often packed class by class
-        records = [
-            (part, np.linspace(0, len(part) - 1, count).astype(np.int64)) for part in readers
-        ]
         with evaluating(self.discriminator):
             logits = list(
                 shared_pass(
-                    count, work, side=self.reader.spec.side, batch_size=size, multiple=group
+                    count,
+                    logits_of_rows,
+                    side=self.dataset.spec.side,
+                    batch_size=self.config.evaluation.batch_size,
+                    multiple=group,
                 )
             )
         means = collectives.from_main_process(

@@ -1,6 +1,4 @@
-"""Settings of an optimizer, and schedules: functions of how far the training is, with nothing to
-save.
-"""
+"""Settings of an optimizer, and its schedules, which are functions of the step and have no state."""
 
 import math
 from bisect import bisect_right
@@ -15,13 +13,13 @@ from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import (
     Config,
     Decay,
-    InnerShare,
+    InnerFraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Probability,
-    Share,
 )
 from duetgan.utils.errors import UserError, refuse
 
@@ -30,7 +28,7 @@ WarmUp = Annotated[
 ]
 
 
-# what is left of the peak rate at a share of the decay, both in [0, 1]
+# Progress of the decay -> fraction of the peak rate, both in [0, 1].
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
@@ -43,29 +41,29 @@ MOMENTA = ("sgd", "muon", "muon-adam")  # optimizers with a `momentum`
 class OptimizerConfig(Config):
     """Optimizer and learning-rate schedule."""
 
-    # schedulefree-...: the weights' average takes the place of a decay; the network that is
-    # evaluated holds it. muon, classifiers only: matrices and filters by Muon; norms, biases and
-    # the head by SGD. muon-adam: filters larger than 1x1 by Muon, the rest by Adam
+    # schedulefree-...: an average of the weights, which is evaluated, replaces a decay of the rate.
+    # muon, classifiers only: Muon for matrices and filters, SGD for norms, biases and the head.
+    # muon-adam: Muon for filters larger than 1x1, Adam for other parameters
     name: Literal[
         "adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon", "muon-adam"
     ] = "adam"
     lr: PositiveFloat = 0.001  # peak rate
-    # global batch that lr is meant for: at another it is scaled in proportion
+    # global batch size of lr: for other batch sizes lr is scaled in proportion
     lr_batch_size: PositiveInt | None = None
     betas: list[Decay] = [0.9, 0.999]  # Adam's
-    # Adam's: where beta2 ends, by a cosine over the schedule's length; None: constant
+    # Adam's: final value of beta2, by a cosine over the schedule's length; None: constant
     beta2_final: Decay | None = None
     eps: NonNegativeFloat = 1e-8  # Adam's
-    # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
+    # SGD's (Nesterov), or Muon's; for schedulefree-sgd the fraction of the average, beta
     momentum: Decay = 0.9
-    sgd_momentum: InnerShare = 0.9  # muon: of the parameters that SGD takes
-    # Muon's: Newton-Schulz iterations of a step
+    sgd_momentum: InnerFraction = 0.9  # muon: momentum of the parameters that SGD updates
+    # Muon's: Newton-Schulz iterations per step
     ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5
-    # muon-adam: a filter's update, root mean square, about so many lr; Adam's is about 1
+    # muon-adam: root mean square of a filter's update over lr, about; Adam's is about 1
     muon_rms: PositiveFloat = 3.0
-    # Muon's: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
+    # Muon's: keep the norm of its matrices at sqrt(outputs), for layers before a BatchNorm
     unit_filters: bool = False
-    # decoupled but for adam, sgd and muon's head; not of norms and biases
+    # decoupled except for adam, sgd and muon's head; not applied to norms and biases
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
@@ -74,16 +72,16 @@ class OptimizerConfig(Config):
     warmup_steps: WarmUp = 0  # linear from 0; with one-cycle on top of its own rise; 5ep: epochs
     # of the rate over the steps: constant, cosine, linear, step or one-cycle
     schedule: str = "constant"
-    # share of the training at the peak rate before a decay, cosine or linear, begins
+    # fraction of the training at the peak rate, before a cosine or linear decay
     hold: Decay = 0.0
-    final_lr: Probability = 0.0  # where the decay ends, as a share of lr
+    final_lr: Probability = 0.0  # final rate of the decay, as a fraction of lr
     # step: updates at which the rate is multiplied by gamma; 30ep: epochs
     milestones: list[Updates] = []
-    step_every: Updates | None = None  # step: or every so many updates; 30ep: epochs
-    gamma: Share = 0.1  # step: that factor
-    pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
-    cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
-    # one-cycle: momentum (beta1; Muon's) at ends and peak: [0.95, 0.85]
+    step_every: Updates | None = None  # step: or the number of updates between; 30ep: epochs
+    gamma: PositiveFraction = 0.1  # step: that factor
+    pct_start: InnerFraction = 0.3  # one-cycle: fraction of the training in which the rate rises
+    cycle_start: PositiveFraction = 0.04  # one-cycle: initial rate, as a fraction of lr
+    # one-cycle: momentum (beta1; Muon's) at the ends and at the peak: [0.95, 0.85]
     cycle_momentum: list[Decay] | None = None
 
     def check(self) -> None:
@@ -137,20 +135,22 @@ class OptimizerConfig(Config):
 
     @property
     def average_beta(self) -> float:
-        """The average's share in the weights at which a schedule-free optimizer takes gradients."""
+        """The fraction of the average in the weights at which a schedule-free optimizer computes
+        gradients.
+        """
         return self.momentum if self.name == "schedulefree-sgd" else float(self.betas[0])
 
     def for_batch(self, batch_size: int) -> "OptimizerConfig":
-        """The config whose rate is the one at this global batch: lr * batch_size / lr_batch_size
-        (1706.02677).
+        """Return the config with the rate for this global batch size, lr * batch_size /
+        lr_batch_size (1706.02677).
         """
         if self.lr_batch_size is None:
             return self
         return self.changed(lr=self.lr * batch_size / self.lr_batch_size, lr_batch_size=None)
 
     def momentum_at(self, step: int, steps: int) -> float | None:
-        """Momentum, or Adam's beta1, of update number `step` where one-cycle changes it; None: as
-        configured.
+        """Return the momentum, or Adam's beta1, of update number `step` with one-cycle; None if it
+        does not change.
         """
         if self.schedule != "one-cycle" or self.cycle_momentum is None:
             return None
@@ -158,27 +158,24 @@ class OptimizerConfig(Config):
         return one_cycle(step, steps, rise=self.pct_start, start=ends, peak=peak, end=ends)
 
     def betas_at(self, step: int, steps: int) -> tuple[float, float]:
-        """Adam's betas of update number `step` (from 0) out of `steps`."""
-        beta1, beta2 = (float(beta) for beta in self.betas)
-        return beta1, beta2 if self.beta2_final is None else cosine(
-            beta2, self.beta2_final, step, steps
-        )
+        """Return Adam's betas of update number `step` (from 0) out of `steps`."""
+        beta1, beta2 = map(float, self.betas)
+        if self.beta2_final is not None:
+            beta2 = cosine(beta2, self.beta2_final, step, steps)
+        return beta1, beta2
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone,
-        nothing to save.
-        """
+        """Return the learning rate of update number `step` (from 0) out of `steps`."""
         if self.schedule == "one-cycle":
-            low, high, end = self.lr * self.cycle_start, self.lr, self.lr * self.final_lr
-            rate = one_cycle(step, steps, rise=self.pct_start, start=low, peak=high, end=end)
+            start, end = self.lr * self.cycle_start, self.lr * self.final_lr
+            rate = one_cycle(step, steps, rise=self.pct_start, start=start, peak=self.lr, end=end)
             return rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "step":
-            falls = (
-                step // self.step_every if self.step_every else bisect_right(self.milestones, step)
-            )
-            return self.lr * self.gamma**falls
+            if self.step_every:
+                return self.lr * self.gamma ** (step // self.step_every)
+            return self.lr * self.gamma ** bisect_right(self.milestones, step)
         if self.schedule == "constant":
             return self.lr
         start = max(self.warmup_steps, self.hold * steps)
@@ -187,12 +184,11 @@ class OptimizerConfig(Config):
 
 
 def cosine(start: float, end: float, images_seen: int, over_images: int) -> float:
-    """`start` until the first image is seen, `end` from `over_images` on, half a cosine between;
-    both exactly.
+    """Return a value that goes from `start` to `end` over `over_images` images, by half a cosine.
 
-    R3GAN's only schedule (2501.05441): of the learning rate, beta2, gamma, the augmentation's
-    probability and the average's half-life. `over_images` 0 or less: `end` at once. Any unit will
-    do in place of images if both have it.
+    It is exactly `start` before the first image and exactly `end` from `over_images` on (at once if
+    that is 0 or less). Steps may take the place of images. R3GAN (2501.05441) uses it for learning
+    rate, beta2, gamma, the probability of augmentation and the half-life of the average.
     """
     if images_seen >= over_images:
         return end
@@ -204,17 +200,17 @@ def cosine(start: float, end: float, images_seen: int, over_images: int) -> floa
 def one_cycle(
     step: int, steps: int, *, rise: float, start: float, peak: float, end: float
 ) -> float:
-    """From `start` up to `peak`, then down to `end`, along half cosines (1708.07120, as torch's
-    OneCycleLR).
+    """Return a value that rises from `start` to `peak` and falls to `end`, along half cosines
+    (1708.07120, like torch's OneCycleLR).
 
-    The peak is update number `rise` x `steps` - 1, the end the last update, `steps` - 1; both may
-    lie between two updates. From there on it stays at `end`.
+    The peak is at update number `rise` x `steps` - 1 and the end at the last update, `steps` - 1.
+    Both may lie between two updates. After the last update the value is `end`.
     """
     top, last = rise * steps - 1, steps - 1
     if step <= top:
-        return _between(start, peak, step / top if top > 0 else 1.0)
-    return _between(peak, end, min(1.0, (step - top) / (last - top) if last > top else 1.0))
+        return _half_cosine(start, peak, step / top if top > 0 else 1.0)
+    return _half_cosine(peak, end, min(1.0, (step - top) / (last - top) if last > top else 1.0))
 
 
-def _between(start: float, end: float, progress: float) -> float:
+def _half_cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))

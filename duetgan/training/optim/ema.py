@@ -2,10 +2,11 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import StateDict
 
 from duetgan.utils.distributed.collectives import by_kind
 
@@ -13,17 +14,18 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class EMA(Generic[Network]):
-    """A copy of `model` whose parameters follow it: ema = beta ema + (1 - beta) model.
+    """Moving average of a network: a copy with ema = beta ema + (1 - beta) model.
 
-    Buffers are averaged too (`"average"`: right for BatchNorm's statistics) or copied (`"copy"`:
-    right for a generator's `w_avg`). Integer buffers are always copied.
+    Buffers are averaged too ("average", for the statistics of BatchNorm) or copied ("copy", for
+    `w_avg` of a generator). Integer buffers are always copied.
     """
 
     def __init__(self, model: Network, buffers: Literal["average", "copy"]) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.average_buffers = buffers == "average"
-        # averages of frozen parameters, and equal to them; None: not looked
-        self._still: set[Tensor] | None = None
+        # Averages that need no update: they equal their parameters, which are frozen. None:
+        # unknown.
+        self._frozen: set[Tensor] | None = None
 
     @torch.no_grad()
     def update(
@@ -31,54 +33,61 @@ class EMA(Generic[Network]):
         model: nn.Module,
         beta: float,
         skipped: Tensor | None = None,
-        # of the parameters, by the optimizer: taken instead of our own
         average: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move towards `model`; where the 0-d flag `skipped` is 1 the step was masked and the
-        average stays.
+        """Move towards `model`.
+
+        Args:
+            model: The network in training.
+            beta: Weight of the previous average.
+            skipped: 0-d flag: 1.0 if the step was masked, and the average must not change.
+            average: The optimizer's average of the parameters, which is copied instead.
         """
         reference = next(self.model.parameters())
-        if skipped is None:  # made there: a copy would be waited for
+        if skipped is None:  # Filled on the device: the host would have to wait for a copy.
             weight = torch.full((), 1 - beta, device=reference.device, dtype=reference.dtype)
         else:
             weight = (1 - beta) * (1 - skipped.to(reference.dtype))
-        pairs = list(zip(self.model.buffers(), model.buffers(), strict=True))
-        averaged = [(a, b) for a, b in pairs if self.average_buffers and a.is_floating_point()]
-        copied = [(a, b) for a, b in pairs if not (self.average_buffers and a.is_floating_point())]
+        averaged: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        for pair in zip(self.model.buffers(), model.buffers(), strict=True):
+            is_averaged = self.average_buffers and pair[0].is_floating_point()
+            (averaged if is_averaged else copied).append(pair)
         if average is None:
-            parameters = list(zip(self.model.parameters(), model.parameters(), strict=True))
-            if self._still is None:
-                frozen = [
-                    pair
-                    for pair in parameters
-                    if not (pair[1].requires_grad or hasattr(pair[1], "fake_mode"))
-                ]
-                # fake tensors have no values
-                self._still = {a for a, b in frozen if torch.equal(a, b)}
-            self._still -= {a for a, b in parameters if b.requires_grad}
-            averaged += [(a, b) for a, b in parameters if a not in self._still]
+            pairs = list(zip(self.model.parameters(), model.parameters(), strict=True))
+            if self._frozen is None:
+                self._frozen = {a for a, b in pairs if _is_frozen(b) and torch.equal(a, b)}
+            self._frozen -= {a for a, b in pairs if b.requires_grad}
+            averaged += [(a, b) for a, b in pairs if a not in self._frozen]
         else:
             copied += zip(self.model.parameters(), average, strict=True)
-        for (device, _), (here, there) in by_kind(*zip(*averaged, strict=True)).items():
-            difference = torch._foreach_sub(there, here)
+        for (device, _), (targets, sources) in by_kind(*zip(*averaged, strict=True)).items():
+            difference = torch._foreach_sub(sources, targets)
             torch._foreach_mul_(difference, weight.to(device))
-            torch._foreach_add_(here, difference)
-        for here, there in by_kind(*zip(*copied, strict=True)).values():
-            torch._foreach_copy_(here, there)
+            torch._foreach_add_(targets, difference)
+        for targets, sources in by_kind(*zip(*copied, strict=True)).values():
+            torch._foreach_copy_(targets, sources)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self.model.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.model.load_state_dict(state)
-        self._still = None
+        self._frozen = None
+
+
+def _is_frozen(parameter: Tensor) -> bool:
+    # A fake tensor has no values to compare.
+    return not parameter.requires_grad and not hasattr(parameter, "fake_mode")
 
 
 def half_life_beta(
     batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05
 ) -> float:
-    """0.5^(batch / min(half_life, ramp * images_seen)) (StyleGAN2-ADA), images before the step;
-    `ramp` None: none.
+    """Return beta of a moving average with a half-life in images (StyleGAN2-ADA).
+
+    It is 0.5^(batch_size / min(half_life_images, ramp * images_seen)), where `images_seen` is the
+    number before the step; without a `ramp` the half-life is constant.
     """
     half_life = half_life_images if ramp is None else min(half_life_images, ramp * images_seen)
     return 0.5 ** (batch_size / max(half_life, 1e-8))

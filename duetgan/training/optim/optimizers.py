@@ -1,5 +1,5 @@
-"""The optimizers of a config: torch's, and two of our own. The step of each can be masked on the
-device.
+"""The optimizers of a config: those of torch, and three of our own. The step of each can be masked
+on the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -8,20 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import StateDict
 from torch.optim.sgd import sgd
 
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.utils.distributed.collectives import by_kind, widest
 
+Group = dict[str, Any]  # a parameter group of torch's optimizers: `params` and settings
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of the parameters that train: matrices and filters with decay; norms and biases
-    (1-D) without.
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Return groups of the parameters that train: matrices and filters with weight decay, and
+    vectors (norms, biases) without.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    groups: list[Group] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -29,101 +36,121 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
-    groups: Sequence[dict[str, Any]] | None = None,
+    groups: Sequence[Group] | None = None,
     head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
-    """The fused optimizer of `config`, which can be masked on the device; `groups` None: see
-    `parameter_groups`.
+    """Build the optimizer of `config`, fused and with a step that can be masked on the device.
+
+    Without `groups` those of `parameter_groups` are used.
     """
     if groups is None:
         groups = parameter_groups(model, config.weight_decay)
-    # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint,
-    # which may be older
+    # The Updater keeps the factors of the rates, so that the optimizer's state is compatible with
+    # older checkpoints.
     groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
     if config.schedule_free:
         return ScheduleFree(groups, config)
-    if config.name.startswith("muon"):
-        return Muon(groups, config, head) if config.name == "muon" else MuonAdam(groups, config)
+    if config.name == "muon":
+        return Muon(groups, config, head)
+    if config.name == "muon-adam":
+        return MuonAdam(groups, config)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         momentum = config.momentum
         optimizer = torch.optim.SGD(
             groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=True
         )
-        kept = ["momentum_buffer"] if momentum else []
+        if momentum:
+            _init_state(optimizer, ["momentum_buffer"])
     else:
-        betas, kept = (float(config.betas[0]), float(config.betas[1])), ["exp_avg", "exp_avg_sq"]
-        kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-        optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    # the fused kernels make their state on the first step, and leave it uninitialised where that
-    # step is masked
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if kept):
-        count = (
-            {}
-            if config.name == "sgd"
-            else {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
-        )
-        optimizer.state[parameter] |= count | {key: torch.zeros_like(parameter) for key in kept}
+        betas = (float(config.betas[0]), float(config.betas[1]))
+        cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+        optimizer = cls(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        _init_state(optimizer, ["exp_avg", "exp_avg_sq"], has_step=True)
     return optimizer
 
 
+def _init_state(
+    optimizer: torch.optim.Optimizer, buffers: Sequence[str], *, has_step: bool = False
+) -> None:
+    """Create the state of all parameters.
+
+    Fused kernels create it in the first step, and leave it uninitialised if that step is masked.
+    """
+    for parameter in _parameters(optimizer):
+        state = optimizer.state[parameter]
+        if has_step:
+            state["step"] = torch.zeros((), device=parameter.device, dtype=torch.float32)
+        for name in buffers:
+            state[name] = torch.zeros_like(parameter)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class Masked(torch.optim.Optimizer):
-    """An optimizer whose step `found_inf`, a 0-d flag on the device, can mask: parameters and state
-    stay.
+    """Base class of optimizers with a step that a 0-d flag on the device, `found_inf`, can mask:
+    then parameters and state do not change.
     """
 
-    # torch's GradScaler hands over its flag instead of waiting for it
+    # With this attribute torch's GradScaler passes its flag on instead of waiting for it.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None = None  # gradients are unscaled before the step
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the parameters by their gradients; `closure` is not supported."""
+        """Update the parameters; `closure` is not supported."""
         assert closure is None
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
                 self.update(group, parameters)
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: Group, parameters: list[Tensor]) -> None:
         raise NotImplementedError
+
+    def buffers(self, parameters: list[Tensor], name: str) -> list[Tensor]:
+        return [self.state[parameter][name] for parameter in parameters]
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 class Muon(Masked):
-    """Muon for matrices and filters, SGD for the rest: torch's own two, as one optimizer whose step
-    can be masked.
+    """Muon for matrices and filters, and SGD for other parameters, in one optimizer.
 
-    Parameters of more than one row and column go by Muon, but for the `head`'s, filters as matrices
-    [outputs, inputs x height x width] (as in Keller Jordan's airbench94_muon.py); these, norms,
-    biases and scales [C, 1, 1] by SGD (Nesterov) at `sgd_momentum`. The rate is the group's for
-    both; weight decay is decoupled for Muon alone.
+    Parameters with more than one row and column use Muon, except those of the `head`. Filters are
+    matrices [outputs, inputs x height x width] (as in Keller Jordan's airbench94_muon.py). The
+    head, norms, biases and scales [C, 1, 1] use SGD (Nesterov) with `sgd_momentum`. Both use the
+    rate of the group; weight decay is decoupled for Muon only.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, head: Iterable[Tensor]
+        self, groups: Iterable[Group], config: OptimizerConfig, head: Iterable[Tensor]
     ) -> None:
-        self.config, self.head = config, {id(parameter) for parameter in head}
+        self.config = config
+        self.head = {id(parameter) for parameter in head}
         super().__init__(
             groups, {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0}
         )
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        _init_state(self, ["momentum_buffer"])
 
-    def takes(self, parameter: Tensor) -> bool:
-        """Whether a parameter goes by Muon."""
+    def uses_muon(self, parameter: Tensor) -> bool:
         return 1 < len(parameter) < parameter.numel() and id(parameter) not in self.head
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        if matrices := [p for p in parameters if self.takes(p)]:
+    def update(self, group: Group, parameters: list[Tensor]) -> None:
+        if matrices := [p for p in parameters if self.uses_muon(p)]:
             self._muon(group, matrices)
-        if rest := [p for p in parameters if not self.takes(p)]:
-            self._others(group, rest)
+        if vectors := [p for p in parameters if not self.uses_muon(p)]:
+            self._update_vectors(group, vectors)
 
-    def _others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _update_vectors(self, group: Group, parameters: list[Tensor]) -> None:
         sgd(
             parameters,
-            [p.grad for p in parameters if p.grad is not None],
-            self._kept(parameters, "momentum_buffer"),
+            _gradients(parameters),
+            [*self.buffers(parameters, "momentum_buffer")],
             fused=True,
             found_inf=self.found_inf,
             lr=group["lr"],
@@ -134,20 +161,22 @@ class Muon(Masked):
             maximize=False,
         )
 
-    def _kept(self, parameters: list[Tensor], name: str) -> list[Any]:
-        return [self.state[p][name] for p in parameters]
+    def _torch_muon(self, group: Group, matrices: list[Tensor]) -> torch.optim.Muon:
+        return torch.optim.Muon(
+            matrices,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            ns_steps=self.config.ns_steps,
+            nesterov=True,
+        )
 
-    def _rates(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Muon's rate and decay, and what its updates are scaled by."""
-        return {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-
-    def _muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _muon(self, group: Group, parameters: list[Tensor]) -> None:
         matrices = [p.detach().clone().flatten(1) for p in parameters]
-        # its state is ours: it lives for this step
-        how = self._rates(group) | {"momentum": group["momentum"], "ns_steps": self.config.ns_steps}
-        muon = torch.optim.Muon(matrices, **how, nesterov=True)
+        # torch's optimizer exists for this step only; its state is copied from and to ours.
+        muon = self._torch_muon(group, matrices)
         for parameter, matrix in zip(parameters, matrices, strict=True):
-            if self.config.unit_filters:  # to the norm sqrt(outputs)
+            if self.config.unit_filters:  # Scale to the norm sqrt(outputs).
                 matrix.mul_(len(matrix) ** 0.5 / matrix.norm())
             assert parameter.grad is not None
             matrix.grad = parameter.grad.flatten(1)
@@ -165,46 +194,48 @@ class Muon(Masked):
 
 
 class MuonAdam(Muon):
-    """Muon for filters larger than 1x1, Adam for the rest, in one optimizer whose step can be
-    masked. A transposed convolution's filters are the matrix [inputs, outputs x height x width].
+    """Muon for filters larger than 1x1, and Adam for other parameters, in one optimizer.
 
-    The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the rate (few
-    iterations leave a matrix that is not quite orthogonal); of Adam's updates it is about the rate
-    (2502.16982, section 2.2, takes 0.2). Weight decay is decoupled. Without it filters grow, and
-    what an update changes shrinks.
+    The filters of a transposed convolution are the matrix [inputs, outputs x height x width].
+
+    The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the rate, because
+    after a few iterations the matrix is not quite orthogonal. For Adam's updates it is about the
+    rate (2502.16982, section 2.2, uses 0.2). Weight decay is decoupled. Without it filters grow,
+    and the relative size of the updates shrinks.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
+    def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
         self.config = config
-        betas = (float(config.betas[0]), float(config.betas[1]))
         defaults = {
             "lr": config.lr,
             "momentum": config.momentum,
             "weight_decay": 0.0,
-            "betas": betas,
+            "betas": (float(config.betas[0]), float(config.betas[1])),
+            # With this key torch loads Adam's step counts to the device of the parameters, where
+            # the fused kernel needs them.
+            "fused": True,
         }
-        # fused: torch then loads Adam's counts of steps to their parameters' device, where its
-        # kernel wants them
-        Masked.__init__(self, groups, defaults | {"fused": True})
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            names = ["momentum_buffer"] if self.takes(parameter) else ["exp_avg", "exp_avg_sq"]
-            self.state[parameter] |= {name: torch.zeros_like(parameter) for name in names}
-            if not self.takes(parameter):
-                self.state[parameter]["step"] = torch.zeros(
-                    (), device=parameter.device, dtype=torch.float32
-                )
+        Masked.__init__(self, groups, defaults)
+        for parameter in _parameters(self):
+            state = self.state[parameter]
+            if self.uses_muon(parameter):
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            else:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] = torch.zeros((), device=parameter.device, dtype=torch.float32)
 
-    def takes(self, parameter: Tensor) -> bool:
+    def uses_muon(self, parameter: Tensor) -> bool:
         return parameter.ndim == 4 and parameter.shape[-1] > 1 and len(parameter) > 1
 
-    def _others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _update_vectors(self, group: Group, parameters: list[Tensor]) -> None:
         adamw(
             parameters,
-            [p.grad for p in parameters if p.grad is not None],
-            self._kept(parameters, "exp_avg"),
-            self._kept(parameters, "exp_avg_sq"),
+            _gradients(parameters),
+            self.buffers(parameters, "exp_avg"),
+            self.buffers(parameters, "exp_avg_sq"),
             [],
-            self._kept(parameters, "step"),
+            self.buffers(parameters, "step"),
             fused=True,
             found_inf=self.found_inf,
             amsgrad=False,
@@ -216,34 +247,43 @@ class MuonAdam(Muon):
             maximize=False,
         )
 
-    def _rates(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Weights shrink by the rate times the decay, however large the updates are."""
-        times = self.config.muon_rms / 0.2
-        rates = {"lr": group["lr"] * times, "weight_decay": group["weight_decay"] / times}
-        return rates | {"adjust_lr_fn": "match_rms_adamw"}
+    def _torch_muon(self, group: Group, matrices: list[Tensor]) -> torch.optim.Muon:
+        factor = self.config.muon_rms / 0.2  # match_rms_adamw scales updates to 0.2 times the rate.
+        return torch.optim.Muon(
+            matrices,
+            lr=group["lr"] * factor,
+            # Weights shrink by the rate times the decay, whatever the size of the updates.
+            weight_decay=group["weight_decay"] / factor,
+            momentum=group["momentum"],
+            ns_steps=self.config.ns_steps,
+            nesterov=True,
+            adjust_lr_fn="match_rms_adamw",
+        )
 
 
 class ScheduleFree(Masked):
-    """Schedule-free SGD and AdamW (2405.15682): no decay of the rate, an average of the weights in
-    its place.
+    """Schedule-free SGD and AdamW (2405.15682), with an average of the weights in place of a decay
+    of the rate.
 
-    The parameters hold y, where gradients are taken; `average` gives x, the weights to evaluate and
-    to use. y = (1 - beta) z + beta x; z takes the steps, x is the mean of the z so far, weighed by
-    the square of the highest rate until then. beta is `betas[0]`. Decoupled weight decay, at y. The
-    package `schedulefree` has its counters on the host, where a step cannot be held back without
-    waiting for the device; tests compare the two.
+    The parameters hold y, where gradients are computed, and `average` returns x, the weights to
+    evaluate and to use: y = (1 - beta) z + beta x. The steps change z, and x is the mean of all z,
+    weighted by the square of the highest rate until then. beta is `betas[0]`. Weight decay is
+    decoupled, at y.
+
+    The package `schedulefree` has its counters on the host, so that it cannot mask a step without
+    waiting for the device. Tests compare the two.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
-        # else SGD, which does not use the second of betas
+    def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
+        # The other kind is SGD, which does not use the second of betas.
         self.adamw = config.name == "schedulefree-adamw"
         betas = (config.average_beta, float(config.betas[1]))
         super().__init__(
             groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0}
         )
         for group in self.param_groups:
-            # updates, sum of their weights, highest rate: as wide as can be, for many small weights
-            # are added up
+            # Number of updates, sum of their weights, highest rate. The widest dtype, because the
+            # sum has many small terms.
             device = group["params"][0].device
             group["counters"] = torch.zeros(3, dtype=widest(device), device=device)
             for parameter in group["params"]:
@@ -251,49 +291,49 @@ class ScheduleFree(Masked):
                 if self.adamw:
                     self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
 
-    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def update(self, group: Group, parameters: list[Tensor]) -> None:
         counters: Tensor = group["counters"]
-        skipped = (
-            torch.zeros_like(counters[0]) if self.found_inf is None else self.found_inf.to(counters)
-        )
-        taken = 1 - (skipped > 0).to(counters.dtype)
-        updates, weight_sum, highest = counters.unbind()
-        updates += taken
-        highest.copy_(torch.maximum(highest, group["lr"] * taken))
-        weight = highest.square() * taken
+        if self.found_inf is None:
+            is_active = torch.ones_like(counters[0])
+        else:
+            is_active = 1 - (self.found_inf.to(counters) > 0).to(counters.dtype)
+        updates, weight_sum, highest_rate = counters.unbind()
+        updates += is_active
+        lr = group["lr"] * is_active
+        highest_rate.copy_(torch.maximum(highest_rate, lr))
+        weight = highest_rate.square() * is_active
         weight_sum += weight
-        # of the new z in x; 0 where every rate so far was 0
-        share = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
-        for (device, _), (here,) in by_kind(parameters).items():
+        # Fraction of the new z in x; 0 while all rates are 0.
+        fraction = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
+        for (device, _), (tensors,) in by_kind(parameters).items():
             self._move(
                 group,
-                here,
-                *[number.to(device) for number in (taken, updates, share, group["lr"] * taken)],
+                tensors,
+                is_active.to(device),
+                updates.to(device),
+                fraction.to(device),
+                lr.to(device),
             )
 
     def _move(
         self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        taken: Tensor,
+        group: Group,
+        parameters: list[Tensor],  # of one device and dtype
+        is_active: Tensor,  # 1.0; 0.0 if the step is masked
         updates: Tensor,
-        share: Tensor,
+        fraction: Tensor,
         lr: Tensor,
     ) -> None:
-        beta, dtype, grads = (
-            group["betas"][0],
-            parameters[0].dtype,
-            [p.grad for p in parameters if p.grad is not None],
-        )
-        zs = [self.state[p]["z"] for p in parameters]
-        # a masked step's gradients are not numbers, and would stay so whatever they are multiplied
-        # by
-        directions = [torch.where(taken > 0, grad, 0.0) for grad in grads]
+        beta, beta2 = group["betas"]
+        dtype = parameters[0].dtype
+        zs = self.buffers(parameters, "z")
+        # The gradients of a masked step may be NaN, which no factor would remove.
+        directions = [torch.where(is_active > 0, grad, 0.0) for grad in _gradients(parameters)]
         if self.adamw:
-            moments = [self.state[p]["exp_avg_sq"] for p in parameters]
-            torch._foreach_mul_(moments, (1 - (1 - group["betas"][1]) * taken).to(dtype))
-            torch._foreach_addcmul_(moments, directions, directions, value=1 - group["betas"][1])
-            correction = torch.where(updates > 0, 1 - group["betas"][1] ** updates, 1.0)
+            moments = self.buffers(parameters, "exp_avg_sq")
+            torch._foreach_mul_(moments, (1 - (1 - beta2) * is_active).to(dtype))
+            torch._foreach_addcmul_(moments, directions, directions, value=1 - beta2)
+            correction = torch.where(updates > 0, 1 - beta2**updates, 1.0)
             denominators = torch._foreach_div(moments, correction.to(dtype))
             torch._foreach_sqrt_(denominators)
             torch._foreach_add_(denominators, group["eps"])
@@ -301,17 +341,17 @@ class ScheduleFree(Masked):
         if group["weight_decay"]:
             torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
         towards_z = torch._foreach_sub(zs, parameters)
-        torch._foreach_mul_(towards_z, share.to(dtype))
+        torch._foreach_mul_(towards_z, fraction.to(dtype))
         torch._foreach_add_(parameters, towards_z)
         torch._foreach_mul_(directions, lr.to(dtype))
         torch._foreach_sub_(zs, directions)
-        torch._foreach_mul_(directions, (beta * (1 - share) - 1).to(dtype))
+        torch._foreach_mul_(directions, (beta * (1 - fraction) - 1).to(dtype))
         torch._foreach_add_(parameters, directions)
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """x of each parameter: y + (1 - 1 / beta) (z - y). One that is not trained is its own
-        average.
+        """Return x = y + (1 - 1 / beta) (z - y) for each parameter, and frozen parameters
+        themselves.
         """
         betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
         return [
@@ -319,8 +359,8 @@ class ScheduleFree(Masked):
             for p in parameters
         ]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the counters come to the parameters' device too."""
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load the state, and move the counters to the device of the parameters."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             device = group["params"][0].device

@@ -1,9 +1,8 @@
-"""Checkpoints: one file a step, written atomically with a checksum beside it, loaded with
-restricted unpickling.
+"""Checkpoints: one file per step, written atomically with a checksum, loaded as plain data only.
 
-Folder: for each step a file (`file_name`) and its `.sha256`, `last.json`, `best.json`. The format
-is described in docs/checkpoints.md. Everything in a checkpoint is a tensor, number, string, list or
-dict.
+The folder holds a file (`file_name`) and its `.sha256` for each step, `last.json` and `best.json`.
+docs/checkpoints.md describes the format. A checkpoint consists of tensors, numbers, strings, lists
+and dicts.
 """
 
 import hashlib
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
     from duetgan.utils.checkpoint.writer import Snapshot
 
 SCHEMA = 1
-BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
-READY_MADE = ("torchvision:", "timm:")  # how the names of classifiers begin that others trained
-HUB_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a folder as timm writes it
+PREFIX, SUFFIX = "step-", ".pt"  # around the step in a checkpoint's file name
+READY_MADE = ("torchvision:", "timm:")  # prefixes of the names of published classifiers
+HUB_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # files in a folder that timm writes
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
 Checkpoint = dict[str, Any]
@@ -41,7 +40,7 @@ Side = Annotated[int, Interval(ge=1, le=2**16)]  # px
 
 
 class Shape(Stored):
-    """What the networks of a checkpoint were built for."""
+    """The image format and the number of classes that a checkpoint's networks were built for."""
 
     channels: Annotated[int, Interval(ge=1, le=MOST_CHANNELS)]
     classes: Annotated[int, Interval(ge=0, le=10**8)]
@@ -50,12 +49,16 @@ class Shape(Stored):
 
 
 class Data(Stored):
+    """The training images' hash, number and resize filter."""
+
     content_hash: str = ""
     count: Count = 0
     resize_filter: str = ""
 
 
 class Origin(Stored):
+    """The checkpoint from which a converted or exported one was made."""
+
     file: str
     step: Count
     sha256: str
@@ -72,7 +75,7 @@ class ConfigLoss(Stored):
 
 
 class ConfigHead(Stored):
-    """What is read of a checkpoint's config without the models of its sections."""
+    """The part of a checkpoint's config that is read without the config's own classes."""
 
     architecture: str = ""
     data: ConfigData | None = None
@@ -82,15 +85,13 @@ class ConfigHead(Stored):
 
 
 class Head(Stored):
-    """What a checkpoint says beside its state, which is compared with the networks
-    (`state_schema`).
-    """
+    """A checkpoint's content apart from its state, which `state_schema` compares with the networks."""
 
     task: str
     step: Count
     config: ConfigHead
     classes: list[str] | tuple[str, ...]
-    # of classes that a GAN's images have together; None: one class each
+    # sets of classes that a GAN's images have together; None: one class each
     sets: list[list[Count]] | None = None
     shape: Shape
     state: dict[str, dict[Any, Any]]
@@ -98,7 +99,7 @@ class Head(Stored):
     lineage: Lineage | None = None
     origin: Origin | None = None
     teachers: list[str] | tuple[str, ...] = ()
-    # of the evaluation at this step: metric, value, interval
+    # the evaluation at this step: metric, value, interval
     figure: dict[str, str | float | list[float]] = {}
     stage: list[Annotated[float, Interval(ge=0, le=2**16)]] = Field(
         [0, 0], min_length=2, max_length=2
@@ -106,15 +107,15 @@ class Head(Stored):
 
 
 def file_name(step: int) -> str:
-    """The name of a step's checkpoint; nothing else knows what it looks like, but `find_step`,
-    which reads it.
+    """Return the file name of a step's checkpoint. Only this function and `find_step` know the
+    form.
     """
-    return f"{BEFORE}{step:08d}{AFTER}"
+    return f"{PREFIX}{step:08d}{SUFFIX}"
 
 
 def find_step(name: str) -> int | None:
-    """The step of a checkpoint's file name, None for another name."""
-    digits = name.removeprefix(BEFORE).removesuffix(AFTER)
+    """Return the step in a checkpoint's file name, None for another name."""
+    digits = name.removeprefix(PREFIX).removesuffix(SUFFIX)
     return int(digits) if digits.isdecimal() and file_name(int(digits)) == name else None
 
 
@@ -134,22 +135,24 @@ def file_sha256(path: Path) -> str:
 
 
 def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
-    """Write `checkpoint` into `folder`: temporary file, flush, fsync, rename, checksum, fsync of
-    the folder.
+    """Write `checkpoint` into `folder` and return its path.
 
-    A file under its final name is complete, with or without its checksum yet. Raises OSError when
-    the disk refuses (full, read-only); what was there before stays. Raises TypeError for content
-    that could not be loaded again.
+    The order is temporary file, flush, fsync, rename, checksum, fsync of the folder, so that a file
+    under its final name is complete, with or without its checksum. Raises OSError if the disk
+    refuses (full, read-only); existing files stay. Raises TypeError for content that could not be
+    loaded again.
     """
     from duetgan.utils.checkpoint.writer import Snapshot, write
 
-    taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
+    snapshot = checkpoint
+    if not isinstance(snapshot, Snapshot):
+        snapshot = Snapshot(snapshot, copy_cpu=False)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(taken.step)
+    path = folder / file_name(snapshot.step)
     with replacing(path) as temporary:
-        write(taken, temporary)
+        write(snapshot, temporary)
         sha256 = file_sha256(temporary)
-        # of an earlier save of this step: it must not judge the new file
+        # The checksum of an earlier save of this step does not fit the new file.
         _checksum_file(path).unlink(missing_ok=True)
     _write_checksum(path, sha256)
     sync_folder(folder)
@@ -164,25 +167,26 @@ def _checksum_file(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def point(folder: Path, which: str, path: Path, **more: Any) -> None:
-    """Make `which` ("last" or "best") point at `path`: `{"file", "step", "sha256"}` and whatever
-    else is given.
+def point(folder: Path, which: str, path: Path, **metadata: object) -> None:
+    """Make `which` ("last" or "best") point at `path`.
+
+    The JSON file holds "file", "step", "sha256" and `metadata`.
     """
     checksum = _checksum_file(path)
-    if not checksum.is_file():  # the writer was killed before
+    if not checksum.is_file():  # the process was killed before it wrote the checksum
         _write_checksum(path, file_sha256(path))
     entry = {
         "file": path.name,
         "step": step_of(path),
         "sha256": checksum.read_text().split()[0],
-        **more,
+        **metadata,
     }
     replace_file(folder / f"{which}.json", f"{json.dumps(entry, indent=1)}\n".encode())
     sync_folder(folder)
 
 
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:
-    """What `point` wrote, or None when there is none or it cannot be read."""
+    """Return the entry that `point` wrote, or None if it is missing or cannot be read."""
     try:
         entry = json.loads(bounded.read_file(folder / f"{which}.json", bounded.CONFIG))
         return entry if find_step(entry["file"]) is not None else None
@@ -191,7 +195,7 @@ def pointer(folder: Path, which: str) -> dict[str, Any] | None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, newest first."""
+    """Return the complete checkpoints of a folder, newest first."""
     return sorted(
         (p for p in folder.glob("*") if find_step(p.name) is not None), key=step_of, reverse=True
     )
@@ -201,30 +205,34 @@ def rotate(
     folder: Path,
     keep: int,
     *,
-    every: int | None = None,
+    keep_every: int | None = None,
     also: Container[int] = (),
     until: int | None = None,
 ) -> None:
-    """Delete all checkpoints but the newest `keep`, those of every `every`-th step, those of the
-    steps `also` and what `best.json` names.
+    """Delete old checkpoints.
 
-    `until`: the step that was saved last. What is newer was passed over as damaged: it does not
-    count and stays.
+    The newest `keep` stay, every `keep_every`-th step, the steps in `also`, and the best one.
+
+    Args:
+        until: the step of the latest save. Newer checkpoints, which were skipped as damaged, do not
+            count and stay.
     """
     best = pointer(folder, "best")
     paths = [path for path in newest_first(folder) if until is None or step_of(path) <= until]
-    kept = {path.name for path in paths[:keep]} | ({best["file"]} if best else set())
+    protected = {path.name for path in paths[:keep]}
+    if best:
+        protected.add(best["file"])
     for path in paths:
         step = step_of(path)
-        if not (path.name in kept or step in also or (every and step % every == 0)):
+        if keep_every and step % keep_every == 0:
+            continue
+        if path.name not in protected and step not in also:
             path.unlink()
     sweep(folder)
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed writes have left: temporary files, and checksums of files that are not
-    there.
-    """
+    """Delete the leftovers of killed writes: temporary files, and checksums without a checkpoint."""
     for leftover in [*folder.glob(".*.tmp"), *folder.glob("*.sha256")]:
         checkpoint = leftover.with_suffix("")
         if leftover.suffix == ".tmp" or (
@@ -234,22 +242,23 @@ def sweep(folder: Path) -> None:
 
 
 def forget_after(folder: Path, step: int) -> bool:
-    """Delete checkpoints of later steps and pointers to them; False and nothing deleted where no
-    other is left.
+    """Delete checkpoints after `step` and pointers to them.
+
+    Returns False, and deletes nothing, if no checkpoint would remain.
     """
     paths = newest_first(folder)
-    kept = [path for path in paths if step_of(path) <= step]
-    if not kept:
+    remaining = [path for path in paths if step_of(path) <= step]
+    if not remaining:
         return False
     for which in ("last", "best"):
         entry = pointer(folder, which)
         if entry is not None and entry["step"] > step:
             (folder / f"{which}.json").unlink()
-    for path in paths[: len(paths) - len(kept)]:
+    for path in paths[: len(paths) - len(remaining)]:
         path.unlink()
     sweep(folder)
-    if pointer(folder, "last") is None and _checksum_file(kept[0]).is_file():
-        point(folder, "last", kept[0])
+    if pointer(folder, "last") is None and _checksum_file(remaining[0]).is_file():
+        point(folder, "last", remaining[0])
     return True
 
 
@@ -265,7 +274,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
         bounded.check(path, bounded.WEIGHTS)
         if verify:
             _verify(path)
-        import torch  # not for who only looks for a file
+        import torch  # late, because callers that only look for a file do not need it
 
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (CorruptCheckpoint, StoppedBySignal):
@@ -274,23 +283,18 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
         raise CorruptCheckpoint(
             f"{path}: refused, it is not plain data or not a checkpoint; nothing in it was executed"
         ) from error
-    except (
-        Exception
-    ) as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
-        known = isinstance(error, (OSError, RuntimeError))
-        reason = (
-            str(error).split("\n")[0][:200]
-            if known
-            else "torch.save did not write it, or it is damaged"
-        )
+    except Exception as error:  # torch raises a dozen kinds for a damaged file
+        reason = "torch.save did not write it, or it is damaged"
+        if isinstance(error, (OSError, RuntimeError)):
+            reason = str(error).split("\n")[0][:200]
         raise CorruptCheckpoint(
             f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one"
         ) from error
     return checked(checkpoint, str(path))
 
 
-def checked(checkpoint: Any, file: str) -> Checkpoint:
-    """What was read from `file`, after a look at all but the state.
+def checked(checkpoint: object, file: str) -> Checkpoint:
+    """Return the content of `file` after a check of everything but its state.
 
     Raises CorruptCheckpoint naming the key.
     """
@@ -298,43 +302,43 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
         raise CorruptCheckpoint(
             f"{file}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})"
         )
-    if type(checkpoint["schema"]) is not int or checkpoint["schema"] > SCHEMA:
-        schema = (
-            checkpoint["schema"]
-            if type(checkpoint["schema"]) is int
-            else repr(checkpoint["schema"])[:40]
-        )
+    schema = checkpoint["schema"]
+    if type(schema) is not int or schema > SCHEMA:
+        text = schema if type(schema) is int else repr(schema)[:40]
         raise CorruptCheckpoint(
-            f"{file}: schema {schema} is newer than this program's {SCHEMA}; update Duet"
+            f"{file}: schema {text} is newer than this program's {SCHEMA}; update Duet"
         )
     with explained(
         (ValueError, RecursionError),
-        lambda why: CorruptCheckpoint(
-            f"{file}: not a checkpoint of Duet ({why}); use an earlier one"
+        lambda error: CorruptCheckpoint(
+            f"{file}: not a checkpoint of Duet ({error}); use an earlier one"
         ),
     ):
         Head.read(checkpoint)
-        classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
-        if classes != named:
-            raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
-        if any(label >= named for labels in checkpoint.get("sets") or () for label in labels):
-            raise ValueError(f"sets has a label beyond the {named} classes")
+        classes = checkpoint["shape"]["classes"]
+        names = len(checkpoint["classes"])
+        if classes != names:
+            raise ValueError(f"shape.classes is {classes}, but classes has {names} names")
+        for labels in checkpoint.get("sets") or ():
+            if any(label >= names for label in labels):
+                raise ValueError(f"sets has a label beyond the {names} classes")
     return checkpoint | {"file": file}  # file: for messages
 
 
 def _verify(path: Path) -> None:
-    """Raise CorruptCheckpoint unless a file is as it was written: by its checksum, and where a kill
-    came before that was written, by those in the zip file, which torch's reader does not look at.
+    """Raise CorruptCheckpoint unless a file matches its checksum.
+
+    If a kill came before the checksum was written, the CRCs inside the zip file are checked, which
+    torch's reader ignores.
     """
     checksum = _checksum_file(path)
     if checksum.is_file():
-        if (bounded.read_file(checksum, bounded.CONFIG).split() or [b""])[0] != file_sha256(
-            path
-        ).encode():
+        expected = (bounded.read_file(checksum, bounded.CONFIG).split() or [b""])[0]
+        if expected != file_sha256(path).encode():
             raise CorruptCheckpoint(
                 f"{path}: damaged (its SHA-256 is not the one in {checksum.name}); use an earlier one"
             )
-    elif zipfile.is_zipfile(path):  # what is not, torch.load refuses
+    elif zipfile.is_zipfile(path):  # torch.load refuses other files
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
         if damaged is not None:
@@ -346,10 +350,10 @@ def _verify(path: Path) -> None:
 def load_latest(
     folder: Path, warn: Callable[[str], object] = print
 ) -> tuple[Path, Checkpoint] | None:
-    """The newest checkpoint that loads; `warn` is called for every one that does not. None when the
-    folder has none.
+    """Return the newest checkpoint that loads; None for a folder without checkpoints.
 
-    Raises CorruptCheckpoint when there are checkpoints but none of them loads.
+    Calls `warn` for each checkpoint that does not load. Raises CorruptCheckpoint if none of them
+    loads.
     """
     paths = newest_first(folder)
     for path in paths:
@@ -365,37 +369,41 @@ def load_latest(
 
 
 def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
-    """`resolve`, and a line on stderr where the run folder has another checkpoint that one may have
-    meant: the best beside the last, or the last beside the best; not where the last one's figure
-    lies in the interval of the best's.
+    """Return `resolve`'s checkpoint, and print a hint if the run's other pointer names another one.
+
+    Nothing is printed if the last checkpoint's metric lies in the interval of the best one's.
     """
     path = resolve(run_or_file, which)
     if path == Path(run_or_file):
         return path
-    other = "best" if which == "last" else "last"
-    last, best = (pointer(path.parent, name) or {} for name in ("last", "best"))
+    alternative = "best" if which == "last" else "last"
+    last = pointer(path.parent, "last") or {}
+    best = pointer(path.parent, "best") or {}
     entry = best if which == "last" else last
-    low, high = best.get("interval") or (math.inf, -math.inf)  # a run from before has none
-    alike = low <= last.get("value", math.nan) <= high
-    if (
-        entry
-        and entry["file"] != path.name
-        and (path.parent / entry["file"]).is_file()
-        and not alike
-    ):
-        figure = (
-            f" ({best['metric']} {best['value']:.4g})" if {"metric", "value"} <= best.keys() else ""
+    low, high = best.get("interval") or (math.inf, -math.inf)  # older runs have no interval
+    is_equivalent = low <= last.get("value", math.nan) <= high
+    if not entry or entry["file"] == path.name or is_equivalent:
+        return path
+    if (path.parent / entry["file"]).is_file():
+        steps = {
+            which: f"step {step_of(path)}",
+            alternative: f"step {step_of(Path(entry['file']))}",
+        }
+        if {"metric", "value"} <= best.keys():
+            steps["best"] += f", {best['metric']} {best['value']:.4g}"
+        print(
+            f"using the {which} checkpoint ({steps[which]}); for the {alternative} one "
+            f"({steps[alternative]}) add --which {alternative}",
+            file=sys.stderr,
         )
-        words = {"last": "", "best": figure}
-        there = f"{other} is of step {step_of(Path(entry['file']))}{words[other]}: --which {other} takes it"
-        print(f"{which}: step {step_of(path)}{words[which]}; {there}", file=sys.stderr)
     return path
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
-    """The checkpoint of a run folder (that of `<which>.json`, else the newest), the weights of a
-    folder of the hub; a file and a ready-made network's name as they are. Raises UserError for
-    none.
+    """Return the checkpoint of a run folder: that of `<which>.json`, else the newest.
+
+    For a folder of the Hugging Face hub return its weights; a file and the name of a published
+    network are returned unchanged. Raises UserError if there is none.
     """
     path = Path(run_or_file)
     if which not in ("last", "best"):

@@ -1,13 +1,12 @@
-"""The state in a checkpoint is compared with what would load it, before anything of it is loaded or
-allocated.
+"""Compare the state in a checkpoint with the objects that would load it, before it is loaded.
 
-`network` (perhaps on the meta device) is compared name by name; for other parts their own state is
-the pattern. All of these raise `Unfit` or another ValueError, naming the first key that does not
-fit.
+A network, which may be on the meta device, is compared name by name. The state of another part must
+have the structure of that part's current state. All checks raise `Unfit` or another ValueError that
+names the first key that does not fit.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from duetgan.utils.config.model import Unfit
 from duetgan.utils.errors import UserError
 
-# of a state that is odd
+# exceptions that loading an invalid state raises
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-# of a group of parameters: what torch does not fill in itself
-NEEDED = {
+# keys of a parameter group that torch does not fill in itself
+REQUIRED_KEYS = {
     "params",
     "lr",
     "betas",
@@ -29,7 +28,9 @@ NEEDED = {
     "nesterov",
     "counters",
 }
-LIKE: tuple[tuple[Any, Any, str], ...] = (  # the kind of our own value, what goes for it, in words
+# type of the current value, types that are accepted for it, their name in a message
+Types = type | tuple[type, ...]
+ACCEPTED: tuple[tuple[Types, Any, str], ...] = (
     (dict, dict, "a mapping of names"),
     ((list, tuple), (list, tuple), "a list"),
     (bool, bool, "true or false"),
@@ -41,47 +42,54 @@ LIKE: tuple[tuple[Any, Any, str], ...] = (  # the kind of our own value, what go
 )
 
 
-def check_tensor(name: str, value: Any) -> None:
-    """A whole tensor of real numbers in memory, none that stands for more than is stored."""
+class HasState(Protocol):
+    """A part of a training with a state to save."""
+
+    def state_dict(self) -> Any: ...
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """Return a value that is a real, dense tensor in memory, not an expanded view of less data."""
     if not isinstance(value, Tensor):
         raise Unfit(name, value, "a tensor")
     plain = value.layout == torch.strided and not (
         value.is_meta or value.is_quantized or value.is_complex()
     )
     if not plain or value.untyped_storage().nbytes() < value.numel() * value.element_size():
-        raise ValueError(f"{name} is no plain tensor")
+        raise ValueError(f"{name} is not a dense tensor of real numbers")
+    return value
 
 
-def check_tensors(name: str, state: Any, wanted: Mapping[str, Tensor] | None = None) -> None:
-    """A dict of plain tensors; those of `wanted` by name, shape and type where it is given."""
+def check_tensors(name: str, state: object, expected: Mapping[str, Tensor] | None = None) -> None:
+    """Check that a state is a dict of plain tensors, with the names, shapes and types of
+    `expected`.
+    """
     if not isinstance(state, dict):
         raise Unfit(name, state, "a mapping of names to tensors")
     for key, value in state.items():
         if not isinstance(key, str):
             raise Unfit(f"a key of {name}", key, "a name")
         check_tensor(f"{name}.{key}", value)
-        if wanted is not None and key not in wanted:
-            raise ValueError(f"{name}.{key} is none of the network's")
-    for key, own in (wanted or {}).items():
+        if expected is not None and key not in expected:
+            raise ValueError(f"{name}.{key} is not a tensor of the network")
+    for key, tensor in (expected or {}).items():
         if key not in state:
             raise ValueError(f"{name}.{key} is missing")
-        if own.dtype == torch.get_default_dtype() != state[key].dtype == torch.float32:
-            own = own.float()  # a program in float64 loads what was stored in float32
-        there, here = (
-            [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
-            for tensor in (state[key], own)
-        )
-        if there != here:
-            raise ValueError(
-                f"{name}.{key} is {there[0]} {there[1:]}, but must be {here[0]} {here[1:]}"
-            )
+        if tensor.dtype == torch.get_default_dtype() != state[key].dtype == torch.float32:
+            tensor = tensor.float()  # a program in float64 can load float32
+        if state[key].dtype != tensor.dtype or state[key].shape != tensor.shape:
+            raise ValueError(f"{name}.{key} is {_kind(state[key])}, but must be {_kind(tensor)}")
 
 
-def loaded(
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def load_network(
     build: Callable[[], nn.Module], checkpoint: Mapping[str, Any], part: str, file: str
 ) -> nn.Module:
-    """The network that `build` makes, with a checkpoint's state of `part`: compared on the meta
-    device first.
+    """Build a network and load a checkpoint's state of `part` after it was compared on the meta
+    device.
 
     Raises UserError naming the file and the key.
     """
@@ -91,62 +99,53 @@ def loaded(
             raise ValueError(f"state.{part} is missing")
         try:
             with torch.device("meta"):
-                wanted = build().state_dict()
+                expected = build().state_dict()
             network = None
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # another library's, which computes while it is built
+        # Networks of other libraries may compute while they are built, which needs real tensors.
+        except (NotImplementedError, RuntimeError):
             network = build()
-            wanted = network.state_dict()
-        check_tensors(f"state.{part}", state, wanted)
+            expected = network.state_dict()
+        check_tensors(f"state.{part}", state, expected)
         network = build() if network is None else network
         network.load_state_dict(state)
         return network
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except FAULTS as error:
-        told = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{file}: does not fit the network of its config ({told}); use another checkpoint"
+            f"{file}: does not fit the network of its config ({reason}); use another checkpoint"
         ) from error
 
 
-def check_part(name: str, part: Any, state: Any) -> None:
-    """The state of a part of a training: a network's by its tensors, others by the pattern of their
-    own.
+def check_part(name: str, part: HasState, state: object) -> None:
+    """Check the state of a part of a training: a network's tensors, or the structure of another
+    state.
     """
-    own = part.state_dict()
-    network = getattr(part, "model", part)
-    if (
-        isinstance(network, nn.Module)
-        and own
-        and all(isinstance(value, Tensor) for value in own.values())
-    ):
-        check_tensors(name, state, own)
-    elif isinstance(own, dict) and "param_groups" in own:
-        _check_optimizer(name, own["param_groups"], state)
+    current = part.state_dict()
+    is_network = isinstance(getattr(part, "model", part), nn.Module)
+    if is_network and current and all(isinstance(value, Tensor) for value in current.values()):
+        check_tensors(name, state, current)
+    elif isinstance(current, dict) and "param_groups" in current:
+        _check_optimizer(name, current["param_groups"], state)
     else:
-        check_like(name, own, state)
+        check_same_kind(name, current, state)
 
 
-def _check_optimizer(name: str, known_groups: list[dict[str, Any]], state: Any) -> None:
-    """Groups and tensors of torch's optimizers. Whether the groups are the same ones is for who
-    loads them.
-    """
-    check_like(name, {"": None}, state)
+def _check_optimizer(name: str, current_groups: Sequence[Mapping[str, object]], state: Any) -> None:
+    """Check the groups and tensors of a torch optimizer; not whether the groups match parameters."""
+    check_same_kind(name, {"": None}, state)
     groups, tensors = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise Unfit(f"{name}.param_groups", groups, "a list of groups")
-    for place, (group, known) in enumerate(zip(groups, known_groups, strict=False)):
-        if (
-            missing := next((key for key in known if key in NEEDED and key not in group), None)
-        ) is not None:
-            raise ValueError(f"{name}.param_groups[{place}].{missing} is missing")
-        numbers = {
-            key: value for key, value in known.items() if key not in ("params", "param_names")
-        }
-        check_like(f"{name}.param_groups[{place}]", numbers, group)
+    for index, (group, current) in enumerate(zip(groups, current_groups, strict=False)):
+        numbers = {}
+        for key, value in current.items():
+            if key in REQUIRED_KEYS and key not in group:
+                raise ValueError(f"{name}.param_groups[{index}].{key} is missing")
+            if key not in ("params", "param_names"):
+                numbers[key] = value
+        check_same_kind(f"{name}.param_groups[{index}]", numbers, group)
     if not isinstance(tensors, dict) or not all(
         isinstance(value, dict) for value in tensors.values()
     ):
@@ -154,52 +153,50 @@ def _check_optimizer(name: str, known_groups: list[dict[str, Any]], state: Any) 
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """What an optimizer keeps of each parameter is like its own. The groups must be the optimizer's
-    own.
+    """Check that an optimizer's saved moments match its own; the groups must match already.
 
-    Earlier versions' Adam had no moments of a parameter before its first gradient, none at all
-    before the first step.
+    In earlier versions Adam had no moments of a parameter before its first gradient, and none at
+    all before the first step.
     """
-    own, saved = optimizer.state_dict()["state"], state["state"]
-    if own:  # else it keeps none of what there may have been
-        check_like("state", own, saved)
-    for number, known in own.items() if saved else ():
-        kept = saved.get(number, {})
-        missing = (
-            known.keys() - kept.keys()
-            if kept or not isinstance(optimizer, torch.optim.Adam)
-            else ()
-        )
-        if missing:
+    current = optimizer.state_dict()["state"]
+    saved = state["state"]
+    if current:  # an optimizer without moments ignores saved ones
+        check_same_kind("state", current, saved)
+    for number, moments in current.items() if saved else ():
+        saved_moments = saved.get(number, {})
+        if not saved_moments and isinstance(optimizer, torch.optim.Adam):
+            continue
+        if missing := moments.keys() - saved_moments.keys():
             raise ValueError(f"state.{number}.{min(missing)} is missing")
 
 
-def check_like(name: str, own: Any, value: Any) -> None:
-    """A value of the same kind as our own. A dict may have other keys and lack some: older versions
-    had fewer.
+def check_same_kind(name: str, current: object, value: Any) -> None:
+    """Check that a value has the type and structure of the current one.
+
+    A dict may have other keys and lack some, because older versions had fewer.
     """
-    if isinstance(own, Tensor):
+    if isinstance(current, Tensor):
         check_tensor(name, value)
-        if value.shape != own.shape:
+        if value.shape != current.shape:
             raise ValueError(
-                f"{name} has the shape {list(value.shape)}, but must have {list(own.shape)}"
+                f"{name} has the shape {list(value.shape)}, but must have {list(current.shape)}"
             )
         return
-    accepted, words = next(like[1:] for like in LIKE if isinstance(own, like[0]))
+    accepted, words = next(row[1:] for row in ACCEPTED if isinstance(current, row[0]))
     unfit_number = isinstance(value, int) and (
-        isinstance(value, bool) != isinstance(own, bool) or abs(value) >= 2**63
+        isinstance(value, bool) != isinstance(current, bool) or abs(value) >= 2**63
     )
     if not isinstance(value, accepted) or unfit_number:
         raise Unfit(name, value, words)
-    if isinstance(own, dict):
+    if isinstance(current, dict):
         for key, item in value.items():
-            if not own:
-                check_like(f"{name}.{key}", 0.0, item)
-            elif key in own:
-                check_like(f"{name}.{key}", own[key], item)
-    elif isinstance(own, (list, tuple)):
-        kinds = {type(item) for item in own} or {int, float, str}
+            if not current:
+                check_same_kind(f"{name}.{key}", 0.0, item)
+            elif key in current:
+                check_same_kind(f"{name}.{key}", current[key], item)
+    elif isinstance(current, (list, tuple)):
+        kinds = {type(item) for item in current} or {int, float, str}
         kinds |= {int, float} if kinds & {int, float} else set()
-        for place, item in enumerate(value):
+        for index, item in enumerate(value):
             if type(item) not in kinds:
-                raise Unfit(f"{name}[{place}]", item, "of the type of its fellows")
+                raise Unfit(f"{name}[{index}]", item, "of the type of the other items")

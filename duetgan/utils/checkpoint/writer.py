@@ -1,6 +1,4 @@
-"""How a checkpoint gets to the disk: a copy of the state that training cannot change any more, and
-a file of it.
-"""
+"""Copy a checkpoint's state, so that training cannot change it any more, and write it to a file."""
 
 import copy
 import errno
@@ -13,31 +11,33 @@ from typing import Any
 import torch
 
 PLAIN = (int, float, str, bool, type(None))
-# bytes that a checkpoint leaves on the disk, for the metrics, the status and what else is small
+# bytes that a checkpoint leaves free on the disk for metrics, status and other small files
 SPARE = 2**20
 
 
 class Snapshot:
-    """A checkpoint's content as it is now, every tensor in main memory.
+    """A copy of a checkpoint's content with every tensor in main memory.
 
-    `own`: with copies of tensors that are in main memory already, so that training may go on
-    changing them. Views of one storage stay views of one, a tensor that stands in two places stays
-    one: the file is the same either way.
-    Raises TypeError for anything that restricted loading would refuse: better now than when it is
-    needed.
+    Views of one storage stay views of one storage, and a tensor that occurs twice stays one tensor,
+    so that the file does not depend on `copy_cpu`. Raises TypeError for anything that loading would
+    refuse, because it is better to fail now than at a resume.
+
+    Args:
+        copy_cpu: also copy tensors that are in main memory already, so that training may change
+            them.
     """
 
-    def __init__(self, content: dict[str, Any], *, own: bool) -> None:
-        self._own = own
-        # by address, as torch.save tells them apart
+    def __init__(self, content: dict[str, Any], *, copy_cpu: bool) -> None:
+        self._copy_cpu = copy_cpu
+        # by address, which is how torch.save identifies storages
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._devices: set[torch.device] = set()  # accelerators that are copied from
+        self._devices: set[torch.device] = set()  # accelerators with tensors to copy
         self._tensors: dict[int, torch.Tensor] = {}
         self.content: dict[str, Any] = self._copied(content, "checkpoint")
         self.step: int = content["step"]
-        # bytes of its tensors
+        # in bytes
         self.size = sum(storage.nbytes() for storage in self._storages.values())
-        for device in self._devices:  # or a step would change the source
+        for device in self._devices:  # the next step would change the source of a copy
             torch.accelerator.synchronize(device)
 
     def _copied(self, value: Any, where: str) -> Any:
@@ -49,7 +49,7 @@ class Snapshot:
         if kind in (list, tuple):
             return kind(self._copied(item, f"{where}[{index}]") for index, item in enumerate(value))
         if kind in (dict, OrderedDict):
-            # with a module's `_metadata`, which is an attribute of its state
+            # A copy keeps a module's `_metadata`, which is an attribute of its state.
             same = copy.copy(value)
             for key, item in value.items():
                 self._copied(key, f"key of {where}")
@@ -62,11 +62,11 @@ class Snapshot:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if id(value) not in self._tensors:
             source = value.untyped_storage()
-            stays = source.device.type == "cpu" and not self._own
+            is_shared = source.device.type == "cpu" and not self._copy_cpu
             key = source._cdata
             if key not in self._storages:
-                self._storages[key] = source if stays else self._copied_storage(source)
-            self._tensors[id(value)] = value if stays else _view(value, self._storages[key])
+                self._storages[key] = source if is_shared else self._copied_storage(source)
+            self._tensors[id(value)] = value if is_shared else _view(value, self._storages[key])
         return self._tensors[id(value)]
 
     def _copied_storage(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -78,7 +78,7 @@ class Snapshot:
 
 
 def _view(value: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """`value` as it would be on another copy of its storage."""
+    """Return `value` as a view of another copy of its storage."""
     same = torch.empty(0, dtype=value.dtype)
     same.set_(storage, value.storage_offset(), value.size(), value.stride())
     if isinstance(value, torch.nn.Parameter):
@@ -87,11 +87,11 @@ def _view(value: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def write(snapshot: Snapshot, path: Path) -> None:
-    """Write a snapshot to `path`. Raises OSError, also that which torch's zip writer hides behind a
-    RuntimeError.
+    """Write a snapshot to `path`.
 
-    Where it would not fit nothing is written: a disk that is full for a moment fails others' small
-    writes.
+    Raises OSError, also the one that torch's zip writer hides in a RuntimeError. If the file would
+    not fit on the disk nothing is written, because a full disk would make other programs' writes
+    fail.
     """
     if shutil.disk_usage(path.parent).free < snapshot.size + SPARE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

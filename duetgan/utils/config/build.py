@@ -1,16 +1,14 @@
-"""Configurations as nested mappings: built from YAML and dotted command-line overrides, saved, and
-compared.
-"""
+"""Build configurations from nested mappings and command-line overrides; compare mappings."""
 
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from duetgan.utils.config.cli import UnknownKey, normalise
-from duetgan.utils.config.model import Config, keys_of, refused, section_at
+from duetgan.utils.config.model import Config, config_error, keys_of, section_at
 from duetgan.utils.config.yaml_files import Tree, from_text
 from duetgan.utils.errors import UserError, explained
 
@@ -23,77 +21,83 @@ def build(
     overrides: Sequence[str] = (),
     *,
     source: str = "configuration",
-    context: Any = None,  # of pydantic's validation
+    context: object = None,  # passed to pydantic's validation
 ) -> C:
-    """An instance of `config_class` from a nested mapping and command-line tokens (`--section.key
-    value`).
+    """Return an instance of `config_class` from a nested mapping and command-line tokens.
 
-    Raises UserError for an unknown key, a value of the wrong type, or whatever a `check` refuses.
+    Raises UserError for an unknown key, a value of the wrong type, and whatever a `check` refuses.
+
+    Args:
+        overrides: tokens such as `--section.key value`.
+        source: the name of the mapping's origin in messages.
     """
-    given = given_keys(overrides)
-    known = list(keys_of(config_class)) if given else []
-    for key, text in given.items():
-        if key not in known:
-            raise UnknownKey("command line", key, known)
+    texts = given_keys(overrides)
+    keys = list(keys_of(config_class)) if texts else []
+    for key, text in texts.items():
+        if key not in keys:
+            raise UnknownKey("command line", key, keys)
         if text is None:
             raise UserError(f"command line: --{key} has no value; write --{key} VALUE")
         with explained(ValueError, partial("command line: {}: {}".format, key)):
-            tree = with_value(tree, key, from_text(text) if section_at(config_class, key) else text)
-    with explained(ValidationError, lambda why: refused(why, config_class, source, list(given))):
+            value = from_text(text) if section_at(config_class, key) else text
+            tree = with_value(tree, key, value)
+    with explained(
+        ValidationError, lambda error: config_error(error, config_class, source, list(texts))
+    ):
         return config_class.model_validate(tree, context=context)
 
 
 def given_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """Dotted key -> text of command-line tokens; None: no value is given."""
-    given: dict[str, str | None] = {}
-    key = None  # that waits for its value
+    """Return dotted key -> text of command-line tokens; None for a key without a value."""
+    texts: dict[str, str | None] = {}
+    key = None  # the key whose value comes next
     for token in normalise(overrides):
         if token.startswith("--"):
             name, equals, text = token[2:].partition("=")
-            given[name], key = (text, None) if equals else (None, name)
+            texts[name] = text if equals else None
+            key = None if equals else name
         elif key is None:
             raise UserError(
                 f"command line: {token!r} belongs to no option; write overrides as --section.key value"
             )
         else:
-            given[key], key = token, None
-    return given
+            texts[key] = token
+            key = None
+    return texts
 
 
-def with_value(tree: Tree, key: str, value: Any) -> Tree:
-    """The tree with another value of a dotted key; a mapping, a section's, adds to what is there."""
-    name, _, rest = key.partition(".")
-    before = tree.get(name, {})
-    if rest and isinstance(before, dict):
-        value = with_value(before, rest, value)
-    elif rest:
-        value = before  # no section, which its check tells
-    elif isinstance(before, dict) and isinstance(value, dict):
-        value = {**before, **value}
+def with_value(tree: Tree, key: str, value: object) -> Tree:
+    """Return the tree with a new value of a dotted key; a mapping is merged into a section."""
+    name, _, subkey = key.partition(".")
+    current = tree.get(name, {})
+    if subkey and isinstance(current, dict):
+        value = with_value(current, subkey, value)
+    elif subkey:
+        value = current  # not a section, which its own check reports
+    elif isinstance(current, dict) and isinstance(value, dict):
+        value = {**current, **value}
     return {**tree, name: value}
 
 
 def to_tree(config: Config) -> Tree:
-    """The nested mapping of a configuration. Tuples are lists, which is what YAML and checkpoints
-    give back.
+    """Return a configuration as a nested mapping.
+
+    Tuples become lists, as they do when YAML and checkpoints are read.
     """
-    return {
-        name: to_tree(value)
-        if isinstance(value, Config)
-        else list(value)
-        if isinstance(value, tuple)
-        else copy(value)
-        for name, value in config
-    }
+    tree: Tree = {}
+    for name, value in config:
+        if isinstance(value, Config):
+            tree[name] = to_tree(value)
+        else:
+            tree[name] = list(value) if isinstance(value, tuple) else copy(value)
+    return tree
 
 
-def differences(before: Tree, after: Tree, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values; a key that one side lacks counts as None
-    there.
-    """
-    result: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(before.keys() | after.keys()):
-        a, b = before.get(key), after.get(key)
+def differences(first: Tree, second: Tree, prefix: str = "") -> dict[str, tuple[object, object]]:
+    """Return dotted keys whose values differ, with both values; None where a side lacks the key."""
+    result: dict[str, tuple[object, object]] = {}
+    for key in sorted(first.keys() | second.keys()):
+        a, b = first.get(key), second.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             result |= differences(a, b, f"{prefix}{key}.")
         elif a != b:

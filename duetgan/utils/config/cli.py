@@ -1,5 +1,6 @@
-"""A small argument parser: one line and exit code 2 on a bad option, `-` and `_` alike; options of
-several scripts.
+"""An argument parser whose errors are one line with exit code 2, and options that scripts share.
+
+Hyphens and underscores in option names are equivalent.
 """
 
 import argparse
@@ -16,13 +17,11 @@ from duetgan.utils.text import did_you_mean
 from duetgan.version import __version__
 
 T = TypeVar("T")
-MOST = 2.0**63  # no number of an option is larger
+MAX_NUMBER = 2.0**63  # exclusive limit of an option's number
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """Turn `--some-name=x` into `--some_name=x`: hyphens and underscores are the same in option
-    names, values stay.
-    """
+    """Replace hyphens in option names by underscores; values stay as they are."""
     normal: list[str] = []
     for index, token in enumerate(argv):
         if token == "--":
@@ -35,25 +34,32 @@ def normalise(argv: Sequence[str]) -> list[str]:
 
 
 def hyphens(text: str) -> str:
-    """A text for people whose options are written with hyphens: `--on-error`, not `--on_error`."""
+    """Return a text for people, with hyphens in option names: `--on-error`, not `--on_error`."""
     return re.sub(r"(?<![\w-])--[a-z][a-z_]*", lambda option: option[0].replace("_", "-"), text)
 
 
-def entry(registry: Mapping[str, T], name: str, what: str, *also: str) -> T:
-    """What a registry has under a name. Raises UserError, with the near one; there are `also`
-    others.
+def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> T:
+    """Return a registry's entry.
+
+    Raises UserError with the most similar name for an unknown one.
+
+    Args:
+        kind: what the registry holds, for the message.
+        additional: further valid names, for the message.
     """
     if name not in registry:
-        known = [*registry, *also]
-        there = ", ".join(known) or "none, --import FILE adds some"
-        raise UserError(f"{what} {name!r} is unknown{did_you_mean(name, known)}; there are {there}")
+        names = [*registry, *additional]
+        listed = ", ".join(names) or "none, --import FILE adds some"
+        raise UserError(
+            f"{kind} {name!r} is unknown{did_you_mean(name, names)}; there are {listed}"
+        )
     return registry[name]
 
 
 IN_STEPS = """a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of \
 images / batch_size steps (the plan of --dry-run has both)"""
-# the key that is meant, without its section: what people type
-MEANT = """
+# Key, without its section: names for it in other programs.
+SYNONYM_ROWS = """
 steps: iters iterations max_iter max_iters num_steps total_steps n_iter
 batch_size: bs batch batchsize train_batch_size
 precision: amp fp16 bf16 mixed_precision dtype
@@ -80,51 +86,53 @@ checkpoint.every: save_every save_interval snap
 log.every: log_every log_interval
 evaluation.every: eval_every eval_interval val_interval
 """
-SYNONYMS = {word: row.split(":")[0] for row in MEANT.splitlines() for word in row.split()[1:]}
+SYNONYMS = {
+    word: row.split(":")[0] for row in SYNONYM_ROWS.splitlines() for word in row.split()[1:]
+}
 SYNONYMS |= dict.fromkeys(("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"), IN_STEPS)
 
 
 class UnknownKey(UserError):
-    """A key that the configuration does not have. Says which known key is meant, or which key or
-    option is near.
+    """A key that the configuration does not have. The message suggests a synonym, or a similar key
+    or option.
     """
 
     def __init__(
-        self, source: str, name: str, known: Sequence[str], options: Sequence[str] = ()
+        self, source: str, name: str, keys: Sequence[str], options: Sequence[str] = ()
     ) -> None:
-        self.source, self.name, self.known = source, name, known
+        self.source = source
+        self.name = name
+        self.keys = keys
         section, _, leaf = name.rpartition(".")
-        meant = SYNONYMS.get(leaf, leaf)
-        if " " in meant:
-            super().__init__(f"{source}: there is no {name}; {meant}")
+        synonym = SYNONYMS.get(leaf, leaf)
+        if " " in synonym:
+            super().__init__(f"{source}: there is no {name}; {synonym}")
             return
-        keys = (
-            [key for key in known if f".{key}".endswith(f".{meant}")]
-            if leaf in SYNONYMS or not section
-            else []
-        )
-        keys = [key for key in keys if section and key.startswith(f"{section}.")] or keys
-        if keys:
-            hint = f" (did you mean {' or '.join(map(repr, keys))}?)"
+        matches: list[str] = []
+        if leaf in SYNONYMS or not section:
+            matches = [key for key in keys if f".{key}".endswith(f".{synonym}")]
+        if section:
+            matches = [key for key in matches if key.startswith(f"{section}.")] or matches
+        if matches:
+            hint = f" (did you mean {' or '.join(map(repr, matches))}?)"
         else:
-            typed = {option.removeprefix("--").replace("-", "_"): option for option in options}
-            # the key may lack its section
-            leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-            hint = did_you_mean(name, typed | dict(zip(known, known, strict=True))) or did_you_mean(
-                leaf, leaves
-            )
+            names = {option.removeprefix("--").replace("-", "_"): option for option in options}
+            names |= dict(zip(keys, keys, strict=True))
+            # The user may have left out the section.
+            leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
+            hint = did_you_mean(name, names) or did_you_mean(leaf, leaves)
         super().__init__(f"{source}: unknown key {name!r}{hint}".removeprefix(": "))
 
     def among(self, options: Sequence[str]) -> "UnknownKey":
-        """The same, where the script has `options` (`--max-steps`) of its own that may have been
-        meant.
+        """Return the error of a script that has `options` (`--max-steps`), which may be suggested
+        too.
         """
-        return UnknownKey(self.source, self.name, self.known, options)
+        return UnknownKey(self.source, self.name, self.keys, options)
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that raises UserError; hyphens and underscores in option names are
-    the same.
+    """An `argparse.ArgumentParser` that raises UserError and treats `-` and `_` in options as
+    equal.
     """
 
     def __init__(
@@ -135,8 +143,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"duet {__version__}")
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
-        """As argparse's; a default that is a number or a word is told at the end of `help` unless
-        that speaks of it.
+        """Add an argument as argparse does, with its default at the end of `help` unless it is
+        there.
         """
         default, text = kwargs.get("default"), kwargs.get("help", "")
         if (
@@ -144,22 +152,23 @@ class Parser(argparse.ArgumentParser):
             and kwargs.get("action") is None
             and "default: " not in text
         ):
-            shown = default if isinstance(default, str) else f"{default:g}"
-            kwargs["help"] = f"{text} (default: {shown})".lstrip()
+            default_text = default if isinstance(default, str) else f"{default:g}"
+            kwargs["help"] = f"{text} (default: {default_text})".lstrip()
         return super().add_argument(*normalise(names), **kwargs)
 
     def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(normalise(args))
         if unknown:
-            known = [name for action in self._actions for name in action.option_strings]
-            self.error(
-                f"unknown argument {unknown[0]}{did_you_mean(unknown[0].partition('=')[0], known)}"
-            )
+            names: list[str] = []
+            for action in self._actions:
+                names += action.option_strings
+            hint = did_you_mean(unknown[0].partition("=")[0], names)
+            self.error(f"unknown argument {unknown[0]}{hint}")
         plugins.load(vars(parsed).pop("imports", ()))
         return parsed
 
     def parse_known(self, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """This parser's options, and the tokens that are not its own (config overrides)."""
+        """Return this parser's options, and the remaining tokens (config overrides)."""
         return self.parse_known_args(normalise(args))
 
     def format_help(self) -> str:
@@ -170,31 +179,33 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(
-    kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = False
-) -> Callable[[str], Any]:
-    """An option's type: finite numbers of a kind from `low` to `high`, or with `inner` between
-    these.
-    """
+    kind: type[int] | type[float],
+    low: float = -MAX_NUMBER,
+    high: float = MAX_NUMBER,
+    *,
+    inner: bool = False,
+) -> Callable[[str], float]:
+    """Return an option type for finite numbers from `low` to `high`, exclusive if `inner`."""
     words = "a whole number" if kind is int else "a finite number"
-    if high < MOST:
+    if high < MAX_NUMBER:
         words += f" between {low:g} and {high:g}" if inner else f" from {low:g} to {high:,.15g}"
-    elif low > -MOST:
+    elif low > -MAX_NUMBER:
         words += f" above {low:g}" if inner else f" of at least {low:g}"
 
-    def read(text: str) -> Any:
+    def read(text: str) -> float:
         try:
-            value = kind(text)
+            value: float = kind(text)
         except ValueError:
             value = math.nan
         digits = text.strip().lstrip("+-")
         if (
             kind is int
             and digits.isdecimal()
-            and (len(digits) > len(str(int(MOST))) or abs(int(digits)) >= MOST)
+            and (len(digits) > len(str(int(MAX_NUMBER))) or abs(int(digits)) >= MAX_NUMBER)
         ):
             raise argparse.ArgumentTypeError(
-                f"{text[:40]!r} is too large; give a whole number from {max(int(low), -int(MOST)):,} to "
-                f"{min(int(high), int(MOST) - 1):,}"
+                f"{text[:40]!r} is too large; give a whole number from {max(int(low), -int(MAX_NUMBER)):,} to "
+                f"{min(int(high), int(MAX_NUMBER) - 1):,}"
             )
         if not (low < value < high if inner else low <= value <= high):
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
@@ -207,7 +218,7 @@ positive = number(int, 1)
 
 
 def file(*suffixes: str) -> Callable[[str], Path]:
-    """An option's type: a file whose name ends in one of the suffixes ("": in none)."""
+    """Return an option type for files whose name ends in one of `suffixes` ("": without a suffix)."""
 
     def read(text: str) -> Path:
         path = Path(text)
@@ -221,44 +232,49 @@ def file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
-    """`--precision`, with this default, `--fold` and `--tta`."""
+    """Add `--precision`, with this default, `--fold` and `--tta`."""
     add = parser.add_argument
     choices = ("auto", "fp32", "bf16", "fp16")
     add(
         "--precision",
         choices=choices,
         default=precision,
-        help=f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})",
+        help="number format of a classifier; auto: the fast one on an accelerator, fp32 on a CPU "
+        f"(default: {precision})",
     )
     add(
         "--fold",
         action="store_true",
-        help="a classifier's convolutions do their BatchNorm's work: faster",
+        help="merge a classifier's BatchNorm layers into its convolutions, which is faster",
     )
     add(
         "--tta",
         choices=("off", "flip", "shift"),
         default="off",
-        help="mean of a classifier's logits: flip: with the mirror image; shift: and moved by a pixel (default: off)",
+        help="test-time augmentation: average a classifier's logits with those of the mirror image "
+        "(flip), or also of images that are shifted by a pixel (shift) (default: off)",
     )
 
 
-TABLE_OPTIONS = {  # of duet pack and the quickstart: the columns of a label table
-    "path_column": ("NAME", "of a table: names of the images' files"),
-    "label_column": ("NAME", "of a table or .tar file, or several: a,b,c; none: without labels"),
+TABLE_OPTIONS = {  # of duet pack and the quickstart: how to read a label table
+    "path_column": ("NAME", "column of a table with the names of the image files"),
+    "label_column": (
+        "NAME",
+        "column of a table, or field of a .tar file, with the labels; several: a,b,c; none: no labels",
+    ),
     "label_separator": (
         "TEXT",
-        "between several labels of an image, such as '|'; none: one label each",
+        "separator of several labels of an image, such as '|'; none: one label each",
     ),
     "split_column": (
         "NAME",
-        "of training and held-out images; NAME=VALUE: the held-out rows; none: all rows",
+        "column that marks held-out images; NAME=VALUE: the rows that are held out; none: use all rows",
     ),
     "root": (
         "DIR",
-        "folder of the images that a table names, or of the fashion-mnist, cifar10 or idx files",
+        "folder of the images in a table, or of the files of fashion-mnist, cifar10 or idx",
     ),
-    "suffix": ("TEXT", "that the names in a table lack, such as .jpg"),
+    "suffix": ("TEXT", "file name suffix that the table leaves out, such as .jpg"),
 }
 
 
@@ -269,7 +285,7 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
 
 
 def table_words(options: argparse.Namespace) -> list[str]:
-    """Return those of TABLE_OPTIONS that are set, as words of a command that runs in any folder."""
+    """Return the TABLE_OPTIONS that are set as arguments of a command that runs in any folder."""
     chosen = {
         name: getattr(options, name) for name in TABLE_OPTIONS if getattr(options, name) is not None
     }
@@ -286,18 +302,19 @@ def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True)
     if psi:
         text = "1: all variety; near 0: typical images (default: 1)"
         parser.add_argument("--truncation-psi", type=PSI, default=1.0, metavar="X", help=text)
-    text = "what samples are truncated towards: the mean w of their class, or of all samples (default: class)"
+    text = "truncate samples towards the mean w of their class, or of all samples (default: class)"
     parser.add_argument(
         "--truncation-mean", choices=("class", "global"), default="class", help=text
     )
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:
-    """`--import`, whose files and modules `parse_args` imports."""
+    """Add `--import`, whose files and modules `parse_args` imports."""
     parser.add_argument(
         "--import",
         action="append",
-        help="import code of your own, a .py file or an installed module, which adds to the registries; repeat it",
+        help="import your own code, a .py file or an installed module, which adds to the registries; "
+        "may be repeated",
         dest="imports",
         default=argparse.SUPPRESS,
         metavar="FILE",
@@ -305,21 +322,22 @@ def add_import_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """`--checkpoint` (`required` or not), `--which`, `--device`, `--batch-size` and `--import`."""
+    """Add `--checkpoint`, `--which`, `--device`, `--batch-size` and `--import`."""
     add_import_option(parser)
     add = parser.add_argument
     add(
         "--checkpoint",
         required=required,
         metavar="RUN_OR_FILE",
-        help="run folder, checkpoint file; for a classifier also torchvision:NAME or timm:NAME, either with =FILE,"
-        " torchvision's weights, or a folder of timm's",
+        help="run folder or checkpoint file; for a classifier also torchvision:NAME or timm:NAME, "
+        "optionally with =FILE (weights), or a folder that timm has saved",
     )
     add(
         "--which",
         choices=("last", "best"),
         default="last",
-        help="which checkpoint of a run folder (default: last)",
+        help="checkpoint of a run folder: the last one, or the one with the best evaluation "
+        "(default: last)",
     )
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     add(
@@ -327,5 +345,5 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         type=positive,
         default=64,
         metavar="N",
-        help="changes speed and memory only (default: 64)",
+        help="images per batch; changes speed and memory only (default: 64)",
     )

@@ -1,7 +1,10 @@
-"""The base of every configuration (`Config`) and of every document that was stored (`Stored`):
-strict pydantic models whose errors are one line with the key, its value and what it takes.
+"""The base classes of configurations (`Config`) and of stored documents (`Stored`).
+
+They are strict pydantic models. An error is one line with the key, its value and the values that
+are accepted.
 """
 
+import itertools
 import types
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -35,17 +38,17 @@ PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
-Probability = Annotated[float, Interval(ge=0, le=1)]  # or a share
-InnerShare = Annotated[float, Interval(gt=0, lt=1)]
-Decay = Annotated[float, Interval(ge=0, lt=1)]  # of a mean; momentum
-Share = Annotated[float, Interval(gt=0, le=1)]
+Probability = Annotated[float, Interval(ge=0, le=1)]  # or a fraction
+InnerFraction = Annotated[float, Interval(gt=0, lt=1)]
+Decay = Annotated[float, Interval(ge=0, lt=1)]  # of a moving mean, or momentum
+PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
 AboveOne = Annotated[float, Gt(1)]
-LIMIT = 2**63  # of the size of a config's numbers
-Whole = Annotated[int, Interval(ge=-LIMIT, lt=LIMIT)]  # of a stored document
-Count = Annotated[int, Interval(ge=0, lt=LIMIT)]  # likewise
+LIMIT = 2**63  # limit of a config's numbers
+Whole = Annotated[int, Interval(ge=-LIMIT, lt=LIMIT)]  # in a stored document
+Count = Annotated[int, Interval(ge=0, lt=LIMIT)]  # in a stored document
 
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-NAMES = {
+NAMES: dict[object, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -58,180 +61,199 @@ NAMES = {
 NULLS = ("null", "Null", "NULL", "~")
 
 
-# --- what a field takes
+# --- types of fields
 
 
 @cache
-def hints(model: type) -> dict[str, Any]:
-    """The type of each field, with what narrows it."""
+def hints(model: type) -> dict[str, object]:
+    """Return the type of each field, with its annotations."""
     return get_type_hints(model, include_extras=True)
 
 
 @cache
-def arms(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type, without what narrows them."""
+def alternatives(hint: object) -> tuple[object, ...]:
+    """Return the alternatives of a type, without annotations."""
     if get_origin(hint) is Annotated:
-        return arms(get_args(hint)[0])
+        return alternatives(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
-        return tuple(arm for each in get_args(hint) for arm in arms(each))
+        return tuple(itertools.chain.from_iterable(map(alternatives, get_args(hint))))
     return (hint,)
 
 
 @cache
-def inside(hint: Any, *kinds: type) -> tuple[Any, ...]:
-    """What the list, tuple or dict among a type's alternatives holds; empty where there is none."""
-    return next((get_args(arm) for arm in arms(hint) if get_origin(arm) in kinds), ())
+def item_types(hint: object, *kinds: type) -> tuple[object, ...]:
+    """Return the argument types of the list, tuple or dict among a type's alternatives, or ()."""
+    for arm in alternatives(hint):
+        if get_origin(arm) in kinds:
+            return get_args(arm)
+    return ()
 
 
-def section_of(hint: Any) -> "type[_Strict] | None":
-    """The model among a type's alternatives."""
-    return next(
-        (arm for arm in arms(hint) if isinstance(arm, type) and issubclass(arm, _Strict)), None
-    )
+def section_of(hint: object) -> "type[_Strict] | None":
+    """Return the model among a type's alternatives, or None."""
+    for arm in alternatives(hint):
+        if isinstance(arm, type) and issubclass(arm, _Strict):
+            return arm
+    return None
 
 
 def section_at(model: type["_Strict"], name: str) -> "type[_Strict] | None":
-    """The model of a dotted key; None where the key takes a value."""
+    """Return the model of a dotted key; None if the key takes a value."""
     section: type[_Strict] | None = model
     for part in name.split("."):
         section = section_of(hints(section)[part]) if section else None
     return section
 
 
-def takes(hint: Any) -> str:
-    """A type in words: `a whole number above 0, or null`."""
-    origin, within = get_origin(hint) or hint, get_args(hint)
+def describe_type(hint: object) -> str:
+    """Return a type in words: `a whole number above 0, or null`."""
+    origin = get_origin(hint) or hint
+    arguments = get_args(hint)
     if origin is Annotated:
-        bounds = [
-            f"{words} {bound:,}" if isinstance(bound, int) else f"{words} {bound:g}"
-            for rule in within[1:]
-            for name, words in BOUNDS.items()
-            if (bound := getattr(rule, name, None)) is not None and abs(bound) < LIMIT
-        ]
-        bounds += [
-            f"such as {rule.examples[0]}" for rule in within[1:] if getattr(rule, "examples", None)
-        ]
-        return f"{takes(within[0])} {' and '.join(bounds)}".rstrip()
+        bounds = [text for rule in arguments[1:] for text in _describe_rule(rule)]
+        return f"{describe_type(arguments[0])} {' and '.join(bounds)}".rstrip()
     if origin in (Union, types.UnionType):
-        return ", or ".join(map(takes, within))
+        return ", or ".join(map(describe_type, arguments))
     if origin is Literal:
-        return "one of " * (len(within) > 1) + ", ".join(map(str, within))
-    if origin is list and within:
-        return f"a list of: {takes(within[0])}"
+        return "one of " * (len(arguments) > 1) + ", ".join(map(str, arguments))
+    if origin is list and arguments:
+        return f"a list of: {describe_type(arguments[0])}"
     if origin is tuple:
-        return f"a pair of: {takes(within[0])}"
-    if origin is dict and within:
-        return f"a mapping of {takes(within[0])} to {takes(within[1])}"
+        return f"a pair of: {describe_type(arguments[0])}"
+    if origin is dict and arguments:
+        return f"a mapping of {describe_type(arguments[0])} to {describe_type(arguments[1])}"
     if section := section_of(hint):
-        return (
-            "a section with keys of its own"
-            if issubclass(section, Config)
-            else "a mapping of names"
-        )
+        if issubclass(section, Config):
+            return "a section with keys of its own"
+        return "a mapping of names"
     return NAMES.get(origin) or str(hint)
 
 
-def shown(value: Any) -> str:
-    """A value in a message: short, and no number of thousands of digits."""
+def _describe_rule(rule: object) -> list[str]:
+    """Return the bounds, and an example, of a type's annotation in words."""
+    texts = []
+    for name, words in BOUNDS.items():
+        bound = getattr(rule, name, None)
+        if bound is not None and abs(bound) < LIMIT:
+            texts.append(f"{words} {bound:,}" if isinstance(bound, int) else f"{words} {bound:g}")
+    if examples := getattr(rule, "examples", None):
+        texts.append(f"such as {examples[0]}")
+    return texts
+
+
+def format_value(value: object) -> str:
+    """Return a value for a message: shortened, and without numbers of thousands of digits."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) > 2**128:
+        return f"(of {value.bit_length()} bits)"
     if isinstance(value, (int, float)):
-        return (
-            f"(of {value.bit_length()} bits)"
-            if isinstance(value, int) and abs(value) > 2**128
-            else str(value)
-        )
+        return str(value)
     if not isinstance(value, (str, bytes)):
         return type(value).__name__
     return repr(value) if len(value) <= 40 else f"{value[:40]!r}..."
 
 
-# --- what is wrong
+# --- errors
 
 
 class Unfit(ValueError):
-    """What is wrong: `key`, its `value`, what it takes (`expected`), `how` that is written; or a
-    `problem`.
+    """An invalid value.
+
+    Args:
+        expected: the values that `key` accepts, in words.
+        example: the notation of such a value.
+        problem: replaces the message about `value` and `expected`.
     """
 
     def __init__(
-        self, key: str, value: Any, expected: str, how: str = "", problem: str = ""
+        self, key: str, value: object, expected: str, example: str = "", problem: str = ""
     ) -> None:
-        self.key, self.value, self.expected, self.problem = key, value, expected, problem
-        self.refusal = problem or f" {shown(value)}: must be {expected}{how}"
-        super().__init__(key + (problem or f" is {shown(value)}, but must be {expected}"))
+        self.key = key
+        self.value = value
+        self.expected = expected
+        self.problem = problem
+        self.refusal = problem or f" {format_value(value)}: must be {expected}{example}"
+        super().__init__(key + (problem or f" is {format_value(value)}, but must be {expected}"))
 
 
-def _place(hint: Any, place: Sequence[Any]) -> tuple[str, Any]:
-    """The dotted key of pydantic's `place` in a model, and the type that belongs there."""
+def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
+    """Return the dotted key of a pydantic location in a model, and the type of that key."""
     key, parts = "", list(place)
     while parts:
         part = parts.pop(0)
-        # the name of an alternative comes first
-        if len([arm for arm in arms(hint) if arm is not type(None)]) > 1:
+        # For a union pydantic's location has the name of the alternative first.
+        if len([arm for arm in alternatives(hint) if arm is not type(None)]) > 1:
             if not parts:
                 break
             part = parts.pop(0)
         if section := section_of(hint):
-            key, hint = f"{key}.{part}", hints(section).get(part, Any)
-        elif items := inside(hint, list, tuple):
+            key, hint = f"{key}.{part}", hints(section).get(str(part), Any)
+        elif items := item_types(hint, list, tuple):
             key, hint = f"{key}[{part}]", items[0]
         else:
-            names, values = inside(hint, dict) or (Any, Any)
+            names, values = item_types(hint, dict) or (Any, Any)
             key, hint = f"{key}.{part}", values
             if parts == ["[key]"]:
                 return key.lstrip("."), names
     return key.lstrip("."), hint
 
 
-def _wrong(error: ValidationError, model: type["_Strict"]) -> UserError | Unfit:
-    """The first thing that is wrong, an unknown key before others: UnknownKey, UserError of a
-    check, or Unfit.
+def _first_error(error: ValidationError, model: type["_Strict"]) -> UserError | Unfit:
+    """Return the first error of a validation; unknown keys come first.
+
+    This is an UnknownKey, the UserError of a check, or an Unfit.
     """
     lines = error.errors(include_url=False)
     unknown = [line for line in lines if line["type"] in ("extra_forbidden", "invalid_key")]
     line = unknown[0] if unknown else max(lines, key=lambda line: len(line["loc"]))
     if unknown:
         return UnknownKey("", ".".join(map(str, line["loc"])), list(keys_of(model)))
-    (key, hint), cause = _place(model, line["loc"]), line.get("ctx", {}).get("error")
-    if isinstance(cause, UserError):  # of a check; most begin with the name of a field
-        fields = section.model_fields if (section := section_of(hint)) else ()
-        return UserError(
-            f"{key}{'.' if str(cause).split()[0] in fields else ': '}{cause}" if key else str(cause)
-        )
+    key, hint = _place(model, line["loc"])
+    cause = line.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):  # from a check; most begin with the name of a field
+        section = section_of(hint)
+        begins_with_field = section is not None and str(cause).split()[0] in section.model_fields
+        separator = "." if begins_with_field else ": "
+        return UserError(f"{key}{separator}{cause}" if key else str(cause))
     if isinstance(cause, Unfit):
         return Unfit(key + cause.key, cause.value, cause.expected)
     if cause is not None:
         return Unfit(key, None, "", problem=f": {cause}")
     if line["type"] == "missing":
         return Unfit(key, None, "", problem=" is missing")
-    return Unfit(key, line["input"], takes(hint), _how(key, hint, line["input"]))
+    return Unfit(key, line["input"], describe_type(hint), _example(key, hint, line["input"]))
 
 
-def _how(key: str, hint: Any, value: Any) -> str:
-    """How a list, a mapping or a section is written, where text was given."""
+def _example(key: str, hint: object, value: object) -> str:
+    """Return the notation of a list, a mapping or a section, if text was given for it."""
     if section := section_of(hint):
         return f", such as {key}.{next(iter(section.model_fields))}"
-    if isinstance(value, (str, int, float)) and inside(hint, list, tuple):
+    if isinstance(value, (str, int, float)) and item_types(hint, list, tuple):
         return f', written "[{value}]"'
-    return ', written "{name: value}"' if isinstance(value, str) and inside(hint, dict) else ""
+    if isinstance(value, str) and item_types(hint, dict):
+        return ', written "{name: value}"'
+    return ""
 
 
-def refused(
+def config_error(
     error: ValidationError, model: type["_Strict"], source: str = "", overrides: Sequence[str] = ()
 ) -> UserError:
-    """What is wrong with a configuration, in a line; `overrides`: the dotted keys that the command
-    line gave.
+    """Return the first error of a configuration as one line.
+
+    Args:
+        source: the name of the file in the message.
+        overrides: dotted keys from the command line, which is the source of their errors.
     """
-    wrong = _wrong(error, model)
-    if not isinstance(wrong, (UnknownKey, Unfit)):
-        return wrong
-    key = wrong.name if isinstance(wrong, UnknownKey) else wrong.key
-    typed = any(f"{key}.".replace("[", ".").startswith(f"{name}.") for name in overrides)
-    source = "command line" if typed else source
-    if isinstance(wrong, UnknownKey):
-        return UnknownKey(source, wrong.name, wrong.known)
-    return UserError(f"{source}: ".lstrip(": ") + f"{key}{wrong.refusal}")
+    first = _first_error(error, model)
+    if not isinstance(first, (UnknownKey, Unfit)):
+        return first
+    key = first.name if isinstance(first, UnknownKey) else first.key
+    if any(f"{key}.".replace("[", ".").startswith(f"{name}.") for name in overrides):
+        source = "command line"
+    if isinstance(first, UnknownKey):
+        return UnknownKey(source, first.name, first.keys)
+    return UserError(f"{source}: ".lstrip(": ") + f"{key}{first.refusal}")
 
 
 # --- the models
@@ -242,47 +264,46 @@ class _Strict(BaseModel):
 
 
 class Stored(_Strict):
-    """A document that was stored, or a part of one. Keys that the model lacks are left unread."""
+    """A stored document, or a part of one. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     @classmethod
-    def read(cls, document: Any, name: str = "") -> Self:
-        """The model of a document. Raises ValueError: `NAME.key is VALUE, but must be WHAT`."""
+    def read(cls, document: object, name: str = "") -> Self:
+        """Return the model of a document. Raises ValueError: `NAME.key is VALUE, but must be ...`."""
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            wrong = _wrong(error, cls)
-        if not isinstance(wrong, Unfit):
-            raise wrong
+            first = _first_error(error, cls)
+        if not isinstance(first, Unfit):
+            raise first
         raise Unfit(
-            f"{name}.{wrong.key}".strip("."), wrong.value, wrong.expected, problem=wrong.problem
+            f"{name}.{first.key}".strip("."), first.value, first.expected, problem=first.problem
         )
 
 
 class Config(_Strict):
-    """A section of a configuration. Raises UserError `key value: must be ...` for what a field does
-    not take.
+    """A section of a configuration. Raises UserError `key value: must be ...` for an invalid value.
 
-    A field takes text, too, as a command line has it: YAML, unless the field's type is text. A
-    section takes a mapping of the keys that differ from its default. Checks across fields stand in
-    `check`.
+    A field also accepts text from a command line, which is parsed as YAML unless the field's type
+    is text. A section accepts a mapping of the keys that differ from its default. Override `check`
+    for conditions between fields.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    if not TYPE_CHECKING:  # type checkers shall see the fields
+    if not TYPE_CHECKING:  # so that type checkers see the fields as parameters
 
         def __init__(self, **values: Any) -> None:
-            with explained(ValidationError, lambda why: refused(why, type(self))):
+            with explained(ValidationError, lambda error: config_error(error, type(self))):
                 super().__init__(**values)
 
-        # sections inside are validated without it: their errors come together
+        # Nested sections are validated without it, so that their errors are reported together.
         __init__.__pydantic_base_init__ = True
 
     @field_validator("*", mode="before")
     @classmethod
-    def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
+    def _from_text(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields[str(info.field_name)]
         if isinstance(field.default, Config) and isinstance(value, dict):
             return field.default.model_dump() | value
@@ -294,15 +315,15 @@ class Config(_Strict):
         return self
 
     def check(self) -> None:
-        """Raise UserError for fields that do not fit one another."""
+        """Raise UserError for fields that do not fit each other."""
 
-    def changed(self, **values: Any) -> Self:
-        """A copy with other values, checked as a new one is."""
+    def changed(self, **values: object) -> Self:
+        """Return a validated copy with other values."""
         return type(self)(**{**vars(self), **values})
 
 
 def keys_of(model: type[_Strict], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a configuration, sections included."""
+    """Yield every dotted key of a configuration, including the sections."""
     for name, hint in hints(model).items():
         if name in model.model_fields:
             yield prefix + name
@@ -310,40 +331,38 @@ def keys_of(model: type[_Strict], prefix: str = "") -> Iterator[str]:
                 yield from keys_of(section, f"{prefix}{name}.")
 
 
-def _read(hint: Any, value: Any, place: str = "") -> Any:
-    """A value for a field of this type, where text may stand for what is no text, and a number for
-    a name.
-    """
+def _read(hint: object, value: object, place: str = "") -> object:
+    """Return a field's value; text is parsed for a field that is not text, numbers become names."""
     if isinstance(value, str) and not _is_text(hint, value):
         value = from_text(value)
     if (
         isinstance(value, bool)
-        and not {bool, Any} & {*arms(hint)}
+        and not {bool, Any} & {*alternatives(hint)}
         and _is_text(hint, word := "on" if value else "off")
     ):
-        return word  # YAML reads it so without quotes
-    if isinstance(value, (int, float)) and not abs(value) < LIMIT:  # nan is none either
+        return word  # YAML reads on and off without quotes as booleans
+    if isinstance(value, (int, float)) and not abs(value) < LIMIT:  # also true for nan
         raise Unfit(place, value, "a finite number below 2^63")
-    if isinstance(value, (list, tuple)) and (items := inside(hint, list, tuple)):
-        kind = list if inside(hint, list) else tuple
+    if isinstance(value, (list, tuple)) and (items := item_types(hint, list, tuple)):
+        kind = list if item_types(hint, list) else tuple
         return kind(_read(items[0], item, f"{place}[{index}]") for index, item in enumerate(value))
     if isinstance(value, dict):
-        keys, items = inside(hint, dict) or (Any, Any)
-        named = keys is str  # a class or a layer may be called 1
-        if named and (odd := [key for key in value if isinstance(key, bool)]):
-            raise Unfit(place, odd[0], "a name; write yes, no, on, off, true and false in quotes")
-        return {
-            str(key) if named and type(key) in (int, float) else _read(keys, key): _read(
-                items, item, f"{place}.{key}"
-            )
-            for key, item in value.items()
-        }
+        key_type, value_type = item_types(hint, dict) or (Any, Any)
+        result = {}
+        for key, item in value.items():
+            if key_type is str and isinstance(key, bool):
+                raise Unfit(place, key, "a name; write yes, no, on, off, true and false in quotes")
+            # A class or a layer may be called 1.
+            is_numeric_name = key_type is str and type(key) in (int, float)
+            name = str(key) if is_numeric_name else _read(key_type, key)
+            result[name] = _read(value_type, item, f"{place}.{key}")
+        return result
     return value
 
 
-def _is_text(hint: Any, text: str) -> bool:
-    """Whether a field takes this text as it is."""
-    kinds = arms(hint)
+def _is_text(hint: object, text: str) -> bool:
+    """Return True if a field accepts this text unchanged."""
+    kinds = alternatives(hint)
     if int in kinds and text.isdecimal():
         return False
     if any(get_origin(arm) is Literal and text in get_args(arm) for arm in kinds):

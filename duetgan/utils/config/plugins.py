@@ -1,7 +1,8 @@
-"""Code of one's own: a file or a module that a command line or a recipe names (`--import
-my_losses.py`), and what installed packages have under the entry points `duetgan.plugins`. Being
-imported, it adds its entries to the registries (docs/extending.md). What a checkpoint was made with
-is told, never imported.
+"""Import plug-ins, which add entries to the registries (docs/extending.md).
+
+A plug-in is a file or module that the command line or a recipe names (`--import my_losses.py`), or
+an installed package's entry point in the group `duetgan.plugins`. Plug-ins that a checkpoint was
+made with are named in errors, never imported.
 """
 
 import contextlib
@@ -13,20 +14,19 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from duetgan.utils import bounded
 from duetgan.utils.errors import Expected, UserError, explained
 
 GROUP = "duetgan.plugins"
-_imported: dict[str, str] = {}  # as it was named -> SHA-256 of its file
+_imported: dict[str, str] = {}  # name as given -> SHA-256 of the file
 
 
 def load(names: Iterable[str] = ()) -> dict[str, str]:
-    """Import the installed plug-ins and `names`, files (*.py) or modules; each name with the
-    SHA-256 of its file.
+    """Import the installed plug-ins and `names`, files (*.py) or modules.
 
-    Raises UserError for what is not there or cannot be imported.
+    Returns each name with the SHA-256 of its file. Raises UserError for a plug-in that is missing
+    or fails.
     """
     for point in importlib.metadata.entry_points(group=GROUP):
         with explained(Exception, partial(_refused, f"plug-in {point.name} ({point.value})")):
@@ -35,9 +35,8 @@ def load(names: Iterable[str] = ()) -> dict[str, str]:
     for name in names:
         if name not in _imported:
             with explained(Exception, partial(_refused, f"--import {name}")):
-                _imported[name] = (
-                    _file(Path(name).expanduser()) if name.endswith(".py") else _module(name)
-                )
+                is_file = name.endswith(".py")
+                _imported[name] = _file(Path(name).expanduser()) if is_file else _module(name)
         result[name] = _imported[name]
     return result
 
@@ -62,33 +61,30 @@ def _module(name: str) -> str:
     return hashlib.sha256(bounded.read_file(Path(file), bounded.CONFIG)).hexdigest() if file else ""
 
 
-def _refused(what: str, error: Exception) -> UserError:
+def _refused(subject: str, error: Exception) -> UserError:
     if isinstance(error, Expected):
-        return UserError(f"{what}: {error}")
+        return UserError(f"{subject}: {error}")
     last = traceback.extract_tb(error.__traceback__)[-1]
-    where = (
-        f"{last.filename}, line {last.lineno}"
-        if not last.filename.startswith("<")
-        else "its import"
-    )
+    where = f"{last.filename}, line {last.lineno}"
+    if last.filename.startswith("<"):
+        where = "its import"
     return UserError(
-        f"{what}: {type(error).__name__}: {error} ({where}); --debug prints the traceback"
+        f"{subject}: {type(error).__name__}: {error} ({where}); --debug prints the traceback"
     )
 
 
 @contextlib.contextmanager
-def hinting(config: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Add to an error of an unknown name what the run of that config was made with, if that is not
-    imported here.
-    """
+def hinting(config: Callable[[], Mapping[str, object]]) -> Iterator[None]:
+    """Add the missing plug-ins of a run's config to an error about an unknown name."""
     try:
         yield
     except UserError as error:
-        named, here = config().get("imports"), [*_imported, *_imported.values()]
-        pairs = named.items() if isinstance(named, dict) else ()
-        missing = [
-            f"--import {name}" for name, digest in pairs if name not in here and digest not in here
-        ]
+        imports = config().get("imports")
+        present = {*_imported, *_imported.values()}
+        missing = []
+        for name, digest in imports.items() if isinstance(imports, dict) else ():
+            if name not in present and digest not in present:
+                missing.append(f"--import {name}")
         if missing and "unknown" in str(error):
             error.args = (f"{error}; it was made with {' '.join(missing)}: add that",)
         raise

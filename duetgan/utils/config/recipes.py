@@ -1,6 +1,4 @@
-"""The recipes of configs/: what each is for, in a line, from the head of its file. Imports neither
-torch nor YAML.
-"""
+"""List the recipes of configs/ with their purpose. Imports neither torch nor YAML."""
 
 import re
 from collections.abc import Sequence
@@ -9,41 +7,42 @@ from pathlib import Path
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TITLES = {"gan": "GANs", "classifier": "Classifiers"}
-STUDIES = "study_"  # names of the recipes of study.py begin so
-LENGTH = 88  # characters of a head's first line, so that a listed line stays within 120
+STUDIES = "study_"  # prefix of study.py's recipes
+LENGTH = 88  # characters of a recipe's first line, so that a line of the list has at most 120
 
 
 def recipe_file(name: str) -> str:
-    """The file that `--config name` means: a file, else the recipe `gan_64` or configs/gan_64.yaml,
-    from any folder.
+    """Return the file of `--config name`, from any folder.
+
+    A name is a file, or else a recipe: `gan_64` or configs/gan_64.yaml.
     """
-    own = CONFIGS / Path(name).with_suffix(".yaml").name
-    bare = own.is_file() or not Path(name).suffix
-    ours = str(Path(name).parent) in (".", "configs") and bare and not Path(name).exists()
-    return str(own) if ours else name
+    shipped = CONFIGS / Path(name).with_suffix(".yaml").name
+    is_recipe = shipped.is_file() or not Path(name).suffix
+    in_configs = str(Path(name).parent) in (".", "configs")
+    return str(shipped) if in_configs and is_recipe and not Path(name).exists() else name
 
 
 def shipped_file(name: str) -> str:
-    """Return the path of a file named `configs/NAME`: as given if there is one, else Duet's own,
-    from any folder.
+    """Return the path of a file named `configs/NAME`, from any folder: an existing one, else
+    Duet's.
     """
-    own = CONFIGS / Path(name).name
-    is_own = Path(name).parent == Path("configs") and own.is_file() and not Path(name).exists()
-    return str(own) if is_own else name
+    shipped = CONFIGS / Path(name).name
+    in_configs = Path(name).parent == Path("configs")
+    return str(shipped) if in_configs and shipped.is_file() and not Path(name).exists() else name
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of configs/ and what its head says."""
+    """A file of configs/ and the content of its first comment."""
 
     name: str  # of the file, without .yaml
     task: str
-    size: int  # px of the images it was made for
-    purpose: str  # the first line of the head
+    size: int  # px of the images that it is made for
+    purpose: str  # the first line of the file's comment
 
 
 def recipe_of(path: Path) -> Recipe:
-    """What a recipe's head says. Raises ValueError where the file has no head of the usual form."""
+    """Return the recipe in a file. Raises ValueError for a file without the usual first comment."""
     text = path.read_text(encoding="utf-8")
     head = re.match(r"# (.+)\n", text)
     task = re.search(r"^task: (\w+)", text, re.MULTILINE)
@@ -56,23 +55,26 @@ def recipe_of(path: Path) -> Recipe:
 
 
 def recipes(folder: Path = CONFIGS) -> list[Recipe]:
-    """All recipes of a folder that are for train.py, sorted by task, size and name."""
-    found = [recipe_of(path) for path in folder.glob("*.yaml") if not path.name.startswith(STUDIES)]
+    """Return the recipes of a folder that are for train.py, sorted by task, size and name."""
+    paths = [path for path in folder.glob("*.yaml") if not path.name.startswith(STUDIES)]
     order = list(TITLES)
-    return sorted(found, key=lambda recipe: (order.index(recipe.task), recipe.size, recipe.name))
+    return sorted(
+        map(recipe_of, paths),
+        key=lambda recipe: (order.index(recipe.task), recipe.size, recipe.name),
+    )
 
 
-def listing(found: Sequence[Recipe]) -> str:
-    width = max(len(recipe.name) for recipe in found)
+def listing(all_recipes: Sequence[Recipe]) -> str:
+    width = max(len(recipe.name) for recipe in all_recipes)
     lines: list[str] = []
     for task, title in TITLES.items():
         lines += ["", f"{title}:"]
-        lines += [
-            f"  {recipe.name:{width}}  {recipe.purpose}" for recipe in found if recipe.task == task
-        ]
+        for recipe in all_recipes:
+            if recipe.task == task:
+                lines.append(f"  {recipe.name:{width}}  {recipe.purpose}")
     lines += [
         "",
-        "A recipe's head says what it needs and what to change first: configs/NAME.yaml.",
+        "The comment at the top of configs/NAME.yaml says what a recipe needs and what to change first.",
         "Train: python train.py --config configs/NAME.yaml [--data.path X.lmdb --data.val-path Y.lmdb]",
     ]
     return "\n".join(lines[1:])

@@ -1,5 +1,6 @@
-"""YAML files, read with bounds: whoever wrote one, it takes little time and memory, and nothing in
-it is dropped.
+"""Read YAML files within limits, so that even a malicious one takes little time and memory.
+
+No content is silently ignored: a duplicate key, for example, is an error.
 """
 
 import io
@@ -19,22 +20,22 @@ from duetgan.utils.text import did_you_mean
 Tree = dict[str, Any]
 
 LONGEST = 2**20  # characters
-DEEPEST = 20  # mappings and lists inside one another
+DEEPEST = 20  # levels of nested mappings and lists
 LONGEST_NUMBER = 100  # characters
-MOST = 20_000  # values, those that an alias repeats counted each time
+MAX_VALUES = 20_000  # counting the values that an alias repeats each time
 
 
 class BoundError(yaml.MarkedYAMLError):
-    """What is right by YAML's grammar and refused here; `problem` says why."""
+    """Valid YAML that is refused here; `problem` is the reason."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, depth, and more values than `MOST`."""
+    """A YAML loader that refuses duplicate keys, deep nesting, and more than MAX_VALUES values."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        # by id: values in a node that is composed, itself and repetitions included
+        # id of a node -> its number of values, including itself and repetitions
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -51,43 +52,46 @@ class _Loader(yaml.SafeLoader):
             raise BoundError(problem="an alias inside of what it stands for", problem_mark=mark)
         if not alias:
             self._sizes[id(node)] = self._size(node)
-        if self._sizes[id(node)] > MOST:
+        if self._sizes[id(node)] > MAX_VALUES:
             raise BoundError(
-                problem=f"more than {MOST} values, with those that aliases repeat",
+                problem=f"more than {MAX_VALUES} values, with those that aliases repeat",
                 problem_mark=mark,
             )
         return node
 
     def _size(self, node: Node) -> int:
-        """Values in a node whose parts are composed. Raises BoundError for a duplicate key, a very
-        long number and a NUL character.
+        """Return the number of values in a node whose parts are composed.
+
+        Raises BoundError for a duplicate key, a very long number and a NUL character.
         """
         if isinstance(node, ScalarNode):
-            # only "\0" in quotes can give one; no name and no path may hold it
+            # Only a quoted "\0" gives one. No name and no path may contain it.
             if "\0" in node.value:
                 raise BoundError(problem="a NUL character", problem_mark=node.start_mark)
             if len(node.value) > LONGEST_NUMBER and node.tag.endswith((":int", ":float")):
-                told = f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER}"
-                raise BoundError(problem=told, problem_mark=node.start_mark)
+                problem = f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER}"
+                raise BoundError(problem=problem, problem_mark=node.start_mark)
             return 1
-        parts = (
-            list(node.value)
-            if isinstance(node, SequenceNode)
-            else [part for pair in node.value for part in pair]
-        )
+        if isinstance(node, SequenceNode):
+            parts = list(node.value)
+        else:
+            parts = [part for pair in node.value for part in pair]
         if isinstance(node, MappingNode):
-            seen = set()
-            for key in (key for key, _ in node.value if isinstance(key, ScalarNode)):
-                if key.value in seen:
-                    told = f"key {key.value[:40]!r} is given twice; keep one of them"
-                    raise BoundError(problem=told, problem_mark=key.start_mark)
-                seen.add(key.value)
+            names = set()
+            for key, _ in node.value:
+                if not isinstance(key, ScalarNode):
+                    continue
+                if key.value in names:
+                    problem = f"key {key.value[:40]!r} is given twice; keep one of them"
+                    raise BoundError(problem=problem, problem_mark=key.start_mark)
+                names.add(key.value)
         return 1 + sum(self._sizes[id(part)] for part in parts)
 
 
-def load(text: str) -> Any:
-    """What YAML `text` holds. Raises yaml.YAMLError, BoundError among them, and ValueError for a
-    date that is none.
+def load(text: str) -> object:
+    """Return the content of YAML text.
+
+    Raises yaml.YAMLError, including BoundError, and ValueError for an invalid date.
     """
     if len(text) > LONGEST:
         raise BoundError(
@@ -96,12 +100,13 @@ def load(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def from_text(text: str) -> Any:
-    """The value of text on a command line; text that is no YAML is itself. ValueError where it is
-    out of bounds.
+def from_text(text: str) -> object:
+    """Return the value of text on a command line; text that is not YAML is returned unchanged.
+
+    Raises ValueError for text beyond the limits.
     """
     with suppress(ValueError):
-        return int(text)  # 010 is ten; YAML takes it for eight
+        return int(text)  # 010 is ten, which YAML would read as eight
     try:
         value = load(text)
     except BoundError as error:
@@ -109,23 +114,26 @@ def from_text(text: str) -> Any:
     except (yaml.YAMLError, ValueError):
         return text
     with suppress(ValueError):
-        # 1e-3 is text to YAML 1.1
+        # YAML 1.1 reads 1e-3 as text.
         return float(value) if isinstance(value, str) and value == text else value
     return value
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """The mapping in a YAML file. Raises UserError naming the file, and the line of a syntax error."""
+    """Return the mapping in a YAML file.
+
+    Raises UserError naming the file, and the line of a syntax error.
+    """
     path = Path(path)
     if path.is_dir():
         inside = path / "config.yaml"
         remedy = f"give {inside}" if inside.is_file() else "a configuration is a YAML file"
         raise UserError(f"{path} is a folder: {remedy}")
     if not path.is_file():
-        listed = (
-            "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
-        )
-        raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
+        hint = near_file(path, "*.yaml")
+        if path.parent.name == "configs":
+            hint += "; `python train.py --list` prints the recipes"
+        raise UserError(f"{path}: no such configuration file{hint}")
     try:
         with io.TextIOWrapper(bounded.open_file(path, bounded.CONFIG), encoding="utf-8") as file:
             tree = load(file.read(LONGEST + 1))
@@ -135,7 +143,7 @@ def read_yaml(path: str | Path) -> Tree:
         problem = getattr(error, "problem", None) or str(error)
         hint = " (YAML is indented with spaces, not tabs)" if "'\\t'" in str(problem) else ""
         raise UserError(f"{path}: not valid YAML: {where}{problem}{hint}") from error
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no date
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid date
         raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(
@@ -145,19 +153,16 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def near_file(path: Path, pattern: str = "*") -> str:
-    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty
-    string.
+    """Return `" (did you mean 'folder/x'?)"` if the folder holds a file of a similar name, else "".
 
-    Where the name has numbers, a near one has the same: a recipe for 256 px is not near to one for
-    64.
+    Numbers in the names must be equal: a recipe for 256 px is not similar to one for 64 px.
     """
     numbers = re.findall(r"\d+", path.name)
-    files = [
-        near
-        for near in sorted(path.parent.glob(pattern))
-        if not numbers or re.findall(r"\d+", near.name) == numbers
-    ]
-    return did_you_mean(path.name, {near.name: str(near) for near in files})
+    files = {}
+    for file in sorted(path.parent.glob(pattern)):
+        if not numbers or re.findall(r"\d+", file.name) == numbers:
+            files[file.name] = str(file)
+    return did_you_mean(path.name, files)
 
 
 def save_yaml(tree: Tree, path: Path) -> None:

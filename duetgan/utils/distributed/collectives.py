@@ -1,6 +1,4 @@
-"""Process groups, ranks and the few collectives the program uses. With one process everything here
-is a no-op.
-"""
+"""Process groups, ranks and collective operations. With one process all of them are no-ops."""
 
 import functools
 import os
@@ -22,19 +20,21 @@ from duetgan.utils.memory import ran_out
 from duetgan.utils.script import leave_threads
 
 T = TypeVar("T")
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
+# by bytes per element
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-PATIENCE = timedelta(hours=6)  # for what rank 0 does alone, as long as it is alive
-LOOK_SECONDS = 10.0  # how often a rank that waits so long looks whether the others are alive
+PATIENCE = timedelta(hours=6)  # limit of rank 0's work alone, as long as it is alive
+LOOK_SECONDS = 10.0  # between a waiting rank's checks that the other ranks are alive
 
-_control: Any = None  # a process group; None: the default one
+# Process groups, whose type in torch includes a number; None: the default group.
+_control: Any = None
 _patient: Any = None
 _look: Callable[[], object] | None = None
 _alone = False
 
 
 class PeerLost(RuntimeError):
-    """Another rank does not take part in a collective operation any more."""
+    """Another rank no longer takes part in collective operations."""
 
 
 def rank() -> int:
@@ -47,15 +47,14 @@ def world_size() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """In the block this process counts as the only one: what it does there the others do not take
-    part in.
-    """
+    """Make this process count as the only one in the block, because the others do not take part."""
     global _alone
-    before, _alone = _alone, True
+    previous = _alone
+    _alone = True
     try:
         yield
     finally:
-        _alone = before
+        _alone = previous
 
 
 def is_main() -> bool:
@@ -63,11 +62,14 @@ def is_main() -> bool:
 
 
 def choose_device(requested: str | None, *, several: bool = False) -> torch.device:
-    """The device of this process: `requested` ("cpu", "cuda", "cuda:1"), else the accelerator where
-    there is one.
+    """Return the device of this process, by default the accelerator if there is one.
 
-    Under several processes an accelerator without an index becomes this process's own; `several`:
-    the first of them (see `own_devices`). Raises UserError when the device does not exist.
+    With several processes an accelerator without an index becomes this process's own. Raises
+    UserError for a device that does not exist.
+
+    Args:
+        requested: "cpu", "cuda", "cuda:1" or None.
+        several: each process has several devices; return the first of them (see `own_devices`).
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     with explained(RuntimeError, f"--device {requested}: not a device; use cpu, cuda or cuda:0"):
@@ -79,8 +81,9 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
         raise UserError(
             f"--device {requested}: this machine has no usable {device.type} device; use --device cpu"
         )
-    own = int(os.environ.get("LOCAL_RANK", "0")) * (_devices_each() if several else 1)
-    index = own if device.index is None else device.index
+    index: int | None = device.index
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", "0")) * (_devices_each() if several else 1)
     if index >= torch.accelerator.device_count():
         raise UserError(
             f"{device.type}:{index} does not exist: {torch.accelerator.device_count()} visible; give fewer --gpus",
@@ -92,8 +95,8 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
 
 
 def own_devices(device: torch.device) -> list[torch.device]:
-    """The devices of this process, `device` first: each process of this machine has as many. The
-    CPU is one.
+    """Return the devices of this process, `device` first. All processes of a machine have equally
+    many.
     """
     if device.type == "cpu":
         return [device]
@@ -103,7 +106,7 @@ def own_devices(device: torch.device) -> list[torch.device]:
 
 @functools.cache
 def widest(device: torch.device) -> torch.dtype:
-    """float64, or float32 where the device cannot compute with it (MPS; some XPUs)."""
+    """Return float64, or float32 for a device without it (MPS; some XPUs)."""
     try:
         return (torch.ones(1, dtype=torch.float64, device=device) * 2).dtype
     except (TypeError, RuntimeError):
@@ -116,11 +119,11 @@ def _devices_each() -> int:
 
 
 def start(device: torch.device, timeout_seconds: float = 600, *, several: bool = False) -> None:
-    """Join the process group that the environment describes (torchrun's variables, or our
-    launcher's), if any.
+    """Join the process group that the environment describes, if there is one.
 
-    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups
-    carry control messages. An operation that takes longer than `timeout_seconds` fails.
+    The environment has the variables of torchrun or of Duet's launcher. Tensors travel over the
+    device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups carry control messages. An
+    operation that takes longer than `timeout_seconds` fails.
     """
     global _control, _patient
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
@@ -133,9 +136,9 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
         store=fresh_store(timeout),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        # with a device given, NCCL refuses tensors of other devices; a process with several devices
-        # must not give one, nor one of XPUs, for which the gloo groups below would then need a
-        # backend (torch 2.15)
+        # With a device id NCCL refuses tensors of other devices, so a process with several devices
+        # must not pass one. With the id of an XPU the gloo groups below would need a backend for
+        # XPUs (torch 2.15).
         device_id=device if backend == "nccl" and not several else None,
     )
     _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -144,12 +147,14 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
 
 
 def set_timeout(seconds: float) -> None:
-    """What a collective operation may take from now on. Over NCCL twice as long: it ends the
-    process without a word, and every step has a control message over gloo that fails first.
+    """Set the timeout of collective operations.
+
+    NCCL gets twice the time, because its timeout ends the process without a message; the control
+    message over gloo, which every step has, then fails first.
     """
     if world_size() == 1:
         return
-    # younger than torch 2.11
+    # Older torch versions have no dist.set_timeout.
     setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     if _control is not None:
         setter(timedelta(seconds=seconds), _control)
@@ -157,17 +162,20 @@ def set_timeout(seconds: float) -> None:
 
 
 def watch_while_waiting(look: Callable[[], object] | None) -> None:
-    """Have `barrier` call `look` every LOOK_SECONDS; `look` raises PeerLost when a rank is gone.
-    None: stop that.
+    """Have `barrier` call `look` every LOOK_SECONDS; None ends that.
+
+    `look` raises PeerLost if a rank is gone.
     """
     global _look
     _look = look
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether `error` is a collective operation's, because another rank is gone or does not answer."""
+    """Return True for a failed collective operation: another rank is gone or does not answer."""
     if isinstance(error, (PeerLost, dist.DistError)):
         return not ran_out(error)
+    if world_size() == 1 or not isinstance(error, RuntimeError):
+        return False
     signs = (
         "gloo",
         "Connection closed by peer",
@@ -175,15 +183,11 @@ def is_peer_error(error: BaseException) -> bool:
         "Broken pipe",
         "Timed out waiting",
     )
-    return (
-        world_size() > 1
-        and isinstance(error, RuntimeError)
-        and any(sign in str(error) for sign in signs)
-    )
+    return any(sign in str(error) for sign in signs)
 
 
 def stop(*, lost: bool = False) -> None:
-    """Leave the process group; `lost`: others are missing, so nothing is said to them."""
+    """Leave the process group; if `lost`, other ranks are missing and get no message."""
     global _control, _patient
     if dist.is_initialized():
         if lost:
@@ -196,8 +200,9 @@ def stop(*, lost: bool = False) -> None:
 
 @contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """`start` and `stop` around what all ranks do and cannot resume. TrainingHalted, exit code 4,
-    for a lost rank.
+    """Run `start` and `stop` around work of all ranks that cannot be resumed.
+
+    Raises TrainingHalted, exit code 4, for a lost rank.
     """
     lost = True
     try:
@@ -206,45 +211,41 @@ def group(device: torch.device) -> Iterator[None]:
         lost = False
     except Exception as error:
         if not is_peer_error(error):
-            lost = getattr(error, "of_rank", None) is None  # else all leave
+            lost = getattr(error, "of_rank", None) is None  # otherwise all ranks leave
             raise
-        why = str(error).strip().splitlines()[0]
-        reason = f"another process is gone or does not answer ({why}); {AGAIN}"
-        # our launcher tells of those that are gone
-        raise TrainingHalted(
-            reason, rank_specific=True, quiet=LAUNCHED in os.environ and "peer" in why
-        ) from error
+        cause = str(error).strip().splitlines()[0]
+        reason = f"another process is gone or does not answer ({cause}); {AGAIN}"
+        # Duet's launcher reports the processes that are gone.
+        quiet = LAUNCHED in os.environ and "peer" in cause
+        raise TrainingHalted(reason, rank_specific=True, quiet=quiet) from error
     finally:
         stop(lost=lost)
 
 
 def barrier() -> None:
-    """Wait until every rank is here, however long one of them works on its own, as long as all are
-    alive.
-    """
+    """Wait until every rank is here, however long one of them works alone, while all are alive."""
     if world_size() == 1:
         return
     work = dist.barrier(group=_patient, async_op=True)
     assert work is not None
-    pause, looked = 0.0002, time.monotonic()
+    pause = 0.0002
+    last_look = time.monotonic()
     while not work.is_completed():
         time.sleep(pause)
         pause = min(0.02, 2 * pause)
-        if _look is not None and time.monotonic() - looked > LOOK_SECONDS:
+        if _look is not None and time.monotonic() - last_look > LOOK_SECONDS:
             try:
                 _look()
             except PeerLost:
-                # else all were here, and some have left in good order since
+                # Otherwise all ranks were here, and some have left normally since.
                 if not work.is_completed():
                     raise
-            looked = time.monotonic()
+            last_look = time.monotonic()
     work.wait()
 
 
 def all_reduce_max(flag: int) -> int:
-    """The largest of the ranks' integers, over the control group: e.g. "has anybody been told to
-    stop".
-    """
+    """Return the maximum of the ranks' integers, over the control group."""
     if world_size() == 1:
         return flag
     value = torch.tensor([flag])
@@ -253,7 +254,7 @@ def all_reduce_max(flag: int) -> int:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's object (plain data) on every rank."""
+    """Return rank 0's object (plain data) on every rank."""
     if world_size() == 1:
         return value
     box = [value]
@@ -262,8 +263,9 @@ def broadcast_object(value: T) -> T:
 
 
 def from_main_process(action: Callable[[], T]) -> T:
-    """Rank 0's result of `action()` (plain data) on every rank; its UserError is raised on all of
-    them.
+    """Return rank 0's result of `action()` (plain data) on every rank.
+
+    Its UserError is raised on all ranks.
     """
     value: T | None = None
     with raising_together():
@@ -273,35 +275,38 @@ def from_main_process(action: Callable[[], T]) -> T:
 
 
 def gather_objects(value: T, *, patient: bool = True) -> list[T]:
-    """Every rank's object (plain data), on every rank; if `patient` one may take longer than the
-    timeout.
+    """Return the objects (plain data) of all ranks on every rank.
+
+    If `patient`, a rank may take longer than the timeout.
     """
     if world_size() == 1:
         return [value]
     if patient:
         barrier()
-    everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, value, group=_control)
-    return everyone
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_control)
+    return values
 
 
 def gather_to_main(action: Callable[[], T]) -> list[T]:
-    """Every rank's result of `action()` (plain data, tensors on the CPU) on rank 0, in the ranks'
-    order; nothing on the others. The lowest rank's UserError is raised on all. A rank that does not
-    come within the timeout is lost.
+    """Return all ranks' results of `action()` on rank 0, in order, and nothing on the others.
+
+    Results are plain data, with tensors on the CPU. The lowest rank's UserError is raised on all. A
+    rank that exceeds the timeout is lost.
     """
     with raising_together(patient=False):
         result = action()
     if world_size() == 1:
         return [result]
-    everyone: list[Any] | None = [None] * world_size() if is_main() else None
-    dist.gather_object(result, everyone, group=_control)
-    return everyone or []
+    results: list[Any] | None = [None] * world_size() if is_main() else None
+    dist.gather_object(result, results, group=_control)
+    return results or []
 
 
 def main_first(action: Callable[[], T]) -> T:
-    """Every rank's own `action()`, rank 0's first: it may download. The lowest rank's UserError is
-    raised on all.
+    """Run `action()` on rank 0 first, which may download, then on the others; return its result.
+
+    The lowest rank's UserError is raised on all.
     """
     result: T | None = None
     for turn in (True, False):
@@ -313,24 +318,22 @@ def main_first(action: Callable[[], T]) -> T:
 
 @contextmanager
 def raising_together(*, patient: bool = True) -> Iterator[None]:
-    """Around work without collective operations: the lowest rank's UserError is raised on all
-    ranks.
-    """
-    own: UserError | None = None
+    """Raise the lowest rank's UserError on all ranks after work without collective operations."""
+    user_error: UserError | None = None
     try:
         yield
     except UserError as error:
-        own = error
+        user_error = error
         if world_size() == 1:
             raise
-    for number, problem in enumerate(gather_objects(own, patient=patient)):
+    for number, problem in enumerate(gather_objects(user_error, patient=patient)):
         if problem is not None:
             problem.of_rank = number
             raise problem
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
-    """Add up `tensor` over the ranks, in place; no gradient flows."""
+    """Replace `tensor` by its sum over the ranks; no gradient flows."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -347,8 +350,9 @@ def average_(tensors: Iterable[Tensor]) -> None:
 
 
 def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[list[Tensor]]]:
-    """Device and dtype (of the first list) -> what each of the lists, which go together item by
-    item, has of it: for operations on many tensors, which take those of one kind.
+    """Group the tensors of parallel lists by device and dtype, for operations on many tensors.
+
+    Returns (device, dtype) of the first list's tensor -> the tensors of that group, from each list.
     """
     columns: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     for row in zip(*lists, strict=True):
@@ -359,7 +363,7 @@ def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
 
 
 def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy the pieces of a flat tensor to those that it was made of."""
+    """Copy the pieces of a flat tensor into the tensors that it was made of."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(
         tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
@@ -367,23 +371,21 @@ def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 class Snapshot:
-    """The values of tensors, one beside the other: on accelerators many launches cost more than
-    what is copied.
+    """A copy of tensors' values in one flat tensor for each kind.
+
+    On accelerators many small copies would take longer than one large copy.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = [here for (here,) in by_kind(tensors).values()]
-        self.values = [_flat(here) for here in self.tensors]
+        self.groups = [group for (group,) in by_kind(tensors).values()]
+        self.values = [_flat(group) for group in self.groups]
 
     def restore(self, flag: Tensor | None = None) -> None:
-        """Put them back; where a 0-d flag is given, if it is 1, which nobody waits for."""
-        for here, values in zip(self.tensors, self.values, strict=True):
-            found = (
-                values
-                if flag is None
-                else torch.where(flag.to(values.device) > 0, values, _flat(here))
-            )
-            unflatten_into(found, here)
+        """Write the values back; with a 0-d `flag` only if it is 1, without waiting for the device."""
+        for tensors, values in zip(self.groups, self.values, strict=True):
+            if flag is not None:
+                values = torch.where(flag.to(values.device) > 0, values, _flat(tensors))
+            unflatten_into(values, tensors)
 
 
 @torch.no_grad()
@@ -392,10 +394,10 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:
-    """A number for the bits of each part's tensors, int64 [parts] on `device`; nobody waits for it.
+    """Return a number for the bits of each part's tensors, int64 [parts], without waiting for the
+    device.
 
-    It is a sum of the elements' bit patterns, tensor by tensor weighted by odd numbers, modulo
-    2^64.
+    It is the sum of the elements' bit patterns modulo 2^64, where each tensor has an odd weight.
     """
     sums = []
     for tensors in parts.values():
@@ -410,14 +412,15 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
 def unequal_ranks(
     parts: Mapping[str, Sequence[Tensor]], device: torch.device
 ) -> dict[str, list[int]]:
-    """Parts whose bits differ between ranks, and which ranks have others than most (of two: rank
-    1). Collective.
+    """Return the parts whose bits differ between ranks, with the ranks that differ from most.
+
+    Of two ranks that is rank 1. Collective.
     """
     # [ranks, parts]
     table = torch.stack(gather_objects(fingerprints(parts, device).cpu(), patient=False))
-    usual = table.mode(0).values if world_size() > 2 else table[0]
-    ranks = {
-        name: unlike.nonzero().flatten().tolist()
-        for name, unlike in zip(parts, (table != usual).T, strict=True)
-    }
-    return {name: those for name, those in ranks.items() if those}
+    expected = table.mode(0).values if world_size() > 2 else table[0]
+    result = {}
+    for name, is_different in zip(parts, (table != expected).T, strict=True):
+        if ranks := is_different.nonzero().flatten().tolist():
+            result[name] = ranks
+    return result

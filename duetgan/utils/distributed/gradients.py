@@ -1,9 +1,8 @@
-"""Gradients added up over the ranks without DDP: for a GAN's step, whose phases have several
-backward passes.
+"""Sum gradients over the ranks without DDP, for a GAN's step with its several backward passes.
 
-DDP's hooks send in every backward pass under its forward pass, and demand a gradient of every
-parameter in each of them (docs/distributed.md). Here a phase ends with `finish`, whatever its
-backward passes were.
+DDP sends gradients in every backward pass that belongs to its forward pass, and requires a gradient
+of every parameter in each of them (docs/distributed.md). Here a phase ends with `finish`, after any
+number of backward passes.
 """
 
 from collections.abc import Iterable
@@ -21,13 +20,16 @@ BUCKET_ELEMENTS = 25_000_000 // 4
 
 
 class GradientExchange:
-    """Adds up the `.grad` of `parameters` over the ranks, in place and in flat buckets.
+    """Sum the `.grad` of `parameters` over the ranks, in place and in flat buckets.
 
-    Each rank's loss must already carry its share of the global mean (sum over the local samples /
-    global batch). A parameter without a gradient on this rank contributes zeros, so that ranks
-    cannot fall out of step; with `skip` it is left out, which needs to be so on all ranks.
-    `compress` bf16: half the bytes, gradients are rounded to bfloat16 before and after they are
-    added up. With one process nothing is done.
+    Each rank's loss must be divided by the global batch: sum over the local samples / global batch.
+    With one process nothing is done.
+
+    Args:
+        missing: a parameter without a gradient on this rank contributes zeros, so that all ranks
+            send the same; with "skip" it is left out, which then must hold on all ranks.
+        compress: "bf16" halves the bytes; gradients are rounded to bfloat16 before and after the
+            sum.
     """
 
     def __init__(
@@ -39,10 +41,10 @@ class GradientExchange:
     ) -> None:
         self.missing, self.compress = missing, compress
         self.buckets = buckets_of(parameters) if collectives.world_size() > 1 else []
-        # gradients that each bucket still waits for; None: nothing goes early
+        # gradients that each bucket still waits for; None: no bucket is sent before `finish`
         self._waiting: list[int] | None = None
-        self._next = 0  # bucket
-        self._sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # of the buckets before it
+        self._next = 0  # index of the next bucket to send
+        self._sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(
@@ -50,16 +52,14 @@ class GradientExchange:
                 )
 
     def overlap(self) -> None:
-        """The next backward pass is the last before `finish`: a bucket is sent as soon as it is
-        complete.
-        """
+        """Send each bucket as soon as it is complete, in the last backward pass before `finish`."""
         self._waiting = [len(bucket) for bucket in self.buckets]
 
     def _arrived(self, number: int) -> None:
         if self._waiting is None:
             return
         self._waiting[number] -= 1
-        # in order, so that all ranks send the same
+        # Buckets go in order, so that all ranks send the same one.
         while self._next < len(self.buckets) and not self._waiting[self._next]:
             self._send()
 
@@ -77,27 +77,29 @@ class GradientExchange:
             self._sent.append((dist.all_reduce(flat, async_op=True), flat, gradients))
 
     def finish(self) -> None:
-        """Send what has not been sent, and wait until every gradient is the sum over the ranks."""
+        """Send the remaining buckets, and wait until every gradient is the sum over the ranks."""
         self._waiting = None
         while self._next < len(self.buckets):
             self._send()
         for work, flat, gradients in self._sent:
             work.wait()
             collectives.unflatten_into(flat, gradients)
-        self._next, self._sent = 0, []
+        self._next = 0
+        self._sent = []
 
 
 def buckets_of(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that train, the last first, as backward passes come to them; each bucket of one device
-    (model.split).
+    """Return buckets of the trainable parameters, each of one device (model.split).
+
+    The last parameters come first, because backward passes reach them first.
     """
-    found: list[list[Tensor]] = []
+    buckets: list[list[Tensor]] = []
     open_buckets: dict[torch.device, tuple[list[Tensor], int]] = {}
     for parameter in reversed([p for p in parameters if p.requires_grad]):
         bucket, size = open_buckets.pop(parameter.device, ([], 0))
         if not bucket:
-            found.append(bucket)
+            buckets.append(bucket)
         bucket.append(parameter)
         if (size := size + parameter.numel()) < BUCKET_ELEMENTS:
             open_buckets[parameter.device] = bucket, size
-    return found
+    return buckets

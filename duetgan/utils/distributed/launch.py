@@ -1,8 +1,7 @@
-"""Start one process per GPU, or N on the CPU, on this machine: what `--gpus 0,1` and `--procs N`
-do.
+"""Start one process per GPU, or N on the CPU, on this machine, for `--gpus 0,1` and `--procs N`.
 
-Imports no torch: `--gpus` must be applied before CUDA starts. The exit code is the processes' own,
-which torchrun's is not; torchrun itself works as well, for several machines or restarts.
+Does not import torch, because `--gpus` must be applied before CUDA starts. The exit code is that of
+the processes, unlike torchrun's. torchrun works as well, for several machines or restarts.
 """
 
 import functools
@@ -27,15 +26,15 @@ from duetgan.utils.script import (
     python_arguments,
 )
 
-# what the others get to leave by themselves once one process has ended with an error
+# time for the other processes to end by themselves after one has failed
 GRACE_SECONDS = 30.0
-# set in the processes: this launcher tells the user which of them was killed
+# set in the processes, because this launcher reports a killed one
 LAUNCHED = "DUET_LAUNCHED"
 REMEDY = "the same command resumes from the last checkpoint"
 SAME = "nothing was lost, the same command resumes"
-AGAIN = "give the same command again"  # for what does not resume
+AGAIN = "give the same command again"  # for commands that do not resume
 MOST_PROCESSES = 1024
-# what CUDA and ROCm look at, and what XPU does
+# variables of CUDA and ROCm, and of XPU
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -44,18 +43,19 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 def handling(
     handler: Callable[[int, FrameType | None], object], signals: Iterable[signal.Signals]
 ) -> Iterator[None]:
-    """Inside the block these signals go to `handler`."""
-    before = {signum: signal.signal(signum, handler) for signum in signals}
+    """Send these signals to `handler` inside the block."""
+    previous = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield
     finally:
-        for signum, former in before.items():
-            signal.signal(signum, former)
+        for signum, previous_handler in previous.items():
+            signal.signal(signum, previous_handler)
 
 
 def leaving_on_signals() -> AbstractContextManager[None]:
-    """While training does not listen (at its start and end), SIGTERM, SIGUSR1 and SIGHUP raise
-    StoppedBySignal.
+    """Raise StoppedBySignal for SIGTERM, SIGUSR1 and SIGHUP in the block.
+
+    For the start and the end of a training, when the training itself does not handle signals.
     """
 
     def leave(signum: int, frame: FrameType | None) -> NoReturn:
@@ -70,11 +70,10 @@ def leaving_on_signals() -> AbstractContextManager[None]:
 
 
 def parse_gpus(text: str) -> list[str]:
-    """`"0,1"` -> `["0", "1"]`; raises UserError for anything but distinct device numbers."""
+    """Return `["0", "1"]` for `"0,1"`. Raises UserError for anything but distinct device numbers."""
     gpus = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in gpus) or len(
-        set(map(int, gpus))
-    ) != len(gpus):
+    are_numbers = all(part.isascii() and part.isdigit() for part in gpus)
+    if not are_numbers or len(set(map(int, gpus))) != len(gpus):
         raise UserError(
             f"--gpus {text}: write distinct device numbers separated by commas, e.g. --gpus 0,1"
         )
@@ -82,38 +81,40 @@ def parse_gpus(text: str) -> list[str]:
 
 
 def under_launcher() -> bool:
-    """Whether this process is one of several already (torchrun's or ours)."""
+    """Return True if torchrun or Duet's launcher has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def obeyed_signals() -> list[signal.Signals]:
-    """STOP_SIGNALS, but SIGHUP where it was ignored before this process started, as nohup does.
-    Other ignored ones are obeyed: shells ignore SIGINT for background jobs, and cluster/slurm.sh
-    ignores SIGUSR1 for torchrun.
+    """Return STOP_SIGNALS, without SIGHUP if it was ignored before this process started (nohup).
+
+    Other ignored signals are obeyed, because shells ignore SIGINT for background jobs, and
+    cluster/slurm.sh ignores SIGUSR1 for torchrun.
     """
-    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signum for signum in STOP_SIGNALS if not (deaf and signum == signal.SIGHUP)]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signum for signum in STOP_SIGNALS if not (ignores_hangup and signum == signal.SIGHUP)]
 
 
 def add_options(add: Callable[..., object]) -> None:
-    """`--gpus` and `--procs`, for a parser's `add_argument`."""
-    add("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
+    """Add `--gpus` and `--procs` through a parser's `add_argument`."""
+    add("--gpus", metavar="0,1", help="GPUs to use, with one process each; not under torchrun")
     add(
         "--procs",
         type=int,
         metavar="N",
-        help="processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only",
+        help="number of processes on the CPU (gloo), or to divide the --gpus among; under torchrun only "
+        "torchrun's number",
     )
 
 
 def start_processes(
     command: str, argv: Sequence[str], gpus: str | None, procs: int | None, *, resumes: bool = True
 ) -> int | None:
-    """Start the processes that `--gpus` and `--procs` ask for, of a command of Duet, and return
-    their exit code.
+    """Start the processes of a Duet command that `--gpus` and `--procs` request; return their exit
+    code.
 
-    None: this process is to do the work, alone or as one of them; it sees the GPUs named. UserError
-    for what cannot be.
+    Returns None if this process does the work itself, alone or as one of several; it then sees only
+    the requested GPUs. Raises UserError for an impossible request.
     """
     devices = parse_gpus(gpus) if gpus else []
     processes = len(devices) or 1 if procs is None else procs
@@ -121,7 +122,7 @@ def start_processes(
         raise UserError(
             f"--procs {processes}: at least 1, at most {MOST_PROCESSES} on a machine; give as many as it has cores"
         )
-    # torchrun; our launcher hands the options on
+    # Under torchrun; Duet's launcher passes the options on to the processes.
     if under_launcher() and LAUNCHED not in os.environ:
         world = os.environ["WORLD_SIZE"]
         if gpus is not None:
@@ -145,32 +146,31 @@ def start_processes(
             "CUDA_DEVICE_ORDER", "FASTEST_FIRST" if os.environ.get(VISIBLE[0]) else "PCI_BUS_ID"
         )
         for name in VISIBLE:
-            # by a scheduler
+            # A scheduler may have allotted some GPUs.
             allotted = [part for part in os.environ.get(name, "").split(",") if part]
             if allotted and max(map(int, devices)) >= len(allotted):
                 raise UserError(
                     f"--gpus {gpus}: {name} has {len(allotted)}, {','.join(allotted)}; count them from 0"
                 )
-            os.environ[name] = (
-                ",".join(allotted[int(gpu)] for gpu in devices) if allotted else ",".join(devices)
-            )
+            visible = [allotted[int(gpu)] for gpu in devices] if allotted else devices
+            os.environ[name] = ",".join(visible)
     if processes == 1:
         return None
     return launch(python_arguments(command, *argv), processes, resumes=resumes)
 
 
-def wanted_device(device: str | None, gpus: str | None, procs: int | None) -> str | None:
-    """What `--device` would say: it, or what `--gpus` and `--procs` ask for, so that nothing
-    replaces it in silence.
+def requested_device(device: str | None, gpus: str | None, procs: int | None) -> str | None:
+    """Return the device of `--device`, or the one that `--gpus` and `--procs` imply.
 
-    Imports torch where GPUs are named. Raises UserError where they cannot be used.
+    Raises UserError if the requested GPUs cannot be used, so that no other device replaces them.
+    Imports torch if GPUs are requested.
     """
     if device is not None or not gpus:
         return device or ("cpu" if (procs or 1) > 1 else None)
     import torch
 
-    # of those, as VISIBLE names them
-    count, usable = len(parse_gpus(gpus)), torch.accelerator.device_count()
+    count = len(parse_gpus(gpus))
+    usable = torch.accelerator.device_count()  # of the GPUs in VISIBLE
     if not usable:
         raise UserError(
             f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N"
@@ -183,13 +183,16 @@ def wanted_device(device: str | None, gpus: str | None, procs: int | None) -> st
 
 
 def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> int:
-    """Run `python command...` as `processes` ranks, forward signals, return the first failing
-    rank's exit code or 0. `resumes`: what is done goes on where it ended if it is started again.
+    """Run `python command...` as `processes` ranks and forward signals to them.
+
+    Returns the first failing rank's exit code, or 0. `resumes`: the command continues its work if
+    it is started again.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address, port = probe.getsockname()  # one that is free
-    world, threads = str(processes), str(max(1, cores() // processes))
+        address, port = probe.getsockname()  # a free port
+    world = str(processes)
+    threads = str(max(1, cores() // processes))
     common = {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -201,7 +204,7 @@ def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> i
         subprocess.Popen(
             [sys.executable, *command],
             env=child_environment() | common | {"RANK": str(index), "LOCAL_RANK": str(index)},
-            start_new_session=True,  # a terminal's Ctrl-C reaches the children once, through us
+            start_new_session=True,  # a terminal's Ctrl-C reaches the children once, through here
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
         for index in range(processes)
@@ -220,36 +223,41 @@ def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> i
 
 
 def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes: bool) -> int:
-    """The first failing child's exit code (4 for a killed one, which is reported when all have
-    ended), else 0. A child that a `forwarded` signal has ended had not begun to train: 3.
+    """Return the first failing child's exit code, else 0.
+
+    The code is 4 for a killed child, which is reported when all have ended, and 3 for a child that
+    a `forwarded` signal has ended, because it had not begun to train.
     """
     failed_at: float | None = None
-    code, killed, running = 0, "", True
+    code = 0
+    message = ""
+    running = True
     while running:
         running = None in [child.poll() for child in children]
-        # of those that ended since the last look a killed one comes first: the others left because
-        # it was gone
+        # A killed child comes first, because others that ended since then left for its absence.
         for index, child in sorted(
-            enumerate(children), key=lambda one: (one[1].returncode or 0) >= 0
+            enumerate(children), key=lambda pair: (pair[1].returncode or 0) >= 0
         ):
             if failed_at is None and child.returncode not in (None, 0):
                 failed_at = time.monotonic()
                 code = child.returncode if child.returncode > 0 else 4
                 if -child.returncode in forwarded:
                     when = " before the first step" if resumes else ""
-                    code, killed = 3, f"stopped: {signal.Signals(-child.returncode).name}{when}"
+                    code = 3
+                    message = f"stopped: {signal.Signals(-child.returncode).name}{when}"
                 elif child.returncode < 0:
-                    killed = (
-                        f"error: rank {index} was ended by {signal.Signals(-child.returncode).name}"
-                    )
+                    name = signal.Signals(-child.returncode).name
+                    message = f"error: rank {index} was ended by {name}"
         if failed_at is not None:
             late = time.monotonic() - failed_at > GRACE_SECONDS
             for child in children:
-                # who is stopped cannot leave by itself
+                # A stopped process cannot end by itself.
                 if late or process_state(child.pid) in ("T", "t"):
                     child.kill()
         time.sleep(0.05)
-    if killed:
-        remedy = AGAIN if not resumes else REMEDY if code == 4 else SAME
-        print(f"{killed}; {remedy}", file=sys.stderr, flush=True)
+    if message:
+        remedy = REMEDY if code == 4 else SAME
+        if not resumes:
+            remedy = AGAIN
+        print(f"{message}; {remedy}", file=sys.stderr, flush=True)
     return code

@@ -1,10 +1,10 @@
-"""Where the processes of one start meet under torchrun.
+"""A key-value store for the processes of one start under torchrun.
 
-torchrun's launcher keeps one key-value store for the workers and hands it to every start of them
-(torch 2.15): after a restart it still holds the keys of the killed generation, and whoever reads
-one before it is written anew connects to an address where nobody is ("Gloo connectFullMesh failed
-... Connection refused"). Numbering the starts does not help: the launchers of different nodes count
-them differently.
+torchrun's launcher gives every start of the workers the same store (torch 2.15). After a restart it
+still holds the keys of the killed processes. A process that reads such a key before it is written
+again connects to an address without a listener ("Gloo connectFullMesh failed ... Connection
+refused"). Numbering the starts does not help, because the launchers of different nodes count them
+differently.
 """
 
 import os
@@ -18,8 +18,9 @@ LOOK_SECONDS = 0.05
 
 
 def fresh_store(timeout: timedelta) -> dist.Store | None:
-    """The launcher's store as this start alone sees it; None without one. Raises DistStoreError
-    after `timeout`.
+    """Return the launcher's store without the keys of earlier starts; None without a launcher.
+
+    Raises DistStoreError after `timeout`.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -30,29 +31,29 @@ def fresh_store(timeout: timedelta) -> dist.Store | None:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A word that rank 0 makes up and the ranks of this start share, whatever earlier ones have
-    left in `store`.
+    """Return a word, chosen by rank 0, that only the ranks of this start share.
 
-    Every other rank says hello with a word of its own, and believes only an answer to that one.
+    Every other rank writes a hello with its own random word, and accepts only an answer to that
+    word, whatever earlier starts have left in `store`.
     """
-    own = uuid.uuid4().hex
+    word = uuid.uuid4().hex
     if rank:
-        store.set(f"duet/hello/{rank}", own)
-        token = store.get(f"duet/answer/{own}").decode()
+        store.set(f"duet/hello/{rank}", word)
+        token = store.get(f"duet/answer/{word}").decode()
         store.set(f"duet/met/{token}/{rank}", "")
         return token
-    missing, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    missing = set(range(1, world_size))
+    deadline = time.monotonic() + timeout.total_seconds()
     while missing:
-        for other in sorted(missing):
-            if store.check([f"duet/met/{own}/{other}"]):
-                missing.remove(other)
-            elif store.check(
-                [f"duet/hello/{other}"]
-            ):  # it may be a dead one's: then the living one's is still to come
-                store.set(f"duet/answer/{store.get(f'duet/hello/{other}').decode()}", own)
+        for peer in sorted(missing):
+            if store.check([f"duet/met/{word}/{peer}"]):
+                missing.remove(peer)
+            # The hello may be from a killed process; then the living one's is still to come.
+            elif store.check([f"duet/hello/{peer}"]):
+                store.set(f"duet/answer/{store.get(f'duet/hello/{peer}').decode()}", word)
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(
                 f"rank {min(missing)} has not come within {timeout.total_seconds():.0f} s"
             )
         time.sleep(LOOK_SECONDS)
-    return own
+    return word

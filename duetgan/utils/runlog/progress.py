@@ -1,6 +1,4 @@
-"""How far something is that takes a while: a bar on a terminal, else a line now and then with clock
-and time left.
-"""
+"""Show the progress of long work: a bar on a terminal, else an occasional line with time left."""
 
 import os
 import sys
@@ -15,16 +13,18 @@ from tqdm import tqdm
 
 from duetgan.utils.text import duration
 
-# where no bar can be drawn, however long a step or an evaluation takes
+# without a terminal, however long a step or an evaluation takes
 SECONDS_BETWEEN_LINES = 25.0
-RECENT = 30  # moments, a second apart or more, that the estimate of the time left looks back on
+RECENT = 30  # times, a second apart or more, from which the time left is estimated
 
 
 class Bar(tqdm):
-    """tqdm's bar; where none can be drawn (a log file, CI, a terminal without a size) lines on
-    stderr instead: `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`. The time
-    left is estimated from recent progress, without the first piece, which includes preparations,
-    and without `pausing`.
+    """tqdm's bar, or lines on stderr where no bar can be drawn: a log file, CI, a terminal without
+    size.
+
+    A line reads `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`. The time left
+    is estimated from recent progress, without the first item, which includes preparations, and
+    without `pausing`.
     """
 
     def __init__(
@@ -34,18 +34,19 @@ class Bar(tqdm):
         total: int | None = None,
         *,
         disable: bool = False,  # show nothing at all
-        **more: Any,
+        **options: Any,  # of tqdm
     ) -> None:
         self.lines = not disable and not has_terminal()
-        self.more = ""  # what a line says besides
-        self.done = int(more.get("initial", 0))
-        self._what, self._unit = desc, more.get("unit", "it")
+        self.suffix = ""  # text at the end of a line
+        self.done = int(options.get("initial", 0))
+        self._description = desc
+        self._unit = options.get("unit", "it")
         self._moments: deque[tuple[float, int]] = deque(maxlen=RECENT)  # (clock, pieces done)
-        # seconds in all; what is being done instead, since when
-        self._paused_for, self._pause = 0.0, ("", 0.0)
+        self._paused_for = 0.0  # seconds in all
+        self._pause = ("", 0.0)  # description of the current pause, and its start
         self._closed = threading.Event()
         super().__init__(
-            iterable, desc, total, file=sys.stderr, disable=disable or self.lines, **more
+            iterable, desc, total, file=sys.stderr, disable=disable or self.lines, **options
         )
         if self.lines:
             threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
@@ -58,17 +59,18 @@ class Bar(tqdm):
         return super().update(n)
 
     @contextmanager
-    def pausing(self, what: str) -> Iterator[None]:
-        """Leave other work out of the time left; meanwhile lines say that `what` is being done."""
+    def pausing(self, description: str) -> Iterator[None]:
+        """Leave other work out of the time left; meanwhile lines show its `description`."""
         if self._pause[0]:
             yield
             return
-        self._pause = what, time.monotonic()
+        self._pause = description, time.monotonic()
         try:
             yield
         finally:
             seconds = time.monotonic() - self._pause[1]
-            self._paused_for, self._pause = self._paused_for + seconds, ("", 0.0)
+            self._paused_for += seconds
+            self._pause = ("", 0.0)
             if not self.disable:  # tqdm's own clock
                 self.start_t += seconds
                 self.last_print_t += seconds
@@ -78,8 +80,8 @@ class Bar(tqdm):
             yield from super().__iter__()
             return
         try:
-            for each in self.iterable:
-                yield each
+            for item in self.iterable:
+                yield item
                 self.update()
         finally:
             self.close()
@@ -95,34 +97,28 @@ class Bar(tqdm):
                 sys.stderr.flush()
 
     def text(self) -> str:
-        """What a line says, but for the clock."""
-        total, (pause, since) = self.total, self._pause
-        what = f"{self._what}: " if self._what else ""
-        plural = (
-            ""
-            if self._unit.endswith("s") or self._unit == "it"
-            else "es"
-            if self._unit.endswith("ch")
-            else "s"
-        )
-        unit = self._unit + plural
-        far = (
-            f"{self.done:,} of {total:,} {unit} ({self.done / total:.0%})"
-            if total
-            else f"{self.done:,} {unit}"
-        )
+        """Return a line without the clock."""
+        total = self.total
+        pause, pause_start = self._pause
+        prefix = f"{self._description}: " if self._description else ""
+        unit = self._unit
+        if unit != "it" and not unit.endswith("s"):
+            unit += "es" if unit.endswith("ch") else "s"
+        progress = f"{self.done:,} {unit}"
+        if total:
+            progress = f"{self.done:,} of {total:,} {unit} ({self.done / total:.0%})"
         if pause:
-            return f"{pause}: for {duration(time.monotonic() - since)}, at {far}"
-        first, before = self._moments[0] if self._moments else (0.0, self.done)
-        if self.done == before:
-            return f"{what}{far}{self.more}"
-        rate = (self.done - before) / max(time.monotonic() - self._paused_for - first, 1e-9)
-        left = f", {duration((total - self.done) / rate)} left" if total else ""
-        return f"{what}{far}, {rate:,.3g}/s{left}{self.more}"
+            return f"{pause}: for {duration(time.monotonic() - pause_start)}, at {progress}"
+        start, start_done = self._moments[0] if self._moments else (0.0, self.done)
+        if self.done == start_done:
+            return f"{prefix}{progress}{self.suffix}"
+        rate = (self.done - start_done) / max(time.monotonic() - self._paused_for - start, 1e-9)
+        time_left = f", {duration((total - self.done) / rate)} left" if total else ""
+        return f"{prefix}{progress}, {rate:,.3g}/s{time_left}{self.suffix}"
 
 
 def has_terminal() -> bool:
-    """Whether a bar can be drawn on stderr: some containers' terminals are 0 columns wide."""
+    """Return True if a bar can be drawn on stderr; the terminals of some containers have 0 columns."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):

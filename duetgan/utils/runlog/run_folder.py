@@ -1,38 +1,36 @@
-"""The run folder: who may write into it, its status file, its config, its metrics."""
+"""A run's folder: its lock, its status file and its config."""
 
 import contextlib
 import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from duetgan.utils.config.build import differences
 from duetgan.utils.config.yaml_files import Tree, read_yaml, save_yaml
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import as_json, hold, replace_file
 
-# a change of these keys or sections breaks the saved state; all others are taken at a resume, with
-# a notice
+# A change of these keys breaks the saved state. A resume accepts changes of all other keys, with a
+# notice.
 BREAKING = re.compile(
     r"(task|seed|architecture|progressive\.start)$|"
     r"(generator|discriminator|model)\.(?!weights$|inplace$|activation_|split\b)|"
     r"finetune\.(freeze$|unfreeze)|(\w+_)?optimizer\.name$"
 )
-RUNS = "DUET_RUNS"  # the environment's variable for the folder that default run folders are in
-SEARCHED = ("lr_find.png", "lr_find.json")  # what a search of the learning rate leaves: no run yet
+RUNS = "DUET_RUNS"  # environment variable: the parent of default run folders
+SEARCHED = ("lr_find.png", "lr_find.json")  # results of a learning rate search, which is no run yet
 
 
 def runs_folder(home: Path = Path()) -> Path:
-    """Return the folder that default run folders are in: $DUET_RUNS, else runs/ in `home`."""
+    """Return the parent of default run folders: $DUET_RUNS, else runs/ in `home`."""
     return Path(os.environ.get(RUNS) or home / "runs")
 
 
 def default_folder(config_file: Path) -> Path:
-    """Return <name of the config> in the folder of runs; for a run's own config.yaml return that
-    run.
-    """
+    """Return the default run folder of a config file; for a run's own config.yaml return that run."""
     folder = config_file.parent
     of_a_run = config_file.name == "config.yaml" and any(
         (folder / m).exists() for m in ("checkpoints", "status.json")
@@ -40,17 +38,20 @@ def default_folder(config_file: Path) -> Path:
     return folder if of_a_run else runs_folder() / config_file.stem
 
 
-def ended(run: Path, max_steps: int | None = None) -> bool:
-    """Whether a run's training came to its end, or to the step where it was to stop."""
+def is_finished(run: Path, max_steps: int | None = None) -> bool:
+    """Return True if a run's training has ended, or has stopped at `max_steps`."""
     file = run / "status.json"
-    status = json.loads(file.read_text()) if file.is_file() else {"state": None}
-    arrived = max_steps is not None and status.get("step") == max_steps
-    return status["state"] == "finished" or (arrived and status["state"] != "running")
+    if not file.is_file():
+        return False
+    status = json.loads(file.read_text())
+    reached_end = max_steps is not None and status.get("step") == max_steps
+    return status["state"] == "finished" or (reached_end and status["state"] != "running")
 
 
 class RunFolder:
-    """A run's folder, locked while open. Raises UserError when it cannot be written, is in use or
-    holds no run.
+    """A run's folder, locked while open.
+
+    Raises UserError if it cannot be written, is in use or holds something other than a run.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,27 +59,25 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
         self._lock: int | None = None
-        self._made: list[Path] = []  # by `open`: the lock and the folders that were not there
-        # seconds that earlier processes have spent on the run
-        self._opened, self._before = time.monotonic(), 0.0
+        self._created: list[Path] = []  # the lock and the folders that `open` created
+        self._opened = time.monotonic()
+        self._earlier_seconds = 0.0  # that earlier processes have spent on the run
 
     def open(self) -> None:
-        """Create the folder where it is missing and take its lock, once; one left by a killed
-        process does not block.
+        """Create the folder if it is missing and take its lock, once.
 
-        Without a run in it, `close` removes what was made.
+        The lock of a killed process does not block. If no run begins, `close` removes what was
+        created.
         """
         if self._lock is not None:
             return
-        file, text = (
-            self.path / ".lock",
-            f"{self.path}: cannot be written ({{}}); choose another --run-dir",
-        )
+        file = self.path / ".lock"
+        text = f"{self.path}: cannot be written ({{}}); choose another --run-dir"
         with (
-            explained(OSError, lambda why: text.format(why.strerror)),
+            explained(OSError, lambda error: text.format(error.strerror)),
             contextlib.ExitStack() as failed,
         ):
-            self._made = [path for path in (file, *file.parents) if not path.exists()]
+            self._created = [path for path in (file, *file.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             if not hold(lock):
@@ -87,7 +86,7 @@ class RunFolder:
                 raise UserError(
                     f"{self.path}: another run (process {owner}) is writing here; choose another --run-dir"
                 )
-            # its owner has just removed it
+            # The owner may have just removed the file.
             if not file.exists() or not os.path.samestat(os.fstat(lock), file.stat()):
                 os.close(lock)
                 return self.open()
@@ -96,57 +95,61 @@ class RunFolder:
             os.truncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)  # a full disk refuses this
             failed.pop_all()
-        # a run of before, or none
+        # The status may be missing, or an older run's without seconds.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self._before = float(json.loads((self.path / "status.json").read_text())["seconds"])
+            self._earlier_seconds = float(
+                json.loads((self.path / "status.json").read_text())["seconds"]
+            )
 
     def close(self) -> None:
         if self._lock is None:
             return
-        if self._made and not (self.path / "config.yaml").is_file():
-            with contextlib.suppress(OSError):  # something else is in it
-                self._made[0].unlink()
-                for folder in self._made[1:]:
+        if self._created and not (self.path / "config.yaml").is_file():
+            with contextlib.suppress(OSError):  # the folder may hold something else
+                self._created[0].unlink()
+                for folder in self._created[1:]:
                     folder.rmdir()
         os.close(self._lock)
         self._lock = None
 
     def saved_config(self) -> Tree | None:
-        """The config of the run that is here, None in an empty folder. Raises UserError where other
-        things are.
+        """Return the config of the run in the folder, None for an empty folder.
+
+        Raises UserError if the folder holds other things.
         """
         config = self.path / "config.yaml"
         if config.is_file():
             return read_yaml(config)
-        there = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        if strangers := ", ".join(
-            sorted(name for name in there.difference(SEARCHED) if not name.startswith("."))[:3]
-        ):
+        names = sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
+        foreign = [name for name in names if name not in SEARCHED and not name.startswith(".")]
+        if foreign:
             raise UserError(
-                f"{self.path}: is not empty and holds no run (found {strangers}); choose another --run-dir"
+                f"{self.path}: is not empty and holds no run (found {', '.join(foreign[:3])}); "
+                "choose another --run-dir"
             )
         return None
 
     def accept_config(self, config: Tree, *, defaults: Tree | None = None) -> list[str]:
-        """Compare with the config of the run that is here; one line per harmless difference. A key
-        that an older version did not write has its value of `defaults`.
+        """Compare a config with the saved one; return one line per harmless difference.
 
-        Raises UserError when a difference would break the saved state (another task, model or
-        seed).
+        Raises UserError if a difference would break the saved state (another task, model or seed).
+
+        Args:
+            defaults: values of keys that an older version did not write.
         """
         if (saved := self.saved_config()) is None:
             return []
         changed = differences(_filled(saved, defaults or {}), config)
-        if breaking := {
-            key: pair for key, pair in changed.items() if BREAKING.match(key) and pair[0] != "auto"
-        }:
-            text = "; ".join(
-                f"{key}: {old!r} there, {new!r} now"
-                for key, (old, new) in list(breaking.items())[:4]
-            )
-            rest = f" and {len(breaking) - 4} more" if len(breaking) > 4 else ""
+        breaking = []
+        for key, (old, new) in changed.items():
+            if BREAKING.match(key) and old != "auto":
+                breaking.append(f"{key}: {old!r} there, {new!r} now")
+        if breaking:
+            text = "; ".join(breaking[:4])
+            if len(breaking) > 4:
+                text += f" and {len(breaking) - 4} more"
             raise UserError(
-                f"{self.path}: holds another run ({text}{rest}); choose another --run-dir, or give the run's own config"
+                f"{self.path}: holds another run ({text}); choose another --run-dir, or give the run's own config"
             )
         return [
             f"config changed since the last start: {key} was {old!r}, is {new!r}"
@@ -154,37 +157,42 @@ class RunFolder:
             for key, (old, new) in changed.items()
         ]
 
-    def save_config(self, config: Tree, data: dict[str, Any] | None = None) -> None:
-        """Write the resolved config, which can be given to train.py again, and `data.json`: what
-        its images are.
+    def save_config(self, config: Tree, data: Mapping[str, object] | None = None) -> None:
+        """Write the resolved config, which train.py accepts, and `data.json`, which describes its
+        images.
         """
         save_yaml(config, self.path / "config.yaml")
         if data is not None:
             replace_file(self.path / "data.json", as_json(data))
 
     def write_status(
-        self, state: str, step: int, reason: str = "", exit_code: int | None = None, **more: Any
+        self,
+        state: str,
+        step: int,
+        reason: str = "",
+        exit_code: int | None = None,
+        **details: object,
     ) -> None:
-        """`status.json`: state is running, finished, stopped or failed; `seconds` that its
-        processes took in all.
+        """Write `status.json`, with the seconds that all processes of the run took.
+
+        `state` is running, finished, stopped or failed.
         """
-        status: dict[str, Any] = {
+        status: dict[str, object] = {
             "state": state,
             "step": step,
             "reason": reason,
             "exit_code": exit_code,
-            **more,
+            **details,
         }
-        status["seconds"] = round(self._before + time.monotonic() - self._opened, 1)
+        status["seconds"] = round(self._earlier_seconds + time.monotonic() - self._opened, 1)
         status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         replace_file(self.path / "status.json", as_json(status))
 
 
 def _filled(tree: Tree, defaults: Tree) -> Tree:
-    """`tree` with the keys of `defaults` that it lacks, in its sections too."""
-    both = {
-        key
-        for key, value in defaults.items()
-        if isinstance(value, dict) and isinstance(tree.get(key), dict)
-    }
-    return {**defaults, **tree, **{key: _filled(tree[key], defaults[key]) for key in both}}
+    """Return `tree` with the missing keys of `defaults`, in sections too."""
+    result = {**defaults, **tree}
+    for key, value in defaults.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            result[key] = _filled(tree[key], value)
+    return result

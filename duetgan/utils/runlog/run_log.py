@@ -1,6 +1,4 @@
-"""Where numbers go: the console, `metrics.jsonl`, TensorBoard, a tracker. Rank 0 writes; others are
-silent.
-"""
+"""Write a run's metrics to the console, `metrics.jsonl`, TensorBoard and a tracker, on rank 0."""
 
 import json
 import os
@@ -27,9 +25,7 @@ Metrics = dict[str, float | int]
 
 
 def say(message: str) -> None:
-    """One line for a person, on stderr, that does not tear the progress bar. Stdout is left to
-    results.
-    """
+    """Print a line for people on stderr without breaking the progress bar. Stdout is for results."""
     tqdm.write(message, file=sys.stderr)
     sys.stderr.flush()
 
@@ -40,14 +36,14 @@ def say_main(message: str) -> None:
 
 
 def say_refused(path: Path, error: Exception, without: str) -> None:
-    """Warn that `path` cannot be written. `error`: an OSError, or what was raised from it."""
+    """Warn that `path` cannot be written. `error` is an OSError, or was raised from one."""
     reason = getattr(error.__cause__ or error, "strerror", None) or error
     say(f"warning: {path}: cannot be written ({reason}); training continues without {without}")
 
 
 class Events:
-    """A folder of TensorBoard events. A disk that refuses them ends them, which is said once, and
-    not the training.
+    """A folder of TensorBoard events. If the disk refuses them, they end with one warning; training
+    continues.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
@@ -55,9 +51,9 @@ class Events:
 
         self._folder = folder
         self._writer: SummaryWriter | None = None
-        self.refused = False  # by the disk: nothing more is written
+        self.refused = False  # True after an error of the disk: nothing more is written
         if threading.excepthook is not _excepthook:
-            _USUAL.append(threading.excepthook)
+            _PREVIOUS_HOOKS.append(threading.excepthook)
             threading.excepthook = _excepthook
         with self._ending():
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
@@ -70,11 +66,11 @@ class Events:
         """Add a uint8 [H, W] or [H, W, 3] image."""
         self.add("image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
 
-    def add(self, what: str, *arguments: Any, **options: Any) -> None:
-        """As the writer's `add_scalar`, `add_text`, ..., while it can write."""
+    def add(self, kind: str, *arguments: object, **options: object) -> None:
+        """Call the writer's `add_scalar`, `add_text`, ..., while it can write."""
         with self._ending():
             if self._writer is not None:
-                getattr(self._writer, f"add_{what}")(*arguments, **options)
+                getattr(self._writer, f"add_{kind}")(*arguments, **options)
 
     def close(self) -> None:
         with self._ending():
@@ -84,7 +80,7 @@ class Events:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """An OSError inside, or of the thread that wrote something earlier, ends the events."""
+        """End the events after an OSError, inside the block or in the writer's thread."""
         try:
             yield
         except OSError as error:
@@ -94,31 +90,31 @@ class Events:
             if writer is not None:
                 inner: Any = writer.file_writer
                 with suppress(OSError):
-                    # ends its thread; SummaryWriter.close() flushes first, which raises
+                    # This ends the thread. SummaryWriter.close() would flush first, and raise.
                     inner.event_writer.close()
 
 
-_USUAL = [threading.excepthook]
+_PREVIOUS_HOOKS = [threading.excepthook]
 
 
-def _excepthook(ended: threading.ExceptHookArgs) -> None:
-    """What ends a SummaryWriter's thread is raised again where it is next called; no traceback
-    besides.
+def _excepthook(args: threading.ExceptHookArgs) -> None:
+    """Print no traceback for an OSError of a SummaryWriter's thread, whose next call raises it
+    again.
     """
-    writes = type(ended.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
-    if not (writes and isinstance(ended.exc_value, OSError)):
-        _USUAL[-1](ended)
+    is_writer = type(args.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
+    if not (is_writer and isinstance(args.exc_value, OSError)):
+        _PREVIOUS_HOOKS[-1](args)
 
 
 class _SideBySide(nn.ModuleDict):
-    """Networks in one module, so that one graph shows them all."""
+    """Several networks as one module, so that one graph shows them all."""
 
-    def forward(self, *inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        return tuple(network(*own) for network, own in zip(self.values(), inputs, strict=True))
+    def forward(self, *inputs: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
+        return tuple(network(*args) for network, args in zip(self.values(), inputs, strict=True))
 
 
 class RunLog:
-    """`metrics.jsonl` (one JSON object a log tick), TensorBoard events and the progress bar of one
+    """`metrics.jsonl` (one JSON object per log tick), TensorBoard events and the progress bar of a
     run.
     """
 
@@ -137,11 +133,13 @@ class RunLog:
         self._tracker = Tracker(folder, tracker) if active and tracker != "none" else None
         self._events: Events | None = None
         self._bar: Bar | None = None
-        self._refused: set[str] = set()  # by the disk
+        self._refused: set[str] = set()  # features that the disk refused
 
     def open(self, step: int, total: int | None = None, *, going_on: bool = True) -> None:
-        """Begin at `step` of `total` (None: as before): later rows, of a run that died after its
-        checkpoint, go; if `going_on` partial ones too.
+        """Begin at `step` of `total` (None: unchanged).
+
+        Later rows, of a run that died after its checkpoint, are deleted; if `going_on`, partial
+        rows too.
         """
         self._total = total or self._total
         if not self._active:
@@ -161,47 +159,46 @@ class RunLog:
             total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0
         )
 
-    def pausing(self, what: str) -> AbstractContextManager[None]:
-        """Return a context for work that is no step: `Bar.pausing`."""
-        return nullcontext() if self._bar is None else self._bar.pausing(what)
+    def pausing(self, description: str) -> AbstractContextManager[None]:
+        """Return a context for work between steps, see `Bar.pausing`."""
+        return nullcontext() if self._bar is None else self._bar.pausing(description)
 
     def advance(self) -> None:
         if self._bar is not None:
             self._bar.update()
 
     def metrics(self, step: int, metrics: Metrics, *, partial: bool = False) -> None:
-        """Append a row; NaN and infinity are written as null, which JSON can say. `partial`: of a
-        run that stops between two log ticks; it is in metrics.jsonl alone, until the run goes on.
+        """Append a row; NaN and infinity become null, because JSON has no such numbers.
+
+        A `partial` row, of a run that stops between two log ticks, is only written to
+        metrics.jsonl, and is deleted when the run continues.
         """
         if not self._active:
             return
-        row: dict[str, Any] = {"step": step} | ({"partial": True} if partial else {})
+        row: dict[str, object] = {"step": step}
+        if partial:
+            row["partial"] = True
         for key, value in metrics.items():
-            row[key] = (
-                value
-                if isinstance(value, int)
-                else (float(f"{value:.6g}") if np.isfinite(value) else None)
-            )
+            if isinstance(value, int):
+                row[key] = value
+            else:
+                row[key] = float(f"{value:.6g}") if np.isfinite(value) else None
         if self._events is not None and not partial:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
         self._track()
-        losses = {
-            f"{key[5:]} loss": f"{value:.3g}"
-            for key, value in metrics.items()
-            if key.startswith("loss/")
-        }
-        if self._bar is not None and losses:
-            self._bar.set_postfix(losses, refresh=False)
-            rate = (
-                {"images/s": f"{metrics['images_per_second']:.4g}"}
-                if "images_per_second" in metrics
-                else {}
-            )
-            self._bar.more = "".join(f", {name} {value}" for name, value in (losses | rate).items())
+        values = {}
+        for key, value in metrics.items():
+            if key.startswith("loss/"):
+                values[f"{key[5:]} loss"] = f"{value:.3g}"
+        if self._bar is not None and values:
+            self._bar.set_postfix(values, refresh=False)
+            if "images_per_second" in metrics:
+                values["images/s"] = f"{metrics['images_per_second']:.4g}"
+            self._bar.suffix = "".join(f", {name} {text}" for name, text in values.items())
 
     def _track(self, *, close: bool = False) -> None:
-        """Send the tracker what it lacks. Whatever it raises costs its rows, and not the training."""
+        """Send the tracker its missing rows. An error ends the tracking, not the training."""
         if self._tracker is None:
             return
         try:
@@ -216,37 +213,40 @@ class RunLog:
             self._tracker = None
 
     def _append(self, line: str) -> None:
-        """A full disk costs rows, and not the training. Half a row is taken away, or the next would
-        be glued to it.
+        """Append a line; a full disk costs the row, not the training.
+
+        Half a row is removed again, so that the next one begins on a new line.
         """
-        left = line.encode()
+        remaining = line.encode()
         try:
-            # a buffer would write its rest when it is closed
+            # Unbuffered, because a buffer would write its content when the file is closed.
             with open(self._path, "ab", buffering=0) as file:
-                before = file.tell()
+                start = file.tell()
                 try:
-                    while left:
-                        left = left[file.write(left) :]
+                    while remaining:
+                        remaining = remaining[file.write(remaining) :]
                 except OSError:
-                    file.truncate(before)
+                    file.truncate(start)
                     raise
         except OSError as error:
             self.refused(self._path, error, "its rows")
 
     def refused(self, path: Path, error: Exception, without: str) -> None:
-        """`say_refused`, once for each thing that training continues `without`."""
+        """Warn with `say_refused`, once for each feature that training continues `without`."""
         if without not in self._refused:
             self._refused.add(without)
             say_refused(path, error, without)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """A uint8 [H, W] or [H, W, 3] image for TensorBoard."""
+        """Add a uint8 [H, W] or [H, W, 3] image to TensorBoard."""
         if self._events is not None:
             self._events.image(step, name, pixels)
 
     def graph(self, networks: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
-        """One graph of all networks for TensorBoard's graph tab: name -> network and example
-        inputs.
+        """Add one graph of all networks to TensorBoard.
+
+        Args:
+            networks: name -> network and example inputs.
         """
         if self._events is None or self._events.refused:
             return
@@ -254,12 +254,12 @@ class RunLog:
         inputs = tuple(values for _, values in networks.values())
         modes = {module: module.training for module in together.modules()}
         # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes
-        # become constants; without gradients nothing is computed again, which cannot be traced
+        # become constants. Gradients are off, because activation checkpointing cannot be traced.
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
-            # fills caches of constants first: a tensor made while tracing must not be kept
+            # A first pass fills caches of constants, which must not hold tensors of the trace.
             together(*inputs)
             self._events.add("graph", together, inputs, use_strict_trace=False)
-        # the tracer leaves all of them in the mode of the outermost
+        # The tracer sets all modules to the mode of the outermost one.
         for module, training in modes.items():
             module.training = training
 
@@ -275,9 +275,7 @@ class RunLog:
 
 
 def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
-    """Drop the rows of `metrics.jsonl` after `step`, `partial` ones, and a last line that a crash
-    left half written.
-    """
+    """Delete the rows of `metrics.jsonl` after `step`, `partial` ones, and an incomplete last line."""
     if not path.is_file():
         return
     lines = []
@@ -288,6 +286,6 @@ def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
                 lines.append(line + "\n")
     content = "".join(lines).encode()
     if path.read_bytes().startswith(content):
-        os.truncate(path, len(content))  # which a full disk does not refuse
+        os.truncate(path, len(content))  # works on a full disk
     else:
         replace_file(path, content)

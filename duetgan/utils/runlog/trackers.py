@@ -1,10 +1,10 @@
-"""A run's rows for Weights & Biases, trackio or MLflow: `log.tracker: wandb` for a run that trains,
-`duet track RUN --to wandb` for one that is over.
+"""Send a run's metrics to Weights & Biases, trackio or MLflow.
 
-Both send the rows of metrics.jsonl up to the last checkpoint: a resume cuts none of them back.
-RUN/tracker.json says how far each tracker has them, so that none is sent twice, unless a kill or an
-error comes while they are sent. Nothing leaves this machine unless the tracker's own settings say
-so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
+Set `log.tracker: wandb` for a run that trains; use `duet track RUN --to wandb` for a finished one.
+Both send the rows of metrics.jsonl up to the last checkpoint, which no resume deletes.
+RUN/tracker.json holds the last step that each tracker has, so that no row is sent twice, unless a
+kill or an error interrupts the sending. Nothing leaves this machine unless the tracker's own
+settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.model import NonNegativeInt, Stored
-from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.config.yaml_files import Tree, read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
 
@@ -32,56 +32,70 @@ Values = Mapping[str, float]
 class Session(NamedTuple):
     """An open run of a tracker."""
 
-    id: str  # with which the run is opened again
-    # the values of one step, which is none before that of the call before
+    id: str  # opens the run again
+    # logs the values of one step; steps must not decrease
     log: Callable[[int, Values], object]
-    close: Callable[[], object]  # sends or writes what is left
+    close: Callable[[], object]  # sends or writes the remaining values
 
 
 def _logging(name: str, run: Any) -> Session:
-    """Of a run of wandb, or of trackio, which has taken over its words."""
+    """Return a session of wandb, or of trackio, which has the same interface."""
     return Session(name, lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
-def _wandb(run: Path, config: dict[str, Any], known: str | None) -> Session:
-    """WANDB_MODE is offline unless it is set: `wandb sync RUN/wandb/offline-*` sends the run later."""
+def _wandb(run: Path, config: Tree, run_id: str | None) -> Session:
+    """Open a run of wandb, offline unless WANDB_MODE is set.
+
+    `wandb sync RUN/wandb/offline-*` sends an offline run later.
+    """
     import wandb
 
-    name = known or uuid.uuid4().hex[:12]
-    quiet = wandb.Settings(console="off", silent=True, save_code=False, x_disable_stats=True)
-    about = {"project": os.environ.get("WANDB_PROJECT", "duet"), "name": run.name, "dir": str(run)}
+    name = run_id or uuid.uuid4().hex[:12]
     mode: Any = os.environ.get("WANDB_MODE", "offline")
-    return _logging(
-        name, wandb.init(**about, config=config, id=name, resume="allow", mode=mode, settings=quiet)
+    session = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "duet"),
+        name=run.name,
+        dir=str(run),
+        config=config,
+        id=name,
+        resume="allow",
+        mode=mode,
+        settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_stats=True),
     )
+    return _logging(name, session)
 
 
-def _trackio(run: Path, config: dict[str, Any], known: str | None) -> Session:
-    """In trackio's own database (TRACKIO_DIR); `trackio show --project duet` shows it."""
+def _trackio(run: Path, config: Tree, run_id: str | None) -> Session:
+    """Open a run in trackio's own database (TRACKIO_DIR), which `trackio show --project duet`
+    shows.
+    """
     import trackio
 
-    name = known or f"{run.name}-{uuid.uuid4().hex[:6]}"
+    name = run_id or f"{run.name}-{uuid.uuid4().hex[:6]}"
     return _logging(
         name, trackio.init(project="duet", name=name, config=config, resume="allow", embed=False)
     )
 
 
-def _mlflow(run: Path, config: dict[str, Any], known: str | None) -> Session:
-    """In `mlflow.db` beside the run's folder unless MLFLOW_TRACKING_URI is set."""
+def _mlflow(run: Path, config: Tree, run_id: str | None) -> Session:
+    """Open a run in `mlflow.db` next to the run's folder, unless MLFLOW_TRACKING_URI is set."""
     from mlflow.tracking import MlflowClient
 
-    beside = run.absolute().parent
+    folder = run.absolute().parent
     client = MlflowClient(
-        os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside / 'mlflow.db'}")
+        os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     )
-    if known is None:
-        there, artifacts = client.get_experiment_by_name("duet"), (beside / "mlruns").as_uri()
-        experiment = there.experiment_id if there else client.create_experiment("duet", artifacts)
-        name: str = client.create_run(experiment, run_name=run.name).info.run_id
+    if run_id is None:
+        experiment = client.get_experiment_by_name("duet")
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = client.create_experiment("duet", (folder / "mlruns").as_uri())
+        name: str = client.create_run(experiment_id, run_name=run.name).info.run_id
         for key, value in _flat(config).items():
             client.log_param(name, key, value)
     else:
-        name = known
+        name = run_id
         client.update_run(name, status="RUNNING")
 
     def log(step: int, values: Values) -> None:
@@ -91,89 +105,87 @@ def _mlflow(run: Path, config: dict[str, Any], known: str | None) -> Session:
     return Session(name, log, lambda: client.set_terminated(name))
 
 
-Open = Callable[[Path, dict[str, Any], str | None], Session]
+Open = Callable[[Path, Tree, str | None], Session]
 TRACKERS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    leaves: dict[str, object] = {}
     for key, value in tree.items():
-        leaves |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, Mapping):
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
     return leaves
 
 
 class Sent(Stored):
-    """What a tracker has of a run."""
+    """The rows of a run that a tracker has."""
 
-    id: str  # of the run there
-    step: NonNegativeInt  # up to which it has the rows
+    id: str  # the tracker's id of the run
+    step: NonNegativeInt  # the last step that the tracker has
 
 
-STATE = TypeAdapter(dict[str, Sent])  # RUN/tracker.json, by tracker
+STATE = TypeAdapter(dict[str, Sent])  # RUN/tracker.json: tracker -> sent rows
 
 
 class Tracker:
-    """Sends the rows of a run's metrics.jsonl to one of TRACKERS. Raises UserError where its
-    package is missing.
+    """Sends the rows of a run's metrics.jsonl to one of TRACKERS.
+
+    Raises UserError if the tracker's package is missing.
     """
 
     def __init__(self, run: Path, name: str) -> None:
         spec = importlib.util.find_spec(name)
-        # a folder of that name, such as wandb's own, is no package
+        # A folder of that name, such as wandb's own, has a spec but no origin.
         if spec is None or spec.origin is None:
             raise UserError(f"the tracker {name}: its package is not installed; pip install {name}")
         self.name, self._run = name, run
         self._session: Session | None = None
-        self._looked = 0  # the checkpoint up to which this object has sent
+        self._sent_step = 0  # step of the checkpoint up to which this object has sent
 
     def send(self) -> int:
-        """Send the rows up to the last checkpoint that were not sent; returns how many. Raises what
-        a tracker does.
+        """Send the missing rows up to the last checkpoint and return their number.
+
+        Raises the tracker's own exceptions.
         """
         from duetgan.utils import checkpoint  # imports torch
 
         saved = checkpoint.newest_first(self._run / "checkpoints")
         last = checkpoint.step_of(saved[0]) if saved else 0
-        if last <= self._looked:
+        if last <= self._sent_step:
             return 0
         state = self._run / "tracker.json"
         sent: dict[str, Sent] = {}
         with suppress(OSError, ValueError):
             sent = STATE.validate_json(bounded.read_file(state, bounded.TABLE))
-        known = sent.get(self.name, Sent(id="", step=0))
-        if rows := self._rows(known.step, last):
+        previous = sent.get(self.name, Sent(id="", step=0))
+        if rows := self._rows(previous.step, last):
             if self._session is None:
                 self._session = TRACKERS[self.name](
-                    self._run, read_yaml(self._run / "config.yaml"), known.id or None
+                    self._run, read_yaml(self._run / "config.yaml"), previous.id or None
                 )
             for row in rows:
-                if values := {
-                    k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"
-                }:
-                    self._session.log(row["step"], values)
-            sent[self.name] = Sent(id=self._session.id, step=rows[-1]["step"])
+                step = row.pop("step")
+                if values := {k: v for k, v in row.items() if isinstance(v, int | float)}:
+                    self._session.log(step, values)
+            sent[self.name] = Sent(id=self._session.id, step=step)
             replace_file(state, STATE.dump_json(sent))
-        self._looked = last
+        self._sent_step = last
         return len(rows)
 
-    def _rows(self, after: int, last: int) -> list[dict[str, Any]]:
-        """Those of steps after one and up to another, but for partial ones and what a crash left
-        half written.
-        """
+    def _rows(self, sent: int, last: int) -> list[dict[str, Any]]:
+        """Return the rows after step `sent` up to `last`, without partial and incomplete ones."""
         rows = []
         for line in bounded.read_file(self._run / "metrics.jsonl", bounded.TABLE).splitlines():
             with suppress(ValueError, LookupError, TypeError):
                 row = json.loads(line)
-                if after < row["step"] <= last and not row.get("partial"):
+                if sent < row["step"] <= last and not row.get("partial"):
                     rows.append(row)
         return rows
 
     def close(self) -> None:
-        """End the tracker's session; a later one goes on with the same run."""
+        """End the tracker's session; a later session continues the same run."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -193,7 +205,7 @@ def main(argv: list[str]) -> None:
         tracker.close()
     except UserError:
         raise
-    except Exception as error:  # whatever a tracker raises: no network, no login, a full disk
+    except Exception as error:  # a tracker's own: no network, no login, a full disk
         raise UserError(
             f"{options.to}: {error}; nothing of {options.run} is lost, give the command again"
         ) from error

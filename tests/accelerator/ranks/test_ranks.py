@@ -19,8 +19,8 @@ pytestmark = [
 ]
 RANKS = (0, 1)
 BATCHNORMS = 13  # of the classifier
-MASKS = "models/backbones/base.py: x = module(x) (index.Tensor)"
-BUCKETS = "training/base/compiled.py: return self._run(*arguments, **options) (copy_)"
+MASKS = "duetgan/models/backbones/base.py: x = module(x) (index.Tensor)"
+BUCKETS = "duetgan/training/base/compiled.py: return self._run(*arguments, **options) (copy_)"
 
 
 PARTS: dict[str, Any] = {

@@ -115,6 +115,15 @@ def test_erase_boxes_lie_inside_and_have_the_right_sizes() -> None:
         assert 0 <= column < column + columns <= 4
 
 
+def test_a_part_of_images_that_are_not_square_is_erased_as_of_others() -> None:
+    for height, width in ((48, 8), (8, 48)):
+        images = torch.ones(256, 1, height, width)
+        erased = draw_and_apply(images, Augment(erase=1.0), seed=1, step=2, start=0, global_batch=256) != 1
+        middle = erased.float().mean((0, 1))[height // 4 : -(height // 4), width // 4 : -(width // 4)]
+        assert middle.min() > 0.05
+        assert 0.1 < erased.float().mean() < 0.2
+
+
 ALL = Augment(flip=True, shift=2, erase=0.5)
 
 
@@ -202,11 +211,11 @@ def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
 @pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 8.0])
 def test_mixups_shares_are_beta_distributed(alpha: float) -> None:
     mixing = drawn(mixup=alpha)
-    assert torch.equal(mixing.own, mixing.blend)
+    assert torch.equal(mixing.label_weights, mixing.blend)
     assert mixing.boxes.eq(0).all()
-    assert mixing.own.isfinite().all()
-    assert mixing.own.mean().item() == pytest.approx(0.5, abs=0.03)
-    assert mixing.own.double().var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
+    assert mixing.label_weights.isfinite().all()
+    assert mixing.label_weights.mean().item() == pytest.approx(0.5, abs=0.03)
+    assert mixing.label_weights.double().var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
 
 
 def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> None:
@@ -216,8 +225,8 @@ def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> 
     assert mixing.boxes.min() >= 0
     assert (top + height).max() <= 20
     assert (left + width).max() <= 30
-    torch.testing.assert_close(mixing.own, 1 - height * width / 600)
-    assert 0.55 < mixing.own.mean() < 0.75  # above a half: boxes are cut off at the borders
+    torch.testing.assert_close(mixing.label_weights, 1 - height * width / 600)
+    assert 0.55 < mixing.label_weights.mean() < 0.75  # above a half: boxes are cut off at the borders
     own = torch.tensor([0.75, 0.0, 1.0, 0.75])
     boxes = cut_boxes(own, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]]), 20, 30)
     assert boxes[0].tolist() == [5, 8, 10, 15]
@@ -232,7 +241,7 @@ def test_one_of_both_for_each_image_and_only_some() -> None:
     assert not (pasted & blended).any()
     assert blended.float().mean().item() == pytest.approx(0.25, abs=0.03)
     assert pasted.float().mean().item() == pytest.approx(0.25, abs=0.03)
-    assert mixing.own[~pasted & ~blended].eq(1).all()
+    assert mixing.label_weights[~pasted & ~blended].eq(1).all()
     assert not MixingAugment().mixes
     assert not MixingAugment(mixup=1.0, mix_prob=0.0).mixes
     assert MixingAugment(mixup=1.0).mixes
@@ -248,7 +257,8 @@ def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
         assert all(torch.equal(p, w[start : start + 4]) for p, w in zip(part, whole, strict=True))
     assert all(torch.equal(p, w[2:5]) for p, w in zip(whole.rows(slice(2, 5)), whole, strict=True))
     for seed, step in ((1, 3), (2, 2)):
-        assert not torch.equal(draw_mixing(config, seed=seed, step=step, start=0, count=12, **common).own, whole.own)
+        other = draw_mixing(config, seed=seed, step=step, start=0, count=12, **common)
+        assert not torch.equal(other.label_weights, whole.label_weights)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import multiprocessing
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,21 @@ from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
 
 GREY = Layout.of(ImageSpec(1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("channels", "depth", "encoding", "is_kept"),
+    [
+        *((channels, "uint16", "png", channels in (1, 3, 4)) for channels in range(1, 6)),
+        (3, "float32", "png", False),
+        (3, "float32", "raw", True),
+        (3, "uint8", "jpeg", True),
+        (5, "uint8", "jpeg", False),
+    ],
+)
+def test_an_encoding_keeps_the_values_of_images_or_is_refused(channels, depth, encoding, is_kept):
+    with nullcontext() if is_kept else pytest.raises(ValueError, match="take raw"):
+        record_format.check_encoding(ImageSpec(channels, 8, 8, depth=depth), encoding)
 
 
 def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None) -> None:

@@ -47,7 +47,7 @@ def test_no_image_of_the_other_file_and_no_look_alike_is_there(pets, tmp_path, o
     gone = {f"unlabelled/again{number:02d}.png" for number in range(12)} | {"unlabelled/jpeg03.jpg"}
     assert reader.names() == [name for name in place if name not in gone]
     assert ("unlabelled/jpeg14.jpg" in reader.names()) is (how == "none")
-    assert (summary.meta, summary.written.apart) == (reader.meta, 13 if how else 0)
+    assert (summary.meta, summary.written.excluded) == (reader.meta, 13 if how else 0)
     assert reader.classes == everything.classes == ([] if how else ["cat", "dog"])
     report = find(reader, LMDBReader(test), similar=True)
     assert (report.exact, report.near) == ([], [])

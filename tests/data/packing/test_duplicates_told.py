@@ -93,7 +93,7 @@ def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixt
         pairs = [re.fullmatch(r"(\S+) ~ (\S+), correlation [01]\.\d{3}", line) for line in lines if " ~ " in line]
         found = {(match[1], match[2]) for match in pairs if match}
         assert found == {(f"{prefix}first{n:02d}.png", f"{prefix}second{n:02d}.png") for n in range(30)}
-    assert printed(capsys, duplicates_main, dest, "--similar")[-1] == "all of them: add --list FILE"
+    assert printed(capsys, duplicates_main, dest, "--similar")[-1] == "add --list FILE to write all of them to a file"
     document = json.loads("".join(printed(capsys, duplicates_main, dest, "--json")))
     assert document["names"][str(document["exact"][0]["records"][0])] == "first00.png"
     # Packed anew without most of them: the old list is no longer true.

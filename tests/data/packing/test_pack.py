@@ -137,7 +137,7 @@ def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> No
         refused(photos, message, *skip, *option)
         monkeypatch.setattr(pack_module, "SKIPPED_IMAGES", 2)  # for the second, which has no option
     assert len(packed(photos, *skip, "--max-skipped", "3")) == 4
-    monkeypatch.setattr(pack_module, "SKIPPED_SHARE", 0.5)  # of 7 images
+    monkeypatch.setattr(pack_module, "SKIPPED_FRACTION", 0.5)  # of 7 images
     assert len(packed(photos, *skip)) == 4
     refused(photos, "--max-skipped is 0", *skip, "--max-skipped", "0")
 

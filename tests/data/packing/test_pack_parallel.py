@@ -108,7 +108,7 @@ def test_fault_of_a_worker_ends_packing(tmp_path, error, raised, message):
 
 def test_few_pieces_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while all wait for an earlier one."""
-    monkeypatch.setattr(records, "PIECE_IMAGES", 2)
+    monkeypatch.setattr(records, "CHUNK_IMAGES", 2)
     taken = []
 
     def before(index: int) -> None:

@@ -18,7 +18,7 @@ from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.duplicates import find
 from duetgan.data.packing.inspect import verify
 from duetgan.data.packing.pack import pack
-from duetgan.data.packing.split import draw, quotas, to_share, val_path
+from duetgan.data.packing.split import draw, quotas, to_fraction, val_path
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import EXIT_USER, UserError
 from duetgan.utils.script import run_cli
@@ -54,7 +54,7 @@ def test_quotas_by_hand_and_shares_that_are_none() -> None:
     assert quotas([300], Fraction("0.29")) == [87]  # not 0.28999999999999998
     for share in ("0", "-0.1", "0.51", "1", "nan", "inf", "a", "1/0", ""):
         with pytest.raises(UserError, match=r"give a share above 0 and up to 0\.5"):
-            to_share(share)
+            to_fraction(share)
 
 
 def alone(count: int) -> list[np.ndarray]:
@@ -184,6 +184,9 @@ def test_command_line(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.C
     held_out = tmp_path / "new" / "x-val.lmdb"
     assert ["held", "out", f"{held_out} ({held_out.stat().st_size:,} bytes)"] in told
     assert ["cat", "21,", "3 held out"] in told
+    with LMDBReader(tmp_path / "new" / "x.lmdb") as kept, LMDBReader(held_out) as held:
+        count = len(kept) + len(held)
+        assert any(f"{len(held)} of {count} images, {len(held) / count:.1%}" in " ".join(line) for line in told)
     assert ["emu", "1,", "0 held out"] in told
     assert any("none of 1 classes" in " ".join(line) and line[-1].endswith("emu") for line in told)
     assert "x.lmdb exists: choose another name or add --overwrite" in refused(main, *command)
@@ -232,7 +235,7 @@ def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, cap
     capsys.readouterr()
     pack(source_at(pets), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]
-    for fault in ("duetgan.data.packing.split.draw", "duetgan.data.packing.split.publish_both"):
+    for fault in ("duetgan.data.packing.split.draw", "duetgan.data.packing.pack.publish_both"):
         with monkeypatch.context() as patch:
             patch.setattr(fault, lambda *arguments: (_ for _ in ()).throw(UserError("a fault")))
             assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == EXIT_USER

@@ -64,7 +64,7 @@ def test_the_copy_is_made_anew_when_the_folder_has_changed(
 def test_a_broken_image_is_refused_and_nothing_is_left(photos: Path, own_cache: Path) -> None:
     broken = next(photos.rglob("*.png"))
     broken.write_bytes(broken.read_bytes()[:60])
-    with pytest.raises(UserError, match=rf"{broken.name} is truncated or damaged .*data\.pack --on-error skip"):
+    with pytest.raises(UserError, match=rf"{broken.name} is truncated or damaged .*duet pack --on-error skip"):
         Dataset(photos)
     assert list(own_cache.glob("*.lmdb")) == []
 

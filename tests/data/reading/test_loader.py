@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from duetgan.data.decode import RandomCrop
 from duetgan.data.reading.dataset import Dataset, at_resolution, stages_text
-from duetgan.data.reading.loader import Batch, InfiniteLoader, mirror_in_turn
+from duetgan.data.reading.loader import Batch, InfiniteLoader, alternating_flip_
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
@@ -49,13 +49,13 @@ def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
 
 def test_waiting_is_measured_and_batches_go_to_a_device(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = unstaged(packed, 0)
-    read = loader.reader.read
+    read = loader.dataset.read
 
     def slow(indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         time.sleep(0.05)
         return read(indices, **options)
 
-    monkeypatch.setattr(loader.reader, "read", slow)
+    monkeypatch.setattr(loader.dataset, "read", slow)
     for count in (2, 1):
         loader.wait_seconds = 0.0
         batches = [next(loader) for _ in range(count)]
@@ -101,7 +101,7 @@ def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed: P
     for loader in loaders:
         loader.close()
     repeats = torch.arange(6, dtype=torch.uint8).view(3, 1, 1, 2)  # within an epoch they alternate, too
-    mirror_in_turn(repeats, np.array([1, 1, 1]), SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2])))
+    alternating_flip_(repeats, np.array([1, 1, 1]), SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2])))
     assert repeats.flatten().tolist() == [1, 0, 2, 3, 5, 4]
 
 

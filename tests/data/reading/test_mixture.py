@@ -29,7 +29,7 @@ def sampler_of(share: str = "1/4", *, batch: int = 12, rank: int = 0, world: int
     order: dict[str, Any] = {"batch_size": batch, "seed": 3, "rank": rank, "world_size": world}
     second = GlobalSampler(DRAWN, stream="synthetic", weights=more.pop("second_weights", None), **order)
     until, content = more.pop("until", None), more.pop("content", "abc")
-    return MixedSampler(REAL, synthetic=second, content=content, share=Fraction(share), until=until, **order | more)
+    return MixedSampler(REAL, synthetic=second, content=content, fraction=Fraction(share), until=until, **order | more)
 
 
 def batches(sampler: GlobalSampler, count: int) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ def test_ranks_together_are_one_process(share: str, world: int) -> None:
         np.testing.assert_array_equal(indices, np.concatenate([part for part, _ in parts]))
         np.testing.assert_array_equal(keys.epochs, np.concatenate([part.epochs for _, part in parts]))
         np.testing.assert_array_equal(keys.repeats, np.concatenate([part.repeats for _, part in parts]))
-        assert {rank.taken for rank in ranks} == {whole.taken}
+        assert {rank.consumed_total for rank in ranks} == {whole.consumed_total}
 
 
 def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
@@ -93,7 +93,7 @@ def test_the_order_goes_on_from_its_state_with_other_batches() -> None:
     straight, larger = sampler_of("0.37"), sampler_of("0.37", batch=24)
     straight.advance(8)
     larger.load_state_dict(straight.state_dict())
-    assert larger.taken == 8 * 12
+    assert larger.consumed_total == 8 * 12
     drawn = int((larger.next_batch()[0] >= REAL).sum())
     assert drawn == 10 * 12 * 37 // 100 - 8 * 12 * 37 // 100
 

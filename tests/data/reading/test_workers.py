@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from duetgan.data.reading import dataset as workers_module
-from duetgan.data.reading.dataset import Dataset, candidates, choose_workers
+from duetgan.data.reading.dataset import Dataset, choose_workers, thread_counts
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import pack_arrays
 from duetgan.utils import memory
@@ -25,7 +25,7 @@ def encoded(tmp_path: Path) -> Path:
 
 
 def test_candidates_and_raw_images_need_no_threads(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {limit: candidates(limit) for limit in (1, 2, 3, 4, 6, 16)}
+    found = {limit: thread_counts(limit) for limit in (1, 2, 3, 4, 6, 16)}
     assert found == {1: [0], 2: [0, 2], 3: [0, 2, 3], 4: [0, 2, 4], 6: [0, 2, 4, 6], 16: [0, 2, 4, 8, 16]}
     monkeypatch.setattr(Dataset, "read", lambda *_, **__: pytest.fail("measured"))
     assert choose_workers(Dataset(packed), 64) == (0, {})

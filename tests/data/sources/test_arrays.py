@@ -85,8 +85,8 @@ def test_arrays_of_splits_with_labels(tmp_path: Path) -> None:
         assert source.labels().tolist() == [0, 2, 1, 0, 2, 1]
         np.testing.assert_array_equal(source.content(3), IMAGES[3])
     with source_at(path, split="test") as source:
-        assert source.sets is not None
-        assert [source.sets[label] for label in source.labels()] == [[0, 2], []]
+        assert source.label_sets is not None
+        assert [source.label_sets[label] for label in source.labels()] == [[0, 2], []]
         assert source.classes == ["0", "1", "2"]
     with packed(path) as reader:
         np.testing.assert_array_equal(reader.read([2])[0][0].transpose(1, 2, 0), IMAGES[2])

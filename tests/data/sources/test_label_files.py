@@ -190,9 +190,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, str], str, str]] = {
 def read(source: Source) -> list[tuple[str, str]]:
     """Return the names of the images, and their labels."""
     numbers = source.labels()
-    hot = np.eye(len(source.classes), dtype=bool)[numbers] if source.classes and source.sets is None else None
-    if source.sets is not None:
-        hot = multi_hot(source.sets, len(source.classes))[numbers] > 0
+    hot = np.eye(len(source.classes), dtype=bool)[numbers] if source.classes and source.label_sets is None else None
+    if source.label_sets is not None:
+        hot = multi_hot(source.label_sets, len(source.classes))[numbers] > 0
     found = []
     for index in range(len(source)):
         names = [] if hot is None else [source.classes[place] for place in np.flatnonzero(hot[index])]

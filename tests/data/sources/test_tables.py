@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "PIECE_ROWS", 2)
+    monkeypatch.setattr(tables, "IMAGE_ROWS", 2)
     table = {"image": cells(*range(9)), "label": [0, 1, 1] * 3}
     path = parquet(tmp_path / "x.parquet", table, names=["b", "a"], rows=5)
     with source_at(path) as source:
@@ -152,7 +152,7 @@ def test_damaged_parquet(plain: Callable[..., Path]) -> None:
 
 
 def test_damage_between_pieces_of_a_row_group(plain: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "PIECE_ROWS", 1)
+    monkeypatch.setattr(tables, "IMAGE_ROWS", 1)
     source = source_at(plain(rows=4, write_batch_size=1, data_page_size=1))  # a page for each row
     for index in (0, 1, 2, 2, 3, 1, 2, 0):
         if index < 2:

@@ -43,6 +43,6 @@ def test_labels_that_are_nowhere_are_left_out_and_nothing_at_all_has_no_figure()
     nothing = LabelAnswers(-torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), ["a", "b"], torch.tensor([0.5, 0.5]))
     assert [figure(nothing).value for figure in (macro_f1, micro_f1)] == [None, None]
     assert measured(LABELS, nothing, {})["exact_match"] == 1.0
-    assert (given.words(labels[0]), given.words(labels[1])) == ("a", "no label")
+    assert (given.class_text(labels[0]), given.class_text(labels[1])) == ("a", "no label")
     with pytest.raises(UserError, match="no image"):
         LabelAnswers(torch.empty(0, 2), torch.empty(0, 2, dtype=torch.bool), ["a", "b"], torch.tensor([0.5, 0.5]))

@@ -162,7 +162,7 @@ def test_classifiers_that_were_evaluated_by_other_options_are_refused(tmp_path):
         with pytest.raises(UserError) as caught:
             compare([runs[first], runs[second]])
         names = f"{runs[first]} and {runs[second]}"
-        assert str(caught.value) == f"{names} were evaluated with {told}; evaluate both alike"
+        assert str(caught.value) == f"{names} were evaluated with {told}; evaluate both with the same {told.split()[0]}"
     compare([run("a", sampled, precision=0.5), run("b", sampled, precision=0.75)])  # a GAN's is a figure
 
 

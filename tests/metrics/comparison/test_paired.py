@@ -18,7 +18,7 @@ def pair(gained, lost, both=10, neither=10):
 
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (5, 0), (6, 0), (3, 9), (40, 20)])
 def test_mcnemar_is_the_sum_of_the_binomials_tails(gained, lost):
-    found = paired.paired_shares(*pair(gained, lost))
+    found = paired.paired_fractions(*pair(gained, lost))
     count = gained + lost
     tail = sum(math.comb(count, k) for k in range(min(gained, lost) + 1)) / 2**count
     assert found.p == pytest.approx(min(1, 2 * tail), rel=1e-9)
@@ -136,13 +136,13 @@ def test_an_interval_leaves_0_out_where_its_p_says_so():
     """J15: of every number of images that only one of two gets right, out of 100. The same answers do not differ."""
     for gained in range(12):
         for lost in range(12):
-            result = paired.paired_shares(*pair(gained, lost, both=60, neither=40 - gained - lost))
+            result = paired.paired_fractions(*pair(gained, lost, both=60, neither=40 - gained - lost))
             low, high = result.interval or [1, 0]
             assert result.p is not None
             assert (result.p < 0.05) == (low > 0 or high < 0), (gained, lost)
             assert low <= result.difference <= high
     found = paired.paired_figures(0.0, np.ones(5), np.ones(5))
-    assert (found.interval, found.p, paired.paired_shares(*pair(0, 0)).p) == ([0.0, 0.0], 1.0, 1)
+    assert (found.interval, found.p, paired.paired_fractions(*pair(0, 0)).p) == ([0.0, 0.0], 1.0, 1)
 
 
 def test_seeds_that_agree_leave_the_chance_of_images():

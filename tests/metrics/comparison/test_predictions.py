@@ -24,7 +24,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     first = (tmp_path / FILE).read_bytes()
     assert told == {"file": FILE, "sha256": sha256(first)}
     found = Predictions(tmp_path, told["sha256"])
-    assert found.about == {"schema": 1, **ABOUT}
+    assert found.metadata == {"schema": 1, **ABOUT}
     assert found.hits.tolist() == [True, True, False, False]
     for name, column in COLUMNS.items():
         np.testing.assert_array_equal(found.columns[name], column)
@@ -32,7 +32,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert (tmp_path / FILE).read_bytes() == first
     needed = {name: value for name, value in ABOUT.items() if name not in ("training_seed", "judge")}
     plain = save_predictions(tmp_path, needed, COLUMNS)
-    assert Predictions(tmp_path, plain["sha256"]).about == {"schema": 1, **ABOUT, "training_seed": None}
+    assert Predictions(tmp_path, plain["sha256"]).metadata == {"schema": 1, **ABOUT, "training_seed": None}
     unjudged = save_predictions(tmp_path, ABOUT, {"label": LABEL})
     assert Predictions(tmp_path, unjudged["sha256"]).hits is None
     with pytest.raises(UserError, match=r"is not of the evaluation that metrics.json beside it is of"):

@@ -16,10 +16,10 @@ from duetgan.metrics.samples.memorisation import (
     RealSet,
     chance_bound,
     data_copying,
+    fraction_below,
     mann_whitney,
     memorisation,
     nearest,
-    share_below,
     training_bound,
 )
 from duetgan.utils.seeding import generator
@@ -57,12 +57,12 @@ def test_a_copy_is_at_distance_zero_even_in_float32_and_the_first_of_equals_is_n
         assert_raises(ValueError, "no nearest neighbours", nearest, torch.zeros(2, 3), nothing)
 
 
-def test_share_below_by_hand_and_mann_whitney_against_counted_pairs():
+def test_fraction_below_by_hand_and_mann_whitney_against_counted_pairs():
     held_out = torch.arange(1.0, 201.0).double()[torch.randperm(200, generator=generator(0, "test"))]
-    share, expected, bound = share_below(torch.tensor([0.5, 1.5, 2.0, 300.0]).double(), held_out)
+    share, expected, bound = fraction_below(torch.tensor([0.5, 1.5, 2.0, 300.0]).double(), held_out)
     assert (share, bound) == (0.5, 2.0)  # the 2nd of 200; as near as the bound is not nearer
     assert expected == pytest.approx(2 / 201)
-    assert share_below(torch.ones(2).double(), held_out[:5], tail=0.4)[1] == pytest.approx(2 / 6)
+    assert fraction_below(torch.ones(2).double(), held_out[:5], tail=0.4)[1] == pytest.approx(2 / 6)
     samples, held_out = (normal(17, key=3) * 4).round(), (normal(23, key=4) * 4 + 1).round()  # with ties
     u = sum(1.0 if s > h else 0.5 if s == h else 0.0 for s in samples for h in held_out)
     expected = (u - 17 * 23 / 2) / math.sqrt(17 * 23 * (17 + 23 + 1) / 12)
@@ -206,9 +206,11 @@ def test_interval_is_delongs_also_of_equal_scores_and_where_all_are_told_apart()
     _, (low, high) = audit.auc(members, held_out)
     assert (low + high) / 2 == pytest.approx(won.mean(), abs=1e-12)
     assert (high - low) / 2 == pytest.approx(1.959964 * variance**0.5, abs=1e-12)
-    assert audit.crowding(torch.ones(50), torch.ones(50), 1) == 1.0
+    assert audit.top_p_value(torch.ones(50), torch.ones(50), 1) == 1.0
     found = audit.attack(torch.zeros(50), torch.zeros(40))
     assert (found["auc"], found["p_value"]) == (0.5, 1.0)
+    _, (low, high) = audit.auc(torch.arange(4.0), torch.tensor([0.5, 3.5, 4.5, 5.5]))
+    assert low == 0.0 < high  # the normal interval reaches below 0
     assert_raises(ValueError, "members and held-out", audit.attack, torch.zeros(0), torch.zeros(4))
     _, (low, high) = audit.auc(torch.ones(50), torch.zeros(40))
     assert 0.85 < low < 0.95 < high == 1.0
@@ -217,7 +219,7 @@ def test_interval_is_delongs_also_of_equal_scores_and_where_all_are_told_apart()
 
 
 @pytest.mark.parametrize(("m", "n", "rank"), [(3, 4, 1), (4, 3, 2), (5, 2, 2), (2, 5, 5)])
-def test_crowding_against_all_orders(m, n, rank):
+def test_top_p_value_against_all_orders(m, n, rank):
     """Each set of places that members can have in the order is equally likely."""
     orders = list(itertools.combinations(range(m + n), m))
     above = [sum(place < sorted(set(range(m + n)) - set(order))[rank - 1] for place in order) for order in orders]
@@ -225,7 +227,7 @@ def test_crowding_against_all_orders(m, n, rank):
         scores = -torch.arange(m + n).double()
         other = [place for place in range(m + n) if place not in order]
         expected = np.mean([each >= count for each in above])
-        assert audit.crowding(scores[list(order)], scores[other], rank) == pytest.approx(expected, abs=1e-12)
+        assert audit.top_p_value(scores[list(order)], scores[other], rank) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_top_shows_what_the_whole_hides():
@@ -255,11 +257,11 @@ def test_copies_are_added_exactly_and_halves_are_disjoint():
     assert (len(one), len(other)) == (20, 21)
 
 
-@pytest.mark.parametrize(("share", "copies", "expected"), [(0.001, 1, range(2)), (0.1, 44, range(19, 21))])
-def test_planted_copies_are_found_if_they_are_many(share, copies, expected):
+@pytest.mark.parametrize(("fraction", "copies", "expected"), [(0.001, 1, range(2)), (0.1, 44, range(19, 21))])
+def test_planted_copies_are_found_if_they_are_many(fraction, copies, expected):
     members, held_out, samples = perfect()
     real = torch.cat([members, held_out])
-    how: dict[str, Any] = {"members": 600, "samples": 400, "share": share, "repeats": 20}
+    how: dict[str, Any] = {"members": 600, "samples": 400, "fraction": fraction, "repeats": 20}
     found = audit.detection(real, nearest(real, samples).distances, **how, generator=generator(0, "test"))
     assert found["copies"] == copies
     assert found["found"] in expected

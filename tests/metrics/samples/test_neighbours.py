@@ -76,9 +76,9 @@ def test_an_estimate_without_a_group_is_that_of_the_other_images():
         assert found.value == pytest.approx(float(counts.sum(1).double().sqrt().mean()))
         for one in range(50):
             own = counts[group != one].sum(1).double()
-            assert float(found.without_own[one]) == pytest.approx(float(own.sqrt().mean()))
+            assert float(found.without_averaged[one]) == pytest.approx(float(own.sqrt().mean()))
             rest = (counts.sum(1) - counts[:, one]).double() * (77 / (77 - (2 if one < 27 else 1)) if rescale else 1)
-            assert float(found.without_other[one]) == pytest.approx(float(rest.sqrt().mean()))
+            assert float(found.without_counted[one]) == pytest.approx(float(rest.sqrt().mean()))
 
 
 @pytest.mark.parametrize("figure", [precision, recall, density, coverage, clipped_density, clipped_coverage])

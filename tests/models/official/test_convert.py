@@ -205,4 +205,4 @@ def test_files_of_other_programs_are_named(tmp_path, name, content, told):
         torch.save(content, tmp_path / name)
     assert_raises(UserError, f"{name}: {told}", read, tmp_path / name)
     if name == "c.pkl":
-        assert_raises(UserError, r"python -m models\.convert .*c\.pkl RUN", resolve, tmp_path / name)
+        assert_raises(UserError, r"duet convert .*c\.pkl RUN", resolve, tmp_path / name)

@@ -56,7 +56,7 @@ def traced(monkeypatch, lower):
 
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(layers, "_kept", {})
+    monkeypatch.setattr(layers, "_kernels", {})
     monkeypatch.setattr(compiled.torch, "compile", count)
     with torch._dynamo.config.patch(recompile_limit=8):
         yield graphs

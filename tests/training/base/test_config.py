@@ -23,7 +23,7 @@ from duetgan.utils.errors import UserError
 )
 def test_shares_and_micro_batches(batch, micro, world, share, passes):
     config = RunConfig(task="x", batch_size=batch, micro_batch=micro)
-    assert config.share(world) == share
+    assert config.rank_batch(world) == share
     assert config.micro(world) == passes
 
 

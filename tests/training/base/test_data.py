@@ -179,7 +179,7 @@ def test_too_few_open_files(monkeypatch, folder):
 
 def test_weights(folder):
     reader = Dataset(folder / "train.lmdb")
-    shares = data.label_shares
+    shares = data.label_frequencies
 
     def weights(**options: Any) -> Any:
         return data.sampling_weights(config_of(folder, **options).data, reader)

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from duetgan.commands import train
 from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
+from duetgan.training.engine.recovery import roll_back
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, write_config
@@ -59,6 +61,23 @@ def test_a_loss_that_stands_still_may_move_a_little():
     detector = SpikeDetector(SpikesConfig(factor=20))
     assert detector.see(0, [0.5] * 100 + [0.505]) is None
     assert detector.see(101, [0.52]) is not None
+
+
+def test_roll_backs_to_one_checkpoint_are_all_counted():
+    """The checkpoint's own count is that of its time."""
+    counts: list[int] = []
+
+    def restore(_registry, *, up_to):
+        loop.roll_backs = 0
+        return {"state": {"loader": {}}} if up_to == 8 else None
+
+    loop: Any = SimpleNamespace(
+        step=9, roll_backs=2, loader=SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None),
+        manager=SimpleNamespace(restore=restore), registry=dict, rolled_back=counts.append,
+        config=SimpleNamespace(spikes=SpikesConfig()),
+    )  # fmt: skip
+    roll_back(loop, 8, "a jump")
+    assert counts == [3]
 
 
 def test_its_state_goes_on():

@@ -132,6 +132,13 @@ def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
     assert straight.step == 8
 
 
+def test_damaged_records_are_remembered_over_a_resume(packed, tmp_path):
+    first, second = (ran(packed, tmp_path / name, max_steps=2) for name in ("first", "second"))
+    first.damaged = {7, 11}
+    second.load_state_dict(first.state_dict())
+    assert second.damaged == {7, 11}
+
+
 def test_images_are_counted_over_a_resume_with_another_batch_size(packed, tmp_path):
     """U6: they ran backwards."""
     ran(packed, tmp_path / "run", size=8, max_steps=6)

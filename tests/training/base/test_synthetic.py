@@ -13,7 +13,7 @@ from duetgan.data.reading.mixture import MixedDataset
 from duetgan.data.records import pack_arrays
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
-from duetgan.training.base.data import label_shares, real_label_shares, share_of
+from duetgan.training.base.data import label_frequencies, real_label_frequencies, synthetic_fraction
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, sample_images
 from tests.data.packing.test_inspect import change_entry
@@ -128,7 +128,7 @@ def test_each_batch_has_its_share_until_the_end_of_the_mixture(folder):
 def test_fill_brings_rare_classes_up_to_the_largest(folder):
     """6, 3 and 1 real images lack 0, 3 and 5: of 18 images 8 are synthetic."""
     config = config_of(folder, share=None, balance="fill", batch_size=9)
-    assert share_of(config.data.synthetic, [6, 3, 1]) == Fraction(8, 18)
+    assert synthetic_fraction(config.data.synthetic, [6, 3, 1]) == Fraction(8, 18)
     real, drawn = seen(config, 100)  # 50 epochs of the real images
     np.testing.assert_array_equal(real, [300, 150, 50])
     assert drawn[0] == 0
@@ -145,7 +145,9 @@ def test_fill_with_a_share_keeps_the_share(folder):
 def test_fill_follows_weighted_sampling(folder):
     rates = {"class_rates": {"dog": 2.0}}  # 6, 6 and 1
     config = config_of(folder, share=None, balance="fill", more=rates)
-    assert share_of(config.data.synthetic, real_label_shares(config.data, opened(config))) == Fraction(5, 18)
+    assert synthetic_fraction(config.data.synthetic, real_label_frequencies(config.data, opened(config))) == Fraction(
+        5, 18
+    )
     told = refusal(config_of(folder, share=None, balance="fill", more={"sampling": "balanced"}))
     assert told.startswith("data.synthetic.balance fill: no class lacks images")
 
@@ -153,9 +155,9 @@ def test_fill_follows_weighted_sampling(folder):
 def test_classes_are_as_frequent_as_both_kinds_show_them(folder):
     config = config_of(folder, share=0.5)
     expected = 0.5 * np.array([0.6, 0.3, 0.1]) + 0.5 / 3
-    np.testing.assert_allclose(label_shares(config.data, opened(config)), expected)
+    np.testing.assert_allclose(label_frequencies(config.data, opened(config)), expected)
     config = config_of(folder, share=None, balance="fill")
-    np.testing.assert_allclose(label_shares(config.data, opened(config)), [1 / 3] * 3)
+    np.testing.assert_allclose(label_frequencies(config.data, opened(config)), [1 / 3] * 3)
 
 
 def test_the_plan_says_it(folder):

@@ -49,7 +49,7 @@ def task_of(packed: Path, *, finetune: dict[str, Any], **options: Any) -> Classi
 def run(task: ClassifierTask, first: int, last: int) -> None:
     """Updates `first` to `last` - 1, each on images of its own."""
     for step in range(first, last):
-        batch = read_batch(task.reader, torch.arange(8 * step, 8 * step + 8).numpy() % 200)
+        batch = read_batch(task.dataset, torch.arange(8 * step, 8 * step + 8).numpy() % 200)
         task.step(iter([Batch(batch.images, batch.labels)]), step)
 
 

@@ -289,7 +289,7 @@ def test_an_average_leaves_out_what_stands_still_and_nothing_else():
                         parameter.add_(torch.randn(parameter.shape))
             if step == 10:
                 ema.load_state_dict({name: value + 1 for name, value in ema.state_dict().items()})
-            ema._still = ema._still if skipping else set()
+            ema._frozen = ema._frozen if skipping else set()
             ema.update(model, 0.9)
             touched.append(torch.cat([values.flatten() for values in ema.model.parameters()][::4]))  # two weights
         return touched

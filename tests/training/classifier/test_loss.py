@@ -9,10 +9,10 @@ from torch import nn
 from duetgan.training.classifier.loss import (
     ClassifierLossConfig,
     Targets,
-    by_class,
+    add_distillation,
     class_weight_list,
+    class_weights_and_prior,
     classifier_loss,
-    distilled,
 )
 from duetgan.training.classifier.network import widen_narrow_maps
 from duetgan.utils.errors import UserError
@@ -62,7 +62,9 @@ def optimum(config, frequencies, posterior, mixed=False, teacher=None):
     targets = Targets(labels, others, torch.full((len(labels),), 0.7), posterior[labels] * posterior[others])
     if not mixed:
         targets = Targets(labels, weights=targets.weights)
-    weights, prior = by_class(config, [str(label) for label in range(len(posterior))], frequencies.tolist(), CPU)
+    weights, prior = class_weights_and_prior(
+        config, [str(label) for label in range(len(posterior))], frequencies.tolist(), CPU
+    )
     logits = torch.zeros(len(posterior), dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS([logits], max_iter=300, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
 
@@ -71,7 +73,7 @@ def optimum(config, frequencies, posterior, mixed=False, teacher=None):
         rows = logits.expand(len(labels), -1)
         answers = None if teacher is None else teacher.expand_as(rows)
         value = classifier_loss(rows, targets, config, weights, prior)
-        value = distilled(value, rows, answers, targets, config, weights)
+        value = add_distillation(value, rows, answers, targets, config, weights)
         value.backward()
         return value
 

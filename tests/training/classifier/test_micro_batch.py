@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("share", [1, 2, 7, 12, 64])
 def test_parts_are_few_whole_and_alike(share):
     for size in range(1, share + 1):
-        found = MicroBatch(size, share).parts()
+        found = MicroBatch(size, share).slices()
         assert [row for rows in found for row in range(rows.start, rows.stop)] == list(range(share))
         lengths = [rows.stop - rows.start for rows in found]
         assert len(found) == -(-share // size)
@@ -32,9 +32,9 @@ def test_parts_are_few_whole_and_alike(share):
 
 
 def test_a_size_that_divides_gives_its_own_parts_and_halves_down_to_one():
-    assert MicroBatch(4, 12).parts() == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    assert MicroBatch(4, 12).slices() == [slice(0, 4), slice(4, 8), slice(8, 12)]
     for setting in (None, 99, "auto"):
-        assert MicroBatch(setting, 12).parts() == [slice(0, 12)]
+        assert MicroBatch(setting, 12).slices() == [slice(0, 12)]
     micro = MicroBatch("auto", 12)
     sizes = []
     for _ in range(4):
@@ -116,7 +116,7 @@ def test_a_step_without_memory_is_repeated_from_its_beginning(packed, capsys):
     # what was found stays when the run is resumed
     resumed, _ = build(packed, micro_batch="auto")
     resumed.registry()["micro_batch"].load_state_dict(task.registry()["micro_batch"].state_dict())
-    assert resumed.micro.parts() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
+    assert resumed.micro.slices() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
 
 
 def test_several_processes_try_before_they_send(packed, monkeypatch):
@@ -127,7 +127,7 @@ def test_several_processes_try_before_they_send(packed, monkeypatch):
     smaller.step(other_loader, 0)
     replica: Any = SimpleNamespace(no_sync=nullcontext)
     task.replica = replica
-    task.micro.look_again()
+    task.micro.retry()
     smaller.micro.size = 3
     tried = full_above(task, 3)
     sent: list[int] = []

@@ -41,7 +41,7 @@ def test_it_is_scikit_learns_regression_on_standardised_features(few):
     others = features[:, 1] if few else None
     if few:
         features, labels = features[:9, :1], labels[:9]
-    found = probe.fit(features, labels, 3, like=others)
+    found = probe.fit(features, labels, 3, unlabelled_features=others)
     x, y = features.flatten(0, 1).double().numpy(), labels.repeat_interleave(features.shape[1]).numpy()
     like = x if others is None else others.double().numpy()
     mean, deviation = like.mean(0), like.std(0)
@@ -108,7 +108,9 @@ def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys):
     assert not list((tmp_path / "one").rglob("*.png"))  # log.samples_every is 0
     assert task.frozen.begin == 5  # the regression needs all outputs, however few steps follow
     task.model.begin = 0
-    expected = probe.fit(*image_features(task.model, task.reader), 10, seed=0, groups=probe.alike(task.reader))
+    expected = probe.fit(
+        *image_features(task.model, task.dataset), 10, seed=0, groups=probe.look_alike_groups(task.dataset)
+    )
     for head in (task.model.head, task.ema.model.head):
         torch.testing.assert_close(head.weight.detach(), expected.weight, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(head.bias.detach(), expected.bias, rtol=1e-4, atol=1e-5)
@@ -138,17 +140,17 @@ def test_some_images_give_a_first_answer_and_change_nothing(packed, tmp_path, do
     given: Any = {"finetune": {"freeze": ["backbone"], "probe": True}, "steps": 1} | donor
     _, expected = train(config_of(packed, **given), tmp_path / "without")
     assert "first look" not in capsys.readouterr().err
-    monkeypatch.setattr(probe, "LOOK", 60)
+    monkeypatch.setattr(probe, "PREVIEW_IMAGES", 60)
     _, found = train(config_of(packed, **given), tmp_path / "with")
     told = capsys.readouterr().err
     assert told.index("probe: a first look at 60 of 200 images: accuracy 0.") < told.index("training begins there")
     for state in (expected, found):
         state["probe"].pop("seconds")
     assert differing(expected, found) == []
-    records = probe.looked_at(200, 10, seed=0)
+    records = probe.preview_records(200, 10, seed=0)
     assert records is not None
     assert sorted(set(records.tolist())) == records.tolist()
-    assert (probe.looked_at(180, 10, seed=0), probe.looked_at(200, 20, seed=0)) == (None, None)
+    assert (probe.preview_records(180, 10, seed=0), probe.preview_records(200, 20, seed=0)) == (None, None)
 
 
 def test_two_ranks_begin_at_the_same_probe(packed, tmp_path, donor):
@@ -167,9 +169,9 @@ def test_look_alikes_share_a_fold(tmp_path):
     images[1::2, :, 0, 0] ^= 1  # a pixel
     pack_arrays(tmp_path / "twins.lmdb", images, np.arange(24) // 2 % 3, ["a", "b", "c"], source="twins")
     with Dataset(tmp_path / "twins.lmdb") as dataset:
-        assert probe.alike(dataset).tolist() == (np.arange(24) // 2 * 2).tolist()
+        assert probe.look_alike_groups(dataset).tolist() == (np.arange(24) // 2 * 2).tolist()
     with Dataset([tmp_path / "twins.lmdb"] * 2) as several:
-        assert probe.alike(several).tolist() == list(range(48))
+        assert probe.look_alike_groups(several).tolist() == list(range(48))
 
 
 @pytest.mark.parametrize("model", [{"head": "hidden"}, {"name": "airbench", "stem": None}])

@@ -117,14 +117,14 @@ def test_steps_at_full_size_are_those_of_a_run_without(packed, reader):
     assert plain.typical_steps(7) == {7: 1.0}
     images = torch.arange(12 * 256).remainder(251).to(torch.uint8).view(12, 1, 16, 16)
     batch = Batch(images, torch.arange(12) % 10)
-    original = plain._part
+    original = plain._micro_batch
 
     def smaller(prepared: Any, rows: slice) -> Any:
         mixed, targets = original(prepared, rows)
         return scaled(mixed, 8), targets
 
     for step, part in ((0, smaller), (9, original)):
-        plain._part = part  # type: ignore[method-assign]
+        plain._micro_batch = part  # type: ignore[method-assign]
         found, expected = (task.step(iter([batch]), step) for task in (resized, plain))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     for ours, theirs in zip(resized.model.parameters(), plain.model.parameters(), strict=True):

@@ -53,7 +53,7 @@ def folder(tmp_path_factory) -> Path:
         dark = images.reshape(len(images), -1).mean(1) < 70
         of_class = [{0: [0], 1: [1]}.get(int(label), []) for label in labels]
         numbers = [SETS.index([*known, *([2] if night else [])]) for known, night in zip(of_class, dark, strict=True)]
-        pack_arrays(place / f"{split}.lmdb", images, numbers, NAMES, sets=SETS)
+        pack_arrays(place / f"{split}.lmdb", images, numbers, NAMES, label_sets=SETS)
         for number in range(0, len(images), 25):
             save_png(images[number].transpose(1, 2, 0), place / f"{split}-{number}.png")
     pack_arrays(place / "one.lmdb", images, np.arange(len(images)) % 3, NAMES)

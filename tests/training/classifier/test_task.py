@@ -55,9 +55,17 @@ def task_of(packed: Path, *overrides: str, **more: Any) -> Any:
     return ClassifierTask(config_of(packed, *overrides, **more), Dataset(packed / "train.lmdb"), None, CPU)
 
 
+def test_an_epoch_of_unfreezing_is_one_of_the_global_batch(packed, monkeypatch):
+    """A process of two computes half of each batch of 8."""
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
+    finetune = {"unfreeze": {"head": 0, "layer4": 2}, "unfreeze_by": "epoch"}
+    begins = task_of(packed, "--batch_size", "8", finetune=finetune).finetuning.begins
+    assert {begin for name, begin in begins.items() if name.startswith("network.layer4")} == {2 * 200 // 8}
+
+
 def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
     task = task_of(packed, **FREE)
-    loader = make_loader(task.config, task.reader, CPU)
+    loader = make_loader(task.config, task.dataset, CPU)
     for step in range(3):
         task.step(loader, step)
     x = task.updater.average(task.model.parameters())
@@ -71,8 +79,8 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
 
 def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
     task = task_of(packed, data={"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}})
-    place = list(task.reader.classes).index("Sandal")
-    weights: Any = task.by_class[0]
+    place = list(task.dataset.classes).index("Sandal")
+    weights: Any = task.class_weights
     assert (weights[place] * 4 / weights[place - 1]).item() == pytest.approx(1.0)
     mixed, plain = (task_of(packed, augment=augment).sample_grid(0) for augment in ({"mixup": 8.0}, {}))
     assert mixed.shape == plain.shape

@@ -53,7 +53,7 @@ def keeper_of(folder, meta=META, **checkpoint):
     config = RunConfig(task="gan")
     for name, value in checkpoint.items():
         setattr(config.checkpoint, name, value)
-    loader: Any = SimpleNamespace(reader=SimpleNamespace(meta=meta))
+    loader: Any = SimpleNamespace(dataset=SimpleNamespace(meta=meta))
     return CheckpointManager(config, RunFolder(folder), loader)
 
 
@@ -123,11 +123,11 @@ def test_what_is_kept_and_how_many_at_most(tmp_path):
     manager = keeper_of(tmp_path, keep=2, keep_every=4)
     for step in range(1, 12):
         save(manager, step, best=0.1 if step == 3 else None)
-        assert len(steps(manager)) < CheckpointConfig(every=1, keep=2, keep_every=4).most(11)
+        assert len(steps(manager)) < CheckpointConfig(every=1, keep=2, keep_every=4).max_on_disk(11)
     assert steps(manager) == [11, 10, 8, 4, 3]
     assert (pointed(manager), pointed(manager, "best")) == (11, 3)
-    assert CheckpointConfig().most(10_000) == 4
-    assert CheckpointConfig(keep=1, keep_every=1000).most(10_999) == 13
+    assert CheckpointConfig().max_on_disk(10_000) == 4
+    assert CheckpointConfig(keep=1, keep_every=1000).max_on_disk(10_999) == 13
 
 
 def test_the_best_is_kept_where_its_pointer_is_damaged(tmp_path):

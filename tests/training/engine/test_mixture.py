@@ -83,6 +83,16 @@ def test_checkpoints_record_who_drew_the_images(packed, tmp_path):
     assert load(folder / "checkpoints" / "step-00000001.pt")["lineage"] == found
 
 
+@pytest.mark.parametrize(("task", "same_images"), [("classifier", None), ("gan", True), ("gan", False)])
+def test_the_mixture_ends_at_a_step_however_many_batches_a_step_takes(packed, task, same_images):
+    more = {} if same_images is None else {"loss": {"objective": "relativistic", "same_pairs": same_images}}
+    config = config_of(packed, task, more, until=3)
+    loader = data.make_loader(config, data.open_training(config.data), CPU)
+    batches = 2 if same_images is False else 1
+    mixed = [bool(next(loader).synthetic.any()) for _ in range(5 * batches)]
+    assert mixed == [True] * 3 * batches + [False] * 2 * batches
+
+
 def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed):
     """`until` is a step: from there on a batch is of real images alone, and its loss a plain mean."""
     losses = []

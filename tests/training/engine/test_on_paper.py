@@ -103,7 +103,7 @@ def allocated(config: Any, samples: int, images: Images) -> int:
     """The most bytes that torch's allocator has handed out at once while the same steps were done."""
     with profile(profile_memory=True) as profiler:
         trial = Trial(config, samples, reader(images), CPU)
-        for step in (next(iter(trial.shares)), *trial.shares):
+        for step in (next(iter(trial.step_fractions)), *trial.step_fractions):
             trial.seconds("fp32", step)
     seen, found = profiler.profiler.kineto_results.experimental_event_tree(), []
     while seen:

@@ -3,7 +3,9 @@
 import json
 import re
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,11 @@ from duetgan.training.base.task import Task
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.task import ClassifierTask
-from duetgan.training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
+from duetgan.training.engine.preflight import activation_bytes, check_disk, model_summary, plan_rows, state_bytes
 from duetgan.training.engine.speed import Choice
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 from tests.data.conftest import change
 from tests.end_to_end.helpers import train_in_process, write_config
 
@@ -43,7 +46,7 @@ def task_of(packed: Path, **options: Any) -> ClassifierTask:
 
 
 def plan_of(task: ClassifierTask) -> dict[str, str]:
-    return plan_rows(task.config, task, task.reader, None, "", CPU, Choice("fp32", ""))
+    return plan_rows(task.config, task, task.dataset, None, "", CPU, Choice("fp32", ""))
 
 
 @pytest.mark.parametrize(("batch_size", "warned"), [(200, False), (201, True)])
@@ -110,6 +113,15 @@ class PlainTask(ClassifierTask):
 
     layer_table = Task.layer_table  # type: ignore[assignment]
     trains = Task.trains
+
+
+def test_the_disk_must_hold_all_checkpoints_that_are_kept(tmp_path, monkeypatch):
+    part = nn.Linear(100, 100)  # 40,400 bytes
+    task: Any = SimpleNamespace(registry=lambda: {"model": part, "model_ema": part})
+    for free, is_enough in ((3 * 2 * 40_400, True), (3 * 2 * 40_400 - 1, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        with nullcontext() if is_enough else pytest.raises(UserError, match="free some space"):
+            check_disk(tmp_path / "run", task, 3)
 
 
 def test_a_task_without_a_table_of_layers_has_torchinfos():

@@ -14,7 +14,7 @@ from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.engine.reference import Key, as_markdown, as_text, groups, keys, matching, takes
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.config.build import build
-from duetgan.utils.config.model import Config, PositiveInt, Share, keys_of
+from duetgan.utils.config.model import Config, PositiveFraction, PositiveInt, keys_of
 from duetgan.utils.config.recipes import CONFIGS
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
@@ -26,7 +26,7 @@ MODELS = [TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in 
 class Inner(Config):
     """A section."""
 
-    rate: Share = 0.5  # of change
+    rate: PositiveFraction = 0.5  # of change
     kind: Literal["a", "b"] = "a"
     # what they
     # are called

@@ -29,7 +29,7 @@ from duetgan.training.engine.speed import (
     convolution_seconds,
     forecast,
     measure_recipe,
-    race,
+    time_precisions,
     times,
 )
 from duetgan.training.engine.tasks import build_run_config
@@ -79,7 +79,7 @@ def chosen(config_of, reader):
 @pytest.fixture
 def faster(monkeypatch):
     """`faster("bf16")`: what is measured says so; `really`: after it was done. Returns what was compared."""
-    real = speed.race
+    real = speed.time_precisions
 
     def force(name: str, by: float = 2.0, *, really: bool = False) -> list[tuple[str, ...]]:
         compared: list[tuple[str, ...]] = []
@@ -89,7 +89,7 @@ def faster(monkeypatch):
             _, seconds, more = real(config, world, reader, device, names, **how) if really else ({}, 0.01, False)
             return {other: 1.0 if other == name else by for other in names}, seconds, more
 
-        monkeypatch.setattr(speed, "race", race)
+        monkeypatch.setattr(speed, "time_precisions", race)
         return compared
 
     return force
@@ -179,9 +179,9 @@ def test_candidates_are_compared_at_the_runs_batch(config_of, reader, monkeypatc
     few, many = counts
     found = {("fp32", few): fp32[0], ("fp32", many): fp32[1], ("bf16", few): bf16[0], ("bf16", many): bf16[1]}
     clock = Clock(monkeypatch, found)
-    each, image, more = race(config_of(task), 1, reader, CPU, ("fp32", "bf16"))
+    each, image, more = time_precisions(config_of(task), 1, reader, CPU, ("fp32", "bf16"))
     slower = bf16[1] / many if bf16[1] else math.inf if tries == 1 else bf16[0] / few
-    rounds = 2 if bf16[1] and fp32[1] / bf16[1] > speed.PLAIN else speed.ROUNDS
+    rounds = 2 if bf16[1] and fp32[1] / bf16[1] > speed.STOP_EARLY_RATIO else speed.MAX_ROUNDS
     assert each == {"fp32": pytest.approx(fp32[1] / many), "bf16": pytest.approx(slower)}
     assert image == pytest.approx(min(each.values()))
     assert not more
@@ -208,7 +208,7 @@ def test_a_measurement_without_memory_is_no_failure(chosen, monkeypatch):
     def short(*_: Any, **__: Any) -> Any:
         raise raised
 
-    monkeypatch.setattr(speed, "race", short)
+    monkeypatch.setattr(speed, "time_precisions", short)
     raised: Exception = MemoryError()
     found = chosen("gan")
     assert (found.precision in ("fp32", "bf16"), forecast(found, 10**6)) == (True, "")
@@ -229,8 +229,8 @@ def test_typical_steps_are_of_every_kind(config_of, reader):
     the step 8 on.
     """
     config = config_of("gan", "--loss.path_length_weight", "2", "--loss.r1_interval", "16")
-    assert Trial(config, 4, reader, CPU).shares == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
-    assert Trial(config_of("classifier"), 4, reader, CPU).shares == {8: 1.0}
+    assert Trial(config, 4, reader, CPU).step_fractions == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
+    assert Trial(config_of("classifier"), 4, reader, CPU).step_fractions == {8: 1.0}
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
@@ -327,7 +327,7 @@ def test_time_counts_every_step_as_what_it_is(takes, task):
         return 0.01 * (side_at(config.resizing, step, steps, 16) / 16) ** 2
 
     def seconds(trial: Any, step: int | None) -> float:
-        config, step = trial.task.config, next(iter(trial.shares)) if step is None else step
+        config, step = trial.task.config, next(iter(trial.step_fractions)) if step is None else step
         configs.append(config)
         return trial.samples * of_a_sample(config, step, config.steps)
 
@@ -362,7 +362,7 @@ def test_what_comes_once_a_step_counts_once(takes, once, micro, told, most):
 
 def test_short_trainings_and_accelerators_are_not_measured(chosen, monkeypatch):
     monkeypatch.setattr(speed, "Trial", lambda *_: pytest.fail("measured"))
-    for steps, how in ((10, {}), (10**6, {"device": torch.device("cuda")}), (10**6, {"kept": True})):
+    for steps, how in ((10, {}), (10**6, {"device": torch.device("cuda")}), (10**6, {"already_chosen": True})):
         assert forecast(chosen("gan", "--precision", "fp32", "--steps", str(steps), **how), 10**6) == ""
 
 
@@ -371,7 +371,7 @@ def test_plan_has_the_time_and_the_run_no_trace_of_it(packed, tmp_path, monkeypa
     recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
     states = []
     for name, least in (("without", 20_000), ("with", 1)):
-        monkeypatch.setattr(speed, "FORECAST", least)
+        monkeypatch.setattr(speed, "MIN_FORECAST_IMAGES", least)
         assert train_in_process(recipe, tmp_path / name, "--max-steps", "4", "--precision", "fp32") == 0
         told = re.search(r"^ *time +about \d+ s here, [\d,.e+]+ images/s$", capfd.readouterr().err, re.MULTILINE)
         assert (told is not None) is (name == "with")

@@ -24,7 +24,7 @@ def test_gpus_are_chosen_before_torch_is_imported(tmp_path, monkeypatch):
     """Once CUDA is initialised CUDA_VISIBLE_DEVICES has no effect."""
     monkeypatch.setenv("DUET_RUNS", str(tmp_path))
     code = (
-        "import os, sys, train\n"
+        "import os, sys\nfrom duetgan.commands import train\n"
         "train.train_here = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "train.main(['--config', 'configs/quickstart_gan.yaml', '--gpus', '3'])"
     )

@@ -54,8 +54,8 @@ def test_a_generator_of_another_resolution_and_other_classes():
     assert all(name in fit.new for name in own.state_dict() if name.startswith("blocks.3."))
     assert fit.unused == []
     kept = {name for name in own.state_dict() if not name.startswith(("blocks.3.", "mapping.embed."))}
-    assert fit.taken.keys() == kept
-    assert all(torch.equal(value, donor.state_dict()[name]) for name, value in fit.taken.items())
+    assert fit.copied.keys() == kept
+    assert all(torch.equal(value, donor.state_dict()[name]) for name, value in fit.copied.items())
     smaller = planned(generator(32), generator(16), "generator", (32, 16))
     assert (smaller.misfits, smaller.new) == ({}, [])
     assert smaller.unused == [name for name in own.state_dict() if name.startswith("blocks.3.")]
@@ -69,7 +69,7 @@ def test_discriminator_blocks_are_matched_by_resolution(there, here):
     common = min(blocks.values())
     for from_the_end in range(1, common + 1):
         for key, value in donor.blocks[-from_the_end].state_dict().items():
-            assert torch.equal(fit.taken[f"blocks.{blocks[here] - from_the_end}.{key}"], value)
+            assert torch.equal(fit.copied[f"blocks.{blocks[here] - from_the_end}.{key}"], value)
     above = [f"blocks.{i}." for i in range(blocks[here] - common)]
     assert {name for name in own.state_dict() if name.startswith((*above, "from_rgb."))} == set(fit.new)
     unused = [f"blocks.{i}." for i in range(blocks[there] - common)]
@@ -78,10 +78,10 @@ def test_discriminator_blocks_are_matched_by_resolution(there, here):
 
 def test_from_rgb_is_taken_by_its_resolution():
     donor, own = discriminator(16), discriminator(32, progressive=True)
-    taken = planned(donor, own, "discriminator", (16, 32)).taken
+    taken = planned(donor, own, "discriminator", (16, 32)).copied
     assert torch.equal(taken["from_rgbs.16.weight"], donor.from_rgb.weight)
     assert "from_rgb.weight" not in taken
-    back = planned(own, donor, "discriminator", (32, 16)).taken
+    back = planned(own, donor, "discriminator", (32, 16)).copied
     assert torch.equal(back["from_rgb.weight"], own.from_rgbs["16"].weight)
 
 
@@ -93,13 +93,13 @@ def test_r3gan_is_matched_by_resolution_too():
     fit = planned(donor, own, "discriminator", (16, 32))
     assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.0", "from_rgb.weight"}
     block = donor.state_dict()["stages.0.blocks.0.expand.weight"]
-    assert torch.equal(fit.taken["stages.1.blocks.0.expand.weight"], block)
+    assert torch.equal(fit.copied["stages.1.blocks.0.expand.weight"], block)
     small, large = (R3Generator(R3GeneratorConfig(**sizes), resolution=size, **shape) for size in (16, 32))
     fit = planned(small, large, "generator", (16, 32))
     # the last layer of a generator belongs to its top resolution
     assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.3", "to_rgb.weight"}
     block = small.state_dict()["stages.0.blocks.0.expand.weight"]
-    assert torch.equal(fit.taken["stages.0.blocks.0.expand.weight"], block)
+    assert torch.equal(fit.copied["stages.0.blocks.0.expand.weight"], block)
 
 
 class Counter:

@@ -162,7 +162,7 @@ def apply_all(images, p, key=0):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_nothing_happens_to_the_bit_at_0_and_everything_at_1(channels, accelerator, monkeypatch):
-    monkeypatch.setattr(ops, "_at_hand", lambda values: not accelerator)
+    monkeypatch.setattr(ops, "_is_readable", lambda values: not accelerator)
     images = random(30, channels, 8, 8)
     for name, operation in apply_all(images, 0.0).items():
         assert torch.equal(operation(images), images), name
@@ -175,7 +175,7 @@ def test_nothing_happens_to_the_bit_at_0_and_everything_at_1(channels, accelerat
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_gradients_of_first_and_second_order(name, accelerator, channels, monkeypatch):
-    monkeypatch.setattr(ops, "_at_hand", lambda values: not accelerator)
+    monkeypatch.setattr(ops, "_is_readable", lambda values: not accelerator)
     images = random(6, channels, 8, 8).requires_grad_()
     operation = apply_all(images.detach(), 0.5)[name]
     changed = (operation(images) != images).flatten(1).any(1)

@@ -108,13 +108,13 @@ LATE: dict[str, Any] = {"config": WatchConfig(warmup_kimg=40.0)}
 # name: steps, changes of the log's rows, evaluations, words of the one line, its steps, another watch
 TOLD: dict[str, Any] = {
     "nothing while warming up, then at once": (3000, always(**BLIND), None,
-        ("tells nothing apart", "lower loss.r1_gamma"), [1250], LATE),  # 40 thousand images
-    "gamma too large": (2000, always(**TOO_LARGE), improving, ("tells nothing apart", "1.39 is chance level")),
+        ("cannot tell real", "lower loss.r1_gamma"), [1250], LATE),  # 40 thousand images
+    "gamma too large": (2000, always(**TOO_LARGE), improving, ("cannot tell real", "1.39 is chance level")),
     "gamma too large, of pairs": (2000, always(**TOO_LARGE), None,
-        ("tells nothing apart", "0.693 is chance level"), None, RELATIVISTIC),
+        ("cannot tell real", "0.693 is chance level"), None, RELATIVISTIC),
     # both losses at ln 2 from step 3,000 on, as a real run
     "a discriminator that dies": (4500, lambda step: BLIND if step > 3000 else {"logits__real": 1.5}, None,
-        ("tells nothing apart", "has died. Try: go back"), range(3300, 4100), RELATIVISTIC),
+        ("cannot tell real", "has died. Try: go back"), range(3300, 4100), RELATIVISTIC),
     # margin 8 at step 800, seen in the mean a little later
     "gamma too small by the margin": (2000, always(lambda step: step / 200, loss__discriminator=0.02), None,
         ("runs away", "D(real) - D(fake) is", "gamma is too small", "raise loss.r1_gamma"), range(801, 1100)),
@@ -124,7 +124,7 @@ TOLD: dict[str, Any] = {
     # r_v is 0.5 at 2,600; the second evaluation in a row
     "overfitting by held-out logits": (6000, None,
         judged(logits__held_out=lambda step: 0.6 - step / 4000, logits__real=0.6, logits__fake=-0.7),
-        ("overfits", "held-out images look", "ada.mode to adaptive"), [3500]),
+        ("overfits", "held-out images are", "ada.mode to adaptive"), [3500]),
     "overfitting by the sign where nothing is held out": (2000, always(**SURE), None,
         ("overfits", "of the training images real")),
     "an overfitting discriminator that runs away": (4000, always(lambda step: step / 500),
@@ -200,7 +200,7 @@ def test_a_warning_comes_again_only_after_recovery():
     assert run(watch, 2000, 4000, margin(6.5)) == []  # between the thresholds
     assert run(watch, 4000, 6000, margin(9.0)) == []
     assert run(watch, 6000, 9000, margin(2.0)) == []
-    assert watch.said == []
+    assert watch.active == []
     only(run(watch, 9000, 14000, margin(9.0)), "runs away")
 
 
@@ -237,7 +237,7 @@ def test_a_resumed_watch_says_what_an_unbroken_one_says(tmp_path):
         second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert second.state_dict() == first.state_dict()
         assert said + run(second, stop // EVERY * EVERY, 6000, failing, worsening) == straight
-        assert second.said is not first.said
+        assert second.active is not first.active
 
 
 def test_values_that_are_not_numbers_are_passed_over_and_switched_off_it_is_silent():

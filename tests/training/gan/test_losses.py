@@ -171,11 +171,11 @@ def three_losses(network, rows):
     return {"square": out.square().sum() / 8, "sum": out.sum() * 0.3, "inner": inner}
 
 
-def gathered(network, *, apart, pieces=(slice(0, 8),), precision="fp32"):
+def gathered(network, *, per_loss, pieces=(slice(0, 8),), precision="fp32"):
     for parameter in network.parameters():
         parameter.grad = None
     mixed = Precision(precision, CPU)
-    gradients = PerLossGradients(list(network.parameters()), mixed, apart=apart)
+    gradients = PerLossGradients(list(network.parameters()), mixed, per_loss=per_loss)
     for rows in pieces:
         gradients.backward(three_losses(network, rows))
     figures = gradients.finish("g")
@@ -187,26 +187,26 @@ def gathered(network, *, apart, pieces=(slice(0, 8),), precision="fp32"):
 def test_the_sum_is_the_same_apart_or_not(network, size, precision):
     """Norms and cosines too, whose values tests/oracle has."""
     pieces = [slice(start, start + size) for start in range(0, 8, size)]
-    whole, nothing = gathered(network, apart=False)
+    whole, nothing = gathered(network, per_loss=False)
     assert nothing == {}
-    _, expected = gathered(network, apart=True)
-    for apart in (False, True):
-        found, figures = gathered(network, apart=apart, pieces=pieces, precision=precision)
+    _, expected = gathered(network, per_loss=True)
+    for per_loss in (False, True):
+        found, figures = gathered(network, per_loss=per_loss, pieces=pieces, precision=precision)
         torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(figures, expected if apart else {}, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(figures, expected if per_loss else {}, rtol=1e-6, atol=1e-6)
 
 
 def test_a_loss_without_gradient_has_no_direction_and_given_parameters_alone_get_some(network):
-    gradients = PerLossGradients(list(network.parameters()), Precision("fp32", CPU), apart=True)
+    gradients = PerLossGradients(list(network.parameters()), Precision("fp32", CPU), per_loss=True)
     out = network(torch.ones(1, 4, dtype=torch.float64)).sum()
     gradients.backward({"one": out, "nothing": out * 0})
     figures = gradients.finish("g")
     assert float(figures["gradient_norm/g/nothing"]) == 0
     assert float(figures["gradient_cosine/g/one~nothing"]) == 0
     network.zero_grad()
-    for apart in (False, True):
+    for per_loss in (False, True):
         inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
-        gradients = PerLossGradients([network[0].weight], Precision("fp32", CPU), apart=apart)
+        gradients = PerLossGradients([network[0].weight], Precision("fp32", CPU), per_loss=per_loss)
         gradients.backward({"one": network(inputs).sum()})
         gradients.finish("g")
         assert network[0].weight.grad is not None

@@ -53,6 +53,13 @@ class Run:
         return {name: float(value) for name, value in metrics.items()}
 
 
+@pytest.mark.parametrize(("donor", "kimg"), [(None, 500), ("other/run", 100)])
+def test_augmentation_adapts_five_times_as_fast_where_networks_are_transferred(folder, donor, kimg):
+    """2006.06676, appendix C.2."""
+    run = Run(folder, GAN | {"ada": {"mode": "adaptive"}, "init_from": donor})
+    assert run.task.context.ada.adjustment_images == 1000 * kimg
+
+
 def same(one, other):
     return differing(one, other) == []
 
@@ -70,7 +77,8 @@ def test_the_classifier_that_gives_a_loss_stays_as_it_is(folder):
     assert same(state(teacher), before)
     assert not teacher.training
     assert all(p.grad is None for p in teacher.parameters())
-    assert len(run.task.provenance()["teachers"]) == 1
+    teachers: Any = run.task.provenance()["teachers"]
+    assert len(teachers) == 1
 
 
 def test_a_classifier_of_other_classes_is_refused(folder, tmp_path):
@@ -124,7 +132,7 @@ def test_steps_leave_no_tensors_behind(folder, tree):
 def test_a_growing_generator_is_shown_as_its_stage_has_it(folder):
     run = Run(folder, GAN, progressive={"start": 8, "fade_kimg": 0.016, "stable_kimg": 0.016})
     run.step()
-    shown = run.task.shown()
+    shown = run.task.average_generator()
     z = torch.ones(1, 8)
     image = shown(z, torch.zeros(1, dtype=torch.int64), noise="none")
     assert image.shape == (1, 1, 16, 16)
@@ -132,7 +140,7 @@ def test_a_growing_generator_is_shown_as_its_stage_has_it(folder):
     assert run.task.sample_grid(1) is not None
     for _ in range(5):
         run.step()
-    assert run.task.shown() is run.task.ema.model
+    assert run.task.average_generator() is run.task.ema.model
     assert run.task.provenance()["stage"] == [16, 1.0]
 
 

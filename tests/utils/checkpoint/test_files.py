@@ -170,7 +170,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "options", "left"),
     [
-        (range(1, 11), {"keep": 2, "every": 4, "also": {5, 77}}, [10, 9, 8, 5, 4]),
+        (range(1, 11), {"keep": 2, "keep_every": 4, "also": {5, 77}}, [10, 9, 8, 5, 4]),
         ((2, 4, 5, 8), {"keep": 1, "until": 5}, [8, 5]),  # what is newer neither counts nor goes
     ],
 )
@@ -249,10 +249,12 @@ def test_the_other_checkpoint_that_may_be_meant_is_named(run, capsys):
     point(folder, "best", folder / "step-00000001.pt", metric="accuracy", value=0.744)
     assert resolve_for_people(run).name == "step-00000002.pt"
     told = capsys.readouterr()
-    assert told.err == "last: step 2; best is of step 1 (accuracy 0.744): --which best takes it\n"
+    last = "using the last checkpoint (step 2); for the best one (step 1, accuracy 0.744) add --which best\n"
+    assert told.err == last
     assert told.out == ""  # results alone
     assert resolve_for_people(run, "best").name == "step-00000001.pt"
-    assert capsys.readouterr().err == "best: step 1 (accuracy 0.744); last is of step 2: --which last takes it\n"
+    best = "using the best checkpoint (step 1, accuracy 0.744); for the last one (step 2) add --which last\n"
+    assert capsys.readouterr().err == best
     resolve_for_people(folder / "step-00000002.pt")  # named by hand
     point(folder, "best", folder / "step-00000002.pt")
     resolve_for_people(run)

@@ -39,7 +39,7 @@ def test_a_copy_makes_the_same_file_to_the_byte(tmp_path):
     state = everything()
     bytes_of = {}
     for own in (False, True):
-        path = save(tmp_path / str(own), Snapshot(content(state=state), own=own))
+        path = save(tmp_path / str(own), Snapshot(content(state=state), copy_cpu=own))
         bytes_of[own] = path.read_bytes()
     assert bytes_of[True] == bytes_of[False]
     torch.save(content(state=state), tmp_path / "plain.pt")
@@ -47,14 +47,14 @@ def test_a_copy_makes_the_same_file_to_the_byte(tmp_path):
     assert len(bytes_of[True]) == pytest.approx((tmp_path / "plain.pt").stat().st_size, abs=200)  # nothing twice
     big = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))  # more than any buffer on the way
     path = tmp_path / "x.pt"
-    checkpoint_writer.write(Snapshot(content(state={"big": big, "small": torch.ones(3)}), own=False), path)
+    checkpoint_writer.write(Snapshot(content(state={"big": big, "small": torch.ones(3)}), copy_cpu=False), path)
     assert torch.load(path, weights_only=True)["state"]["big"].equal(big)
 
 
 def test_a_copy_does_not_see_what_training_changes(tmp_path):
     state = everything()
     before = copy.deepcopy({name: tensor.clone() for name, tensor in state["module"].items()})
-    taken = Snapshot(content(state=state), own=True)
+    taken = Snapshot(content(state=state), copy_cpu=True)
     with torch.no_grad():
         for part in (*state["module"].values(), *state["views"]["x"]):
             part.fill_(7)
@@ -68,7 +68,7 @@ def test_a_copy_does_not_see_what_training_changes(tmp_path):
 
 
 def test_what_belongs_together_stays_together():
-    taken = Snapshot(content(state=everything()), own=True).content["state"]
+    taken = Snapshot(content(state=everything()), copy_cpu=True).content["state"]
     assert taken["same"]["x"][0] is taken["same"]["x"][1] is taken["views"]["x"][3]
     assert len({view.untyped_storage().data_ptr() for view in taken["views"]["x"]}) == 1
     assert isinstance(taken["parameters"]["0.weight"], torch.nn.Parameter)
@@ -79,16 +79,16 @@ def test_what_belongs_together_stays_together():
 
 def test_without_copying_tensors_are_the_trainings_and_every_storage_counts_once():
     state = everything()
-    taken = Snapshot(content(state=state), own=False).content["state"]
+    taken = Snapshot(content(state=state), copy_cpu=False).content["state"]
     assert taken["module"]["0.weight"] is state["module"]["0.weight"]
     flat = torch.zeros(1000)
     state = {"views": [flat, flat[:10], flat.view(10, 100)], "other": torch.zeros(50, dtype=torch.float64)}
     for own in (True, False):
-        assert Snapshot(content(state=state), own=own).size == 4400
+        assert Snapshot(content(state=state), copy_cpu=own).size == 4400
 
 
 def test_what_would_not_fit_is_not_begun(tmp_path, monkeypatch):
-    taken = Snapshot(content(state={"w": torch.zeros(10_000)}), own=False)
+    taken = Snapshot(content(state={"w": torch.zeros(10_000)}), copy_cpu=False)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(40_000 + checkpoint_writer.SPARE - 1))
     assert_raises(OSError, "No space left on device", checkpoint_writer.write, taken, tmp_path / "x.pt")

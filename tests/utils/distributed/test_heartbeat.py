@@ -27,7 +27,7 @@ def write(folder: Path, rank: int, **more: Any) -> None:
 
 
 def told(folder: Path, world: int, own: int = 0, patience: float = 0.1) -> list[tuple[int, bool, str]]:
-    return [(s.rank, s.gone, s.reason) for s in silent_ranks(folder, world, own=own, patience=patience)]
+    return [(s.rank, s.gone, s.reason) for s in silent_ranks(folder, world, own_rank=own, patience=patience)]
 
 
 def beating(folder: Path, rank: int, step: int = 0) -> Heartbeat:
@@ -93,7 +93,7 @@ def test_processes_of_this_machine_are_known_at_once(tmp_path: Path, signum: int
         wait_for((tmp_path / "heartbeat" / "rank-2.json").exists)
         write(tmp_path, 1)
         process.send_signal(signum)
-        found = silent_ranks(tmp_path, 3, own=0, patience=30)
+        found = silent_ranks(tmp_path, 3, own_rank=0, patience=30)
         process.kill()
     assert [(s.rank, s.gone) for s in found] == [(2, word == "gone")]
     assert f"rank 2 is {word} (process {process.pid}" in found[0].reason

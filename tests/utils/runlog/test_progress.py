@@ -60,7 +60,7 @@ def test_the_time_left_is_that_of_recent_steps(capsys, monkeypatch):
     with bar.pausing("evaluating"):
         clock[0] += 1000.0
     assert bar.text() == "70 of 100 steps (70%), 1.8/s, 17 s left"
-    bar.more = ", loss 0.5"
+    bar.suffix = ", loss 0.5"
     assert bar.text().endswith("left, loss 0.5")
     for _ in range(progress.RECENT):  # slower from here on
         clock[0] += 10.0

@@ -10,7 +10,7 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build, to_tree
 from duetgan.utils.errors import UserError
-from duetgan.utils.runlog.run_folder import RunFolder, ended
+from duetgan.utils.runlog.run_folder import RunFolder, is_finished
 from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 
@@ -142,9 +142,9 @@ def test_another_task_is_refused_and_many_differences_are_counted(tmp_path):
 def test_status(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_status("running", 3)
-    assert not ended(tmp_path, 3)  # its checkpoint may still be written
+    assert not is_finished(tmp_path, 3)  # its checkpoint may still be written
     folder.write_status("stopped", 3)
-    assert [ended(tmp_path, 3), ended(tmp_path, 4), ended(tmp_path)] == [True, False, False]
+    assert [is_finished(tmp_path, 3), is_finished(tmp_path, 4), is_finished(tmp_path)] == [True, False, False]
     folder.write_status("failed", 7, "non-finite gradients", 4)
     status = json.loads((tmp_path / "status.json").read_text())
     expected = {"state": "failed", "step": 7, "reason": "non-finite gradients", "exit_code": 4, "pid": os.getpid()}

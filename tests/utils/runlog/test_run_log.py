@@ -160,7 +160,7 @@ def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
 
 def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
     seen: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr("duetgan.utils.runlog.run_log._USUAL", [])
+    monkeypatch.setattr("duetgan.utils.runlog.run_log._PREVIOUS_HOOKS", [])
     monkeypatch.setattr(threading, "excepthook", seen.append)
     Events(tmp_path).close()
 
@@ -171,6 +171,17 @@ def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
     thread.start()
     thread.join()
     assert [str(found.exc_value) for found in seen] == ["not TensorBoard's"]
+
+
+@pytest.mark.parametrize("going_on", [False, True])
+def test_the_row_between_two_ticks_stays_unless_training_goes_on(tmp_path, going_on):
+    """The last row of a run that ended between two log ticks; a repeated command trains nothing."""
+    rows = '{"step": 4}\n{"step": 6, "partial": true}\n'
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    log = RunLog(tmp_path, active=True, tensorboard=False, total_steps=8)
+    log.open(6, going_on=going_on)
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ('{"step": 4}\n' if going_on else rows)
 
 
 @pytest.mark.parametrize("torn", ['{"step": 4, "x"', '{"step"', "{", "\x00\x00\x00", ""])
