@@ -1,4 +1,4 @@
-"""Write what pages and editors take from the code: `python docs/hooks.py` writes the lists of
+"""Write what pages and editors take from the code: `python docs/hooks.py` writes the
 lists of keys.md and recipes.md below their marks, and configs/schema.json. MkDocs calls
 `on_config`.
 """

@@ -9,6 +9,7 @@ from duetgan.training.base.data import make_loader
 from duetgan.training.base.monitors import EarlyStopping, EarlyStoppingConfig
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
@@ -137,6 +138,19 @@ def test_damaged_records_are_remembered_over_a_resume(packed, tmp_path):
     first.damaged = {7, 11}
     second.load_state_dict(first.state_dict())
     assert second.damaged == {7, 11}
+
+
+def test_what_was_saved_is_on_the_disk_before_a_failing_run_ends(packed, tmp_path, monkeypatch):
+    waits = []
+
+    def step(self, loader, number):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(Judged, "step", step)
+    monkeypatch.setattr(CheckpointManager, "wait", lambda self: waits.append(self))
+    with pytest.raises(RuntimeError, match="a fault"):
+        ran(packed, tmp_path / "run")
+    assert waits
 
 
 def test_images_are_counted_over_a_resume_with_another_batch_size(packed, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,23 @@ def test_a_trial_is_compiled_where_that_is_asked_for(config_of, reader, monkeypa
         made.clear()
         Trial(config_of(task, "--compile", setting), 4, reader, CPU, compiled).seconds("fp32")
         assert set(made) == {compiled}
+
+
+@pytest.mark.parametrize(
+    ("tries", "threads", "seconds"),
+    [
+        ({2: [0.9, 0.4], 1: [0.9]}, 2, 0.4),  # a disturbed first try is repeated
+        ({2: [9.0]}, 4, 1.0),  # a hopeless one is not
+        ({2: [0.5, 0.6], 1: [0.2, 0.3]}, 1, 0.2),
+    ],
+)
+def test_threads_are_halved_as_long_as_a_step_is_faster(tries, threads, seconds, monkeypatch):
+    counts = [4]
+    monkeypatch.setattr("torch.get_num_threads", lambda: counts[-1])
+    monkeypatch.setattr("torch.set_num_threads", counts.append)
+    trial: Any = SimpleNamespace(seconds=lambda _: tries[counts[-1]].pop(0))
+    assert (speed._halve_threads(trial, "fp32", 1.0), counts[-1]) == (seconds, threads)
+    assert not any(tries.values())
 
 
 RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.name.startswith(STUDIES))

@@ -60,6 +60,13 @@ def test_augmentation_adapts_five_times_as_fast_where_networks_are_transferred(f
     assert run.task.context.ada.adjustment_images == 1000 * kimg
 
 
+def test_a_ranks_logged_sign_is_its_own_and_not_the_sum_over_ranks(folder, monkeypatch):
+    """ADA sums the signs of all ranks; what is logged is averaged over them later."""
+    alone = Run(folder, GAN | {"ada": ADA}).step()["logits/real_sign"]
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.all_reduce_sum_", lambda sign: sign.mul_(2))
+    assert Run(folder, GAN | {"ada": ADA}).step()["logits/real_sign"] == alone != 0
+
+
 def same(one, other):
     return differing(one, other) == []
 
@@ -195,5 +202,6 @@ def test_samples_are_judged_once_only_where_that_is_the_same(folder):
     assert shares(GAN, step=1, loss={"gradients_every": 2})
     assert not shares(GAN, loss={"feature_matching_weight": 1.0, "feature_matching_group": 2})
     assert not shares(GAN, loss=LOSSES)
+    assert not shares(GAN, loss={"classifier": True, "classifier_weight": 1.0})
     assert not shares(R3GAN, loss=PAIRS)  # pairs of D's own
     assert shares(GAN, loss={"objective": "relativistic", "mismatch_weight": 0.0, "same_pairs": True})
