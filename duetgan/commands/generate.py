@@ -357,7 +357,7 @@ def write_dataset(options: Namespace) -> str:
 
 
 def config_from(options: Namespace, config_class: type[C]) -> C:
-    """Return a config with the values of the options that have the names of its fields."""
+    """Return a config whose fields have the values of the options of the same names."""
     names = {field.name for field in fields(config_class)}
     return config_class(**{name: value for name, value in vars(options).items() if name in names})
 

@@ -47,7 +47,9 @@ def parser() -> Parser:
         metavar="M",
         help="stop after M minutes; the same command continues",
     )
-    add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
+    add(
+        "--device", metavar="cpu|cuda[:i]", help="device (default: the accelerator if there is one)"
+    )
     add(
         "--seeds",
         type=positive,

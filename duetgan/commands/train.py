@@ -32,12 +32,14 @@ def parser() -> Parser:
     )
     add("--run-dir", metavar="DIR", help="run folder (default: runs/<name of the config>)")
     launch.add_options(add)
-    add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
+    add(
+        "--device", metavar="cpu|cuda[:i]", help="device (default: the accelerator if there is one)"
+    )
     add(
         "--max-steps",
         type=positive,
         metavar="N",
-        help="save and stop at step N; schedules keep the length in the config",
+        help="save and stop at step N; schedules still follow the config's number of steps",
     )
     add(
         "--init-from",
@@ -77,7 +79,7 @@ def parser() -> Parser:
         default="",
         choices=("here", "gpu"),
         help="do everything up to the first step and print the plan; gpu: also estimate memory and speed on "
-        "several GPUs",
+        "several GPUs (default: no dry run)",
     )
     add("--layers", action="store_true", help="with --dry-run: also print every layer")
     return parse

@@ -121,7 +121,7 @@ class Query:
         self._runs = runs
 
     def number(self, name: str, low: int, high: int, default: str = "", kind: type = int) -> Any:
-        """Return a number from `low` to `high`."""
+        """Return the parameter `name` as a number; it must be from `low` to `high`."""
         with explained(ArgumentTypeError, lambda error: f"{name} {error}"):
             return number_type(kind, low, high)(self._args.get(name, default))
 
@@ -133,8 +133,9 @@ class Query:
         return run
 
     def source(self, run: LoadedRun, suffix: str = "") -> Source:
-        """Return the sample of `seed`, `class`, `psi` and `mean`; `suffix` belongs to the names of
-        the first two.
+        """Return the sample that the parameters `seed`, `class`, `psi` and `mean` describe.
+
+        `suffix` is appended to the names `seed` and `class`.
         """
         label = self.label(f"class{suffix}", run) if run.classes else None
         mean = self._args.get("mean", "class")
@@ -145,22 +146,22 @@ class Query:
         return Source(seed, label, psi, cast(TruncationMean, mean))
 
     def sources(self, run: LoadedRun) -> list[Source]:
-        """Return `count` samples with successive seeds."""
+        """Return samples with successive seeds, as many as the parameter `count`."""
         first, count = self.source(run), self.number("count", 1, MOST_DRAWN, "1")
         seed = min(first.seed, LARGEST_SEED - count + 1)
         return [replace(first, seed=seed + i) for i in range(count)]
 
     def pair(self, run: LoadedRun) -> tuple[Source, Source]:
-        """Return the samples A and B."""
+        """Return the samples A and B, with the parameters' suffixes `_a` and `_b`."""
         return self.source(run, "_a"), self.source(run, "_b")
 
     def target(self, _: LoadedRun) -> tuple[LoadedRun, str]:
-        """Return the classifier `by` and its class `target`."""
+        """Return the classifier of the parameter `by`, and its class of the parameter `target`."""
         by = self.run("classifier", "by")
         return by, by.classes[self.label("target", by)]
 
     def label(self, name: str, run: LoadedRun) -> int:
-        """Return the number of a class of the run."""
+        """Return the label of the class that the parameter `name` names."""
         class_name = self._args.get(name, "")
         if class_name not in run.classes:
             hint = did_you_mean(class_name[:80], run.classes)
@@ -168,7 +169,7 @@ class Query:
         return run.classes.index(class_name)
 
     def layers(self, run: LoadedRun) -> list[int]:
-        """Return layers like `0-3,6`; an empty list is allowed."""
+        """Return the layer numbers of the parameter `layers`, such as `0-3,6`; it may be empty."""
         text = self._args.get("layers", "")[:400]
         return parse_layers(text, getattr(run.model, "num_ws", 0)) if text else []
 

@@ -155,7 +155,7 @@ def _open(path: Path, name: str, which: str, device: torch.device) -> LoadedRun:
 
 def compare_page(a: LoadedRun, b: LoadedRun) -> str:
     """Return the HTML of two runs of any tasks side by side: their metrics in a table, their curves
-    in common charts. For the significance of differences, users have `duet compare`.
+    in common charts. Only `duet compare` shows whether differences are significant.
     """
     names, runs = (a.name, b.name), (a.files(), b.files())
     by_name = dict(zip(names, runs, strict=True))
@@ -201,7 +201,7 @@ class Source:
     mean: TruncationMean = "class"  # the mean that w is truncated towards
 
     def sampler(self, run: LoadedRun) -> Sampler:
-        """Return a sampler whose number 0 is this sample."""
+        """Return a sampler that draws this sample as its sample 0."""
         chosen = () if self.label is None else (self.label,)
         return Sampler(
             generator=run.model,
@@ -246,7 +246,7 @@ def mix(run: LoadedRun, pair: tuple[Source, Source], layers: Sequence[int]) -> D
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair(Sampler):
-    """A sampler whose number 0 is its own first sample and whose number 1 is that of `second`."""
+    """A sampler with two samples: its own first one (0) and the first one of `second` (1)."""
 
     second: Sampler
 
@@ -319,7 +319,7 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
 
 @cache
 def editor_of(run: LoadedRun, classifier: LoadedRun) -> Editor:
-    """Return the editor of a generator by a classifier, which caches its directions."""
+    """Return an editor of the generator's samples by a classifier; it caches its directions."""
     names = classifier.checkpoint["classes"]
     if run.classes:
         require_same_classes(

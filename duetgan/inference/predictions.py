@@ -169,7 +169,7 @@ def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> l
 
 
 def unused(path: Path, used: Callable[[Path], bool]) -> Path:
-    """Return `path`, or the first of it with -2, -3, ... after the stem, that is not used."""
+    """Return `path`, or if it is used the first unused path with -2, -3, ... after the stem."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([path], numbered) if not used(path))
 
@@ -198,7 +198,7 @@ def json_array(stream: TextIO) -> Iterator[Sink]:
 def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
     """Write a row for each image: `file`, `label`, `probability`, and a column for each class; with
     `top` K instead `label_2`, `probability_2`, ... up to K. For an image that cannot be read, only
-    `file` is filled. Raises UserError for the reasons of `building`.
+    `file` is filled. Raises UserError if the file cannot be written.
     """
     columns = list(classes)
     if top:
@@ -336,7 +336,7 @@ def requested_files(
 def gradcam(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Maps | None:
-    """Return the maps of `--gradcam`. Raises UserError for the reasons of `requested_files`."""
+    """Return the maps of `--gradcam`. Raises UserError as `requested_files` does."""
     requested = requested_files(options, "gradcam", "gradcam_layer", inputs, classes)
     if not requested:
         return None
@@ -347,8 +347,8 @@ def gradcam(
 def counterfactuals(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Counterfactuals | None:
-    """Return the counterfactuals of `--counterfactual`. Raises UserError for the reasons of
-    `requested_files`, and for a generator of other classes.
+    """Return the counterfactuals of `--counterfactual`. Raises UserError as
+    `requested_files` does, and for a generator of other classes.
     """
     refuse(
         (

@@ -129,7 +129,7 @@ class Distance:
         return (images - self._target).square().mean(dim=(1, 2, 3))
 
     def perceptual(self, images: Tensor) -> Tensor | None:
-        """Return the distance of the features [n]; None without features."""
+        """Return the feature distance [n] of images to the target; None without features."""
         if self._features is None:
             return None
         return feature_distance(self._features(images), self._target_features)

@@ -164,10 +164,10 @@ def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> Docum
 
 
 def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
-    """Return the dataset of the members, which the generator was trained on.
+    """Return the dataset that the generator was trained on; the audit calls its images members.
 
     Raises:
-        UserError: If it is not available, or if `dataset` was trained on, too.
+        UserError: If it is not available, or if the generator was trained on `dataset`, too.
     """
     train, reason = training_images(checkpoint)
     if train is None:
@@ -265,9 +265,9 @@ def _logits(
 
 
 class Partners:
-    """Fixed samples that complete each image to a group for the minibatch standard deviation.
+    """Fixed samples with which each image forms a group for the minibatch standard deviation.
 
-    With other real images in its group, a logit would depend on them, too.
+    If other real images were in the group, an image's logit would depend on them.
     """
 
     def __init__(self, generator: ImageGenerator, count: int, *, seed: int) -> None:

@@ -126,12 +126,12 @@ CLASSIFIER = [
     ),
     Figure(
         "auroc", "AUROC (mean of the classes)",
-        "area under the ROC curve of each class against all others, the mean of the classes", answers.auroc,
+        "area under the ROC curve of each class against all others, averaged over the classes", answers.auroc,
         better="larger", unit="",
     ),
     Figure(
         "average_precision", "average precision",
-        "average precision, as scikit-learn defines it, of each class against all others, the mean of the classes",
+        "average precision (as in scikit-learn) of each class against all others, averaged over the classes",
         answers.average_precision, better="larger", unit="",
     ),
     Figure(
@@ -148,16 +148,16 @@ CLASSIFIER = [
 LABELS = [  # of images that may have several labels
     *(replace(row, in_training=True) for row in CLASSIFIER if row.key in ("auroc", "average_precision")),
     Figure(
-        "macro_f1", "F1 (mean of the labels)", "of several labels: F1 of each above its threshold, the mean",
+        "macro_f1", "F1 (mean of the labels)", "several labels: F1 of each label, averaged",
         labels.macro_f1, better="larger", place="headline", in_training=True,
     ),
     Figure(
-        "micro_f1", "F1 (of all decisions)", "of several labels: F1 of all decisions together", labels.micro_f1,
+        "micro_f1", "F1 (of all decisions)", "several labels: F1 of all decisions together", labels.micro_f1,
         better="larger", in_training=True,
     ),
     Figure(
-        "exact_match", "exact match", "of several labels: share of images with no wrong one", answers.accuracy,
-        better="larger", in_training=True,
+        "exact_match", "exact match", "several labels: share of images with all labels right",
+        answers.accuracy, better="larger", in_training=True,
     ),
 ]  # fmt: skip
 
@@ -185,7 +185,7 @@ GAN = [
         better="smaller", place="column", unit="", in_training=True, digits=3,
     ),
     Figure(
-        "floor", "its floor", "the same between n real training images and the test images",
+        "floor", "its floor", "Frechet distance between n real training images and the test images",
         lambda samples: Measured(frechet_distance(samples.training[: samples.n], samples.counted[1])[0]),
         place="column", unit="", interval=False, needs=TRAINING, in_training=True, digits=3,
     ),
@@ -196,33 +196,33 @@ GAN = [
         better="smaller", place="column", unit="", in_training=True, digits=6,
     ),
     Figure(
-        "kernel_floor", "its floor", "the same between n real training images and the test images",
+        "kernel_floor", "its floor", "squared MMD between n real training images and the test images",
         lambda samples: Measured(_kernel(samples.training[: samples.n], samples)[0]),
         place="column", unit="", interval=False, needs=TRAINING, in_training=True, digits=6,
     ),
     Figure(
-        "recognised", "recognised", "share of samples that the judge predicts as asked",
+        "recognised", "recognised", "share of samples that the judge predicts as the requested class",
         lambda samples: judged.recognised(samples.probabilities, samples.labels[: samples.n], samples.thresholds),
         better="larger", place="headline", needs=JUDGED, by_class="recognised_by_class",
         by_judge=True, in_training=True,
     ),
     Figure(
         "clipped_density", "clipped density (fidelity)",
-        "fidelity (clipped density): share of samples that lie where real images are dense. It stops at 1",
+        "fidelity (clipped density): share of samples that lie where real images are dense, at most 1",
         lambda samples: neighbours.clipped_density(samples.neighbourhoods),
         better="larger", place="headline", needs=NEAR,
     ),
     Figure(
         "clipped_coverage", "clipped coverage",
-        "coverage (clipped): share of what real images are like that samples show. 80 %: as if two classes of ten were "
-        "missing",
+        "coverage (clipped): share of the variety of real images that samples have. 80 %: as if two of ten classes "
+        "were missing",
         lambda samples: neighbours.clipped_coverage(samples.neighbourhoods),
         better="larger", place="headline", needs=NEAR,
     ),
     Figure(
         "diversity_ratio", "diversity",
-        "diversity of the least diverse class, if any: samples' mean pairwise feature distance over real images', of "
-        "200 each at most",
+        "diversity of the least diverse class (if any): mean feature distance between samples over that between real "
+        "images, at most 200 of each",
         lambda samples: samples.diversity,
         place="headline", unit="", by_class="diversity_by_class", in_training=True, digits=3,
     ),
@@ -231,11 +231,13 @@ GAN = [
         lambda samples: neighbours.precision(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
-        "recall", "recall", "recall: share of real images within reach of a sample. Odd images flatter both",
+        "recall", "recall",
+        "recall: share of real images within reach of a sample. Outliers raise precision and recall",
         lambda samples: neighbours.recall(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
-        "density", "density", "density: as precision, with 5th neighbours and counted. Real images have about 1",
+        "density", "density",
+        "density: number of real images within whose reach (5th neighbour) a sample lies, over 5. Real images: about 1",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),
     Figure(

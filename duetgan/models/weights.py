@@ -491,7 +491,10 @@ def fit_state(
 
 
 def network_of(state: Mapping[str, Tensor]) -> str | None:
-    """Return the network of these weights, ignoring its first layer and head; None if unknown."""
+    """Return the name of the network that has these weights; None if there is none.
+
+    The first layer and the head are not compared.
+    """
     return next((name for name, fraction in similar_networks(state) if fraction == 1), None)
 
 

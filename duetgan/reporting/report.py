@@ -247,7 +247,7 @@ def write_study_page(
 
 
 def _control(row: Document) -> list[str]:
-    """Return the cells of a control's row."""
+    """Return the table cells of a study's control."""
     is_fraction = row["figure"] is None
     cells = [row["arm"], row["against"], row["expected"], row["found"]]
     cells.append(signed(row["difference"], is_fraction=is_fraction))

@@ -83,8 +83,8 @@ def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[in
 class Augment(Subject):
     """Compares classifiers with samples to classic methods, all with the same number of steps.
 
-    At a ratio, the same fraction of every batch is added images. Choices are made on held-out
-    images, and the best arms are compared on the test images.
+    A ratio is the fraction of every batch that consists of added images. The best arms are chosen
+    on held-out images and compared on the test images.
     """
 
     title = "Do samples help the classifier?"

@@ -62,7 +62,7 @@ class StudyData(Config):
 
 
 class Recipe(Config):
-    """A training: a recipe of configs/ with overrides, or an existing run."""
+    """How to get a trained network: by a recipe of configs/ with overrides, or from a run."""
 
     config: str = ""  # a recipe for train.py
     overrides: dict[str, Any] = {}  # by dotted keys, such as optimizer.lr: 0.1
@@ -126,7 +126,7 @@ class StudyConfig(Config):
 
 
 def quickened(tree: Document) -> Document:
-    """Apply the section `quick` to the tree of a recipe; raise UserError if it is empty."""
+    """Set the keys of a recipe's section `quick`; raise UserError if it is missing or empty."""
     quick = tree.get("quick")
     if not isinstance(quick, dict) or not quick:
         raise UserError(
@@ -257,7 +257,7 @@ def divide(
 
 
 def _limits(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:
-    """Return the number of held-out images of each class, and the limit of its training images."""
+    """Return each class's number of held-out images, and its largest number of training images."""
     held_out = [max(1, round(data.held_out * count)) for count in counts]
     not_held_back = [int((1 - data.held_back) * count) for count in counts]
     return held_out, np.subtract(not_held_back, held_out).tolist()

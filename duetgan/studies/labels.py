@@ -130,7 +130,10 @@ class Labels(Subject):
     def _from_discriminator(
         self, count: int, first: Path, run: Path, images: Path, suffix: str = ""
     ) -> None:
-        """Declare the arms that use the discriminator of a run; with a suffix they are controls."""
+        """Declare the arms that use the discriminator of a run.
+
+        With a suffix, which is added to their names, they are controls.
+        """
 
         def arm(method: str, description: str) -> Job:
             if suffix:

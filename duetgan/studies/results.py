@@ -85,10 +85,10 @@ class Results:
         return float(self.hits(arm, split).mean(0) @ self.weights(group, split))
 
     def choose(self, name: str, arms: Sequence[str]) -> str:
-        """Add an arm that is, at each seed, the best of some arms; return these as text.
+        """Add an arm that has, for each seed, the results of the best of `arms`.
 
-        The best arm has the largest mean recall on held-out images; of equal ones the first is
-        taken.
+        The best arm has the largest mean recall on held-out images; of equal ones it is the first.
+        Returns a text that lists the chosen arms with their numbers of seeds.
         """
         weights = self.weights("all", HELD_OUT)
         best = np.stack([self.hits(arm, HELD_OUT) @ weights for arm in arms]).round(9).argmax(0)

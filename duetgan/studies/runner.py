@@ -195,10 +195,10 @@ class Study:
     # --- jobs and runs
 
     def _perform(self, job: Job, seed: int, title: str = "") -> bool:
-        """Make a job or an arm's run, after the jobs it needs, and write its outcome to a file.
+        """Do a job, after the jobs that it needs, and write its outcome to a file.
 
-        Returns False if the outcome exists. Raises UserError if files of other settings exist,
-        apart from logs.
+        Returns False if the outcome exists already. Raises UserError if the job's folder has files
+        that were made with other settings, except logs.
         """
         place, key = of_seed(job.place, seed), self._key(job, seed)
         file, note = record(place), place.with_name(f"{place.name}.key")

@@ -88,9 +88,9 @@ def draw_samples(
 ) -> list[float | None]:
     """Write packed files of samples; return the fraction of accepted candidates of each class.
 
-    The samples of a class in a smaller file are the first ones of a larger file. Existing files are
-    replaced. If the pool has too few accepted candidates, a class gets fewer samples, but at least
-    the one with the best score.
+    For each class, a smaller file has the first samples of a larger file. Existing files are
+    replaced. If too few of the at most `pool` candidates are accepted, a class gets fewer samples,
+    but at least the one with the best score.
 
     Raises:
         UserError: If the generator is unconditional or has other classes, or a rule without a pool

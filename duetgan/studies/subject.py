@@ -409,7 +409,7 @@ class Subject(ABC):
             )
 
     def judge(self, run: Path) -> Result:
-        """Return the hits and accuracies of a run's averaged classifier on all splits."""
+        """Return the correct predictions and accuracies of a run's EMA classifier on each split."""
         checkpoint = load(resolve(str(run)))
         classifier = classifier_from(checkpoint, choose_device(self.device))
         hits = {}

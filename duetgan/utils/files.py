@@ -21,7 +21,7 @@ TIMEOUT = 30  # seconds without an answer before a download is abandoned
 
 @contextmanager
 def downloading(problem: str, remedy: str) -> Iterator[None]:
-    """Limit the waiting of a download, and send its output to stderr.
+    """Set a timeout for a download inside the block, and send its output to stderr.
 
     Raises UserError for a failed download: `PROBLEM and cannot be downloaded (REASON); REMEDY`.
 

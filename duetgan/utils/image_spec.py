@@ -34,7 +34,7 @@ MOST_CHANNELS = 32
 class PixelFormat(Stored):
     """The pixel format of images that are not 8-bit grey or RGB, in packed files and checkpoints.
 
-    `low` and `high` are the values that networks see as -1 and 1; None: those of RANGES.
+    `low` and `high` are the values that networks see as -1 and 1; None: the depth's in RANGES.
     """
 
     alpha: bool = False  # the last channel is transparency, not multiplied into the others
@@ -103,12 +103,12 @@ class ImageSpec:
 
     @property
     def resolution(self) -> int | str:
-        """Return the size in the notation of configurations."""
+        """Return the size as configs write it: 64, or 96x64 (width x height)."""
         return self.height if self.height == self.width else f"{self.width}x{self.height}"
 
     @property
     def pixel_format(self) -> dict[str, Any] | None:
-        """Return the fields of PixelFormat that differ from opaque 8-bit images, or None; see `of`."""
+        """Return the fields of PixelFormat that differ from its defaults; None if none does."""
         low, high = RANGES[self.depth]
         defaults = {"low": low, "high": high, "alpha": False, "depth": "uint8"}
         return {

@@ -69,5 +69,5 @@ class Machine:
     features_per_second = 0.0
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
-        """Return the training speed of a recipe on such images of `side` px."""
+        """Return the training speed of a recipe on images like `images`, scaled to `side` px."""
         return Speed("auto", 1000.0)

@@ -118,8 +118,8 @@ class ThisMachine(Machine):
     """This machine, whose speeds are measured once and then remembered.
 
     Args:
-        folder: folder for files of noise.
-        weights: files that the user has given.
+        folder: folder for files of random images, on which speeds are measured.
+        weights: files of `--weights`.
         tuning: True if pretrained weights may be used.
         side: side of the images in px.
     """
@@ -252,8 +252,8 @@ def weights_at_hand(requested: Sequence[str]) -> list[Weights]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Return the plan for people, without the images: choices with reasons, lengths, expected
-    times.
+    """Return the plan as lines to print: choices with reasons, lengths and expected times, but not
+    the description of the images.
     """
     if plan.quick:
         return [*plan.notes, "only a few training steps of each (--quick)"]

@@ -80,7 +80,7 @@ class Training(Stored):
 
     @property
     def judging(self) -> float:
-        """The seconds to classify an image in fp32, a third of a training step's time per image."""
+        """Estimated seconds to classify an image in fp32: a third of a training step per image."""
         slowdown = 2.0 if self.precision == "bf16" else 1.0
         return slowdown / (3 * self.images_per_second) + 2.0 * self.features
 
@@ -371,10 +371,10 @@ class _Choice:
     def _behind_frozen(
         self, budget: float, options: list[str], name: str, reason: str
     ) -> Training | None:
-        """Return a training of the last stage or the head, which starts from a regression on
-        features.
+        """Return a training of only the last stage or the head, which starts from a logistic
+        regression on the features; None if there is no time to compute them.
 
-        The features of the frozen stages are computed once. None: there is no time for that.
+        The features of the frozen stages are computed once.
         """
         from duetgan.models.registry import backbone_of  # imports torch
 
@@ -433,8 +433,8 @@ class _Choice:
         return sizes[-1], self._gan_speed(sizes[-1])
 
     def _of_width(self, size: Size, budget: float) -> tuple[Size, Speed]:
-        """Return the size in the width that is expected to give the best samples in the time, and
-        its speed.
+        """Return the size with the network width that is expected to give the best samples in the
+        time `budget`, and its speed.
         """
         candidates: list[tuple[float, Size, Speed]] = []
         for wide in (size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS):

@@ -67,10 +67,10 @@ def spent_before_gan(plan: Plan, timings: Mapping[str, Mapping[str, float]]) -> 
 def replanned(
     plan: Plan, spent: Mapping[str, float], pace: float = 1.0, measuring: float = 0.0
 ) -> Plan:
-    """Return the plan with another length for the GAN, before its training begins.
+    """Return the plan with a new length of the GAN's training, which has not begun yet.
 
-    A GAN that would exceed the minutes is shortened to fit. One with clearly more time than planned
-    is extended. Otherwise the plan itself is returned.
+    If the training would exceed the plan's minutes, it is shortened to fit. If clearly more time is
+    left than planned, it is extended. Otherwise the plan is returned unchanged.
 
     Args:
         spent: seconds that the parts before the GAN took.

@@ -59,8 +59,8 @@ def nearness(size: Size, images: float) -> float:
 
 
 def side_for(side: int, most: int) -> int:
-    """Return a power of two near `side` px, from 16 to `most`; images are enlarged by less than
-    half.
+    """Return the power of two, from 16 to `most`, to which images of `side` px are scaled: the
+    smallest that is at least two thirds of `side`.
     """
     return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
 

@@ -409,14 +409,14 @@ def working_folder() -> Path:
 
 
 def display_path(path: Path) -> str:
-    """Return a path for a command line: relative to the folder of the commands if it lies inside."""
+    """Return a path as text for a command line, relative to the working folder if it is inside."""
     folder = working_folder()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def typed(command: list[str]) -> str:
-    """Return a command line: `python train.py ...` for a script of the checkout, else `duet pack
-    ...`.
+    """Return a command as the user types it: `python train.py ...` if the checkout has that script,
+    otherwise `duet pack ...`.
     """
     name, *arguments = command
     if CHECKOUT and (ROOT / f"{name}.py").is_file():

@@ -288,7 +288,7 @@ def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:
 
 
 def check_encoding(image: ImageSpec, encoding: str) -> None:
-    """Raise ValueError for an encoding that cannot store such images."""
+    """Raise ValueError if `encoding` cannot store images like `image`."""
     png = encoding == "png" and image.channels in (1, 3, 4) and image.depth != "float32"
     if encoding not in ENCODINGS or not (image.plain or encoding == "raw" or png):
         raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")

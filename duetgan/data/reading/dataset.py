@@ -334,14 +334,15 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
-    """Open images in the form in which a checkpoint's model was trained on such images.
+    """Open images at the resolution and with the class order that a checkpoint's model needs.
 
-    The resolution is `data.resolution` of the checkpoint's config. If that is not set, images of
-    individual sizes, and pyramids that store it, are read at the model's resolution; others are
-    read as stored, and the caller refuses those that do not fit. Labels are put into the model's
-    class order where the classes are the same; those of a classifier may lack images.
+    The resolution is `data.resolution` of the checkpoint's config. If that is not set, images are
+    read at the model's resolution if they have individual sizes or are stored at it; others are
+    read as stored, and the caller refuses those that do not fit. Labels are renumbered to the
+    model's class order if the file has the same classes (for a classifier also if it has only some
+    of them).
 
-    Raises UserError for images of another pixel format.
+    Raises UserError if the images' pixel format is not the model's.
     """
     resolution = (checkpoint["config"].get("data") or {}).get("resolution")
     model_resolution = checkpoint["shape"]["resolution"]

@@ -138,8 +138,8 @@ class MixedSampler(GlobalSampler):
             self.batches += 1
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state of the real order, and as `synthetic` that of the synthetic order with
-        the hash of its images.
+        """Return the state of the order of real images. Its entry `synthetic` is the state of the
+        order of synthetic images, with the hash of these images.
         """
         synthetic = self.synthetic.state_dict() | {"content": self.content}
         return super().state_dict() | {"synthetic": synthetic}

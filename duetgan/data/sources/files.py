@@ -297,7 +297,7 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
 def _are_splits(
     where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions
 ) -> bool:
-    """Return True if the folders at the top include splits. Raises UserError if it is unclear."""
+    """Return True if top-level folders are splits. Raises UserError if this is unclear."""
     named = sorted(filter(split_name, tops))
     if not named or (options.classes_from == "top" and options.split is None):
         return False

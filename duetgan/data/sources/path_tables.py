@@ -316,7 +316,8 @@ def _places(
     suffix: str | None,
     options: base.SourceOptions,
 ) -> list[Place]:
-    """Return the conversions with which one of the first values is a file.
+    """Return the ways to convert a column's values to paths for which one of the first values is a
+    file.
 
     Files are searched for in `folder` and, unless it is `options.root`, in its sub-folders. As few
     parts of the paths as possible are removed. A suffix is added only to paths without one.

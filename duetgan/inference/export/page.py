@@ -30,7 +30,7 @@ from torch import Tensor
 
 
 class Network:
-    """The programs of a folder and their weights."""
+    """The exported programs of a folder, with their weights."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -226,8 +226,8 @@ def _channels_last(x: Tensor) -> Tensor:
 def generator_subject(
     checkpoint: Checkpoint, *, batch_size: int, psi: float = 1.0, mean: TruncationMean = "class"
 ) -> Subject:
-    """Return a GAN's generator with the latents of the samples that evaluation draws for seed 0, of
-    all classes in turn.
+    """Return a GAN's generator with example inputs: the latents that evaluation draws for seed 0,
+    and labels of all classes in turn.
     """
     generator = generator_from(checkpoint, several=True)
     z, _ = draw(generator, range(SAMPLES), 0)

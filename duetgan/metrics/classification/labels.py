@@ -29,7 +29,7 @@ class LabelAnswers(Answers):
 
     @cached_property
     def confidence(self) -> Tensor:
-        """float64 [n]: error |probability - label| of each image's worst wrong decision, or 0."""
+        """Largest |probability - label| of each image's wrong decisions, or 0; float64 [n]."""
         wrong = self.predicted_classes != self.labels
         return ((self.probabilities - self.labels.double()).abs() * wrong).amax(1)
 

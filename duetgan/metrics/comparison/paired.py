@@ -82,7 +82,8 @@ def independent_figures(
     """Compare two metrics by their intervals, as if they were independent (Zou and Donner 2008).
 
     Metrics of the same test images are correlated, so that the interval is too wide rather than too
-    narrow. p is that of a normal distribution whose interval has the same end on the side of 0.
+    narrow. p is that of the normal distribution with this difference as its mean, whose interval
+    has the same end towards 0.
     """
     value = second - first
     low = value - math.hypot(second - second_interval[0], first_interval[1] - first)

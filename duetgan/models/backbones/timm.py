@@ -21,7 +21,7 @@ class TimmBackbone(Backbone):
     """
 
     def block_of(self, network: Any) -> dict[str, str]:
-        """Return the block of each parameter, from the images to the logits."""
+        """Return parameter name -> name of its block, ordered from the images to the logits."""
         group = importlib.import_module("timm.models").group_parameters
         stages = group(network, network.group_matcher(coarse=True), reverse=True)
         blocks = group(network, network.group_matcher(coarse=False), reverse=True)

@@ -58,8 +58,8 @@ class EqualizedConv2d(nn.Module):
     """Convolution with equalised learning rate, bias, and optional FIR downsampling by 2 before it.
 
     Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2].
-    `gain` scales the output (sqrt(0.5) on residual branches); like the gain of the activation it
-    multiplies the weights.
+    `gain` scales the output (sqrt(0.5) on residual branches). To save an operation, it is
+    multiplied into the weights and bias, as is the activation's gain.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ def _twice(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -
 
 
 class _InputPath(torch.autograd.Function):
-    """The convolution, with a gradient for x only."""
+    """Convolution of x that passes a gradient to x, but not to the weight or bias."""
 
     @staticmethod
     def forward(

@@ -110,9 +110,9 @@ class Span(NamedTuple):
 class Frozen:
     """Cached outputs of the frozen first stages, which replace images as the input of training.
 
-    This needs images that are the same in every epoch, or mirrored. The cache lasts while the same
-    stages are frozen. Its bits are the same after a resume and for any number of processes, so it
-    is no part of the run's state.
+    Images must be the same in every epoch, except for mirroring. The cache is used as long as the
+    same stages are frozen. It is not saved with the run, because it is bit-identical when computed
+    again after a resume, with any number of processes.
     """
 
     def __init__(

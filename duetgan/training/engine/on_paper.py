@@ -135,9 +135,9 @@ def arithmetic(
 
 @contextlib.contextmanager
 def fakes() -> Iterator[None]:
-    """Inside the block, tensors have shapes but no values.
+    """Give tensors shapes but no values inside the block (FakeTensorMode).
 
-    Modules can be copied and need not be moved. Images are not augmented.
+    Modules can be copied, moving them does nothing, and images are not augmented.
     """
     with (
         mock.patch.object(nn.Module, "to", lambda network, *_args, **_options: network),

@@ -70,7 +70,9 @@ def warp(images: Tensor, inverse: Tensor) -> Tensor:
     height, width = images.shape[2:]
 
     def positions(side: int) -> Tensor:
-        """Return the oversampled positions on a side, with margins, relative to its middle."""
+        """Return the coordinates of the oversampled pixels, including margins, along a side of
+        `side` pixels; 0 is its middle.
+        """
         count = 2 * side + 2 * DOWN_MARGIN - 1
         steps = torch.arange(count, device=images.device, dtype=images.dtype) - DOWN_MARGIN
         return steps / 2 - (side - 1) / 2

@@ -39,9 +39,9 @@ def build_optimizer(
     groups: Sequence[Group] | None = None,
     head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `config`, fused and with a step that can be masked on the device.
+    """Build the optimizer of `config`, with a fused step that a flag on the device can skip.
 
-    Without `groups` those of `parameter_groups` are used.
+    Without `groups`, those of `parameter_groups` are used.
     """
     if groups is None:
         groups = parameter_groups(model, config.weight_decay)

@@ -48,7 +48,7 @@ def build(
 
 
 def given_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """Return dotted key -> text of command-line tokens; None for a key without a value."""
+    """Return the dotted keys of command-line tokens, with their text; None for a missing value."""
     texts: dict[str, str | None] = {}
     key = None  # the key whose value comes next
     for token in normalise(overrides):

@@ -313,7 +313,7 @@ def add_import_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--import",
         action="append",
-        help="import your own code, a .py file or an installed module, which adds to the registries; "
+        help="import your own losses, networks and so on from a .py file or an installed module; "
         "may be repeated",
         dest="imports",
         default=argparse.SUPPRESS,

@@ -102,8 +102,8 @@ def add_options(add: Callable[..., object]) -> None:
         "--procs",
         type=int,
         metavar="N",
-        help="number of processes on the CPU (gloo), or to divide the --gpus among; under torchrun only "
-        "torchrun's number",
+        help="number of processes on the CPU (gloo), or of processes that share the --gpus; torchrun sets "
+        "the number itself",
     )
 
 
@@ -225,8 +225,8 @@ def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> i
 def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes: bool) -> int:
     """Return the first failing child's exit code, else 0.
 
-    The code is 4 for a killed child, which is reported when all have ended, and 3 for a child that
-    a `forwarded` signal has ended, because it had not begun to train.
+    The code is 4 if a signal killed the child, which is reported after all children have ended. It
+    is 3 if that was a `forwarded` signal, which ends a child that has not begun to train.
     """
     failed_at: float | None = None
     code = 0
