@@ -126,7 +126,7 @@ def course_of(run: Path, options: Namespace, real: RealFeatures) -> Course:
 
         def evaluate(checkpoint: Checkpoint, *, floor: bool) -> dict[str, Any]:
             how: Any = {"floor": floor, "details": False, "searched": 0, "batch_size": options.batch_size, "show": True}
-            sides: Any = {"train_reader": train if floor else None, "real": real, "n": n, "seed": options.seed}
+            sides: Any = {"train_dataset": train if floor else None, "real": real, "n": n, "seed": options.seed}
             generator = generator_from(checkpoint, device)
             found = evaluate_generator(generator, reader, extractors=[extractor], **sides, **how)
             return dict(found["distances"][0])

@@ -166,7 +166,7 @@ class Stubs:
 
     def server(self, app: Any, *, sockets: Any, **options: Any) -> Any:
         shown = [(run.name, run.checkpoint["step"]) for run in app.runs]
-        cells = [cell.cell_contents for cell in app._takes["/api/spoke"].__closure__]
+        cells = [cell.cell_contents for cell in app._post["/api/influence"].__closure__ or ()]
         data = [cell.keywords["data"] for cell in cells if isinstance(cell, partial)]
         self.note("served", shown, sockets[0].getsockname()[0], *data)
         return SimpleNamespace(run=lambda: None)

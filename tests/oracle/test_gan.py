@@ -208,10 +208,10 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
         reference.step(batches, step)
     asked: dict[str, Any] = {}
 
-    def evaluate(generator: Any, reader: Any, **how: Any) -> dict[str, Any]:
+    def evaluate(generator: Any, dataset: Any, **how: Any) -> dict[str, Any]:
         z, labels = torch.ones(2, 8), torch.tensor([0, 2])
         noise = [torch.zeros(2, *shape) for shape in task.generator.noise_shapes(16)]
-        asked.update(how, reader=reader, images=generator(z, labels, noise=noise))
+        asked.update(how, dataset=dataset, images=generator(z, labels, noise=noise))
         row = {"frechet": 1.0, "kernel": 2.0, "diversity_ratio": 3.0}
         return {"n": 24, "distances": [row], "memorisation": None}
 
@@ -225,7 +225,7 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
     expected = reference.average.synthesis(ws, noise, **grown)
     scale = 16 // stage.side
     torch.testing.assert_close(asked["images"][..., ::scale, ::scale], expected, rtol=1e-9, atol=1e-9)
-    assert (asked["reader"], asked["train_reader"]) == (task.val_dataset, task.dataset)
+    assert (asked["dataset"], asked["train_dataset"]) == (task.val_dataset, task.dataset)
     assert (asked["seed"], asked["n"], asked["real"].batch_size) == (tree["seed"], 24, 16)
     assert [extractor.name for extractor in asked["extractors"]] == ["pixels"]
     assert figures["frechet/pixels"] == 1.0

@@ -20,7 +20,7 @@ pytestmark = [
 RANKS = (0, 1)
 BATCHNORMS = 13  # of the classifier
 MASKS = "duetgan/models/backbones/base.py: x = module(x) (index.Tensor)"
-BUCKETS = "duetgan/training/base/compiled.py: return self._run(*arguments, **options) (copy_)"
+BUCKETS = "duetgan/training/base/compiled.py: return self._run(*args, **kwargs) (copy_)"
 
 
 PARTS: dict[str, Any] = {
