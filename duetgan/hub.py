@@ -1,8 +1,8 @@
-"""Entry points of hubconf.py for torch.hub: trained or new networks.
+"""Entry points of hubconf.py for torch.hub, which return trained or new networks.
 
-torch.hub imports this module in the user's process. Every module of Duet lies in the package
+torch.hub imports this module in the user's process. Every module of Duet is in the package
 `duetgan`, so that none collides with a `utils.py`, `models.py` or `data/` of the user (pytorch
-issue 65881). If an installed `duetgan` was imported earlier, that one is used. To keep a model,
+issue 65881). If the user has imported an installed `duetgan`, that one is used. To keep a model,
 save its state dict or use export.py: a pickle of the whole model cannot be read without Duet.
 """
 
@@ -129,7 +129,7 @@ def _new(
 
 
 def _described(model: Any, class_names: Iterable[str]) -> Any:
-    """Set the documented attributes of an entry point's result and return it."""
+    """Set the attributes that entry points document on `model`, and return it."""
     model.class_names = list(class_names)
     model.image_shape = model.spec.shape
     model.image_range = (-1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Trained networks, ready to use: `load`, `Classifier`, `Generator`."""
+"""Functions and classes that load trained networks and apply them to images."""
 
 import itertools
 import os
@@ -64,7 +64,7 @@ class Classifier(nn.Module):
         return self.network(images)
 
     def predict(self, images: "Image | Iterable[Image]") -> Predictions:
-        """Return the labels and probabilities of one image or many.
+        """Return the predicted labels and probabilities of one image or many.
 
         Args:
             images: anything that `transform` accepts, an array [N, H, W, C], a tensor
@@ -148,7 +148,7 @@ class Generator(nn.Module):
         self,
         n: int = 1,
         *,
-        # class names ("cat; dog" for a set of labels), used in turn; None: all
+        # class names ("cat; dog" for a set of labels), to draw from in turn; None: all
         classes: str | Sequence[str] | None = None,
         seed: int = 0,
         psi: float = 1.0,  # truncation, for generators with w: 1 is none, 0 the mean image
@@ -191,7 +191,8 @@ class Generator(nn.Module):
         image: Image,
         *,
         space: Literal["w", "w+"] = "w+",
-        classes: str | Sequence[str] | None = None,  # to start from the mean w of one of them
+        # the search starts from the mean w of one of these classes; None: of any class
+        classes: str | Sequence[str] | None = None,
         seed: int = 0,
         steps: int = 500,
         # None: resnet50 if its weights are present, else pixels
@@ -235,9 +236,9 @@ def load(
 
     Args:
         checkpoint: a run folder, a checkpoint file, a .safetensors file of `duet export`, or a
-            ready-made classifier: `torchvision:NAME`, `timm:NAME`, a state dict, a folder of the
-            hub. Nothing in it is executed.
-        which: the checkpoint of a run folder.
+            ready-made classifier: `torchvision:NAME`, `timm:NAME`, a state dict, a folder that timm
+            wrote for its hub. Nothing in it is executed.
+        which: "last" or "best" checkpoint of a run folder.
         device: "cpu", "cuda", ...; None: the accelerator if the machine has one, else the CPU.
 
     Raises UserError (a ValueError; one line with the remedy) if the checkpoint is missing or
@@ -273,8 +274,8 @@ def _single_images(images: "Image | Iterable[Image]") -> Iterator[Image]:
 
 
 def _check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
-    """Raise UserError unless `images` is a float batch of this shape in [-1, 1]; warn if it looks
-    like [0, 1].
+    """Raise UserError unless `images` is a float batch of images of this shape in [-1, 1]; warn if
+    the values look like [0, 1].
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return  # Checks of values would break the graph.

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from duetgan.utils.script import exit_cli, handle_interrupts
 
-# Name -> module with `main(arguments)`, and its line in `duet --help` (empty: not listed).
+# Name -> (module with `main(arguments)`, line in `duet --help`). Without a line it is not listed.
 COMMANDS = {
     "quickstart": (
         "duetgan.commands.quickstart",
@@ -67,7 +67,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
     """
     handle_interrupts()  # the imports below take seconds
     if sys.path and Path(sys.path[0], "inspect.py").is_file():
-        # `python data/pack.py` puts data/ first, whose inspect.py hides the standard library's.
+        # `python data/pack.py` puts data/ first; its inspect.py would hide the standard library's.
         del sys.path[0]
     if not all(map(importlib.util.find_spec, REQUIRED)):
         remedy = "needs the packages of this project: `make setup`, then .venv/bin/python ..."

@@ -28,7 +28,7 @@ from duetgan.utils.files import as_json, check_writable, write_atomic
 if TYPE_CHECKING:
     from duetgan.data.reading.dataset import Dataset
 
-COMPARE = ("compare", "out", "json", "debug")  # options that --compare may have
+COMPARE = ("compare", "out", "json", "debug")  # options that are valid with --compare
 SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
 # Kind of evaluation -> options that it does not have, with their defaults, and the reason.
 NOT_FOR = {
@@ -121,7 +121,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, write the results and print them, over several processes if requested."""
+    """Evaluate a checkpoint, in several processes if requested; write and print the results."""
     options = parser().parse_args(argv)
     if options.compare is not None:
         return compare_runs(options)
@@ -176,7 +176,7 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, "D
 
 
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
-    """Evaluate in this process, which may be one of several: rank 0 writes and prints."""
+    """Evaluate in this process, which may be one of several, of which rank 0 writes and prints."""
     from duetgan.metrics.evaluate_audit import audit_gan_run
     from duetgan.metrics.evaluate_classifier import evaluate_classifier_run
     from duetgan.metrics.evaluate_gan import evaluate_gan_run

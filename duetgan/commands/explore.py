@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--data {options.data}: no such file{near_file(Path(options.data))}")
     with explained(ImportError, "the explorer needs waitress; `pip install 'waitress>=3.0'`"):
         from waitress.server import create_server
-    with listen(options.host, options.port) as listener:  # before torch is imported
+    with listen(options.host, options.port) as listener:  # before the slow import of torch
         from duetgan.explorer.app import App, Worker
         from duetgan.explorer.models import open_runs
         from duetgan.utils.distributed.collectives import choose_device
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
             ident=None,
         )
 
-        # waitress warns of requests that wait for a thread.
+        # waitress would print a warning for each request that waits for a thread.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
         def end(*_: object) -> None:
@@ -93,13 +93,13 @@ def main(argv: list[str]) -> int:
         place = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
         print(f"open {place} in a browser; Ctrl-C ends the explorer", flush=True)
         leave_threads()  # a model may still be computing when the program ends
-        server.run()  # until KeyboardInterrupt, which it handles
+        server.run()  # returns at a KeyboardInterrupt
     print("ended", file=sys.stderr)
     return EXIT_OK
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address. Raises UserError if that is impossible."""
+    """Return a socket that listens on `host` and `port`. Raises UserError if that is impossible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     prefix = f"--host {host} --port {port}"
     with explained(

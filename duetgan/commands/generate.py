@@ -30,7 +30,7 @@ C = TypeVar("C", settings.ProjectionConfig, settings.EditConfig)
 
 
 def parser() -> Parser:
-    """Return the parser: a subcommand with its own options."""
+    """Return the parser, with a subcommand for each kind of output."""
     options = Parser(prog="generate.py", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -236,13 +236,13 @@ def add_edit_options(add: Callable[..., object]) -> None:
 
 
 def psis(text: str) -> list[float]:
-    """Return comma-separated numbers, as an option type."""
+    """Parse comma-separated truncations (psi), as the type of an option."""
     return [PSI(part) for part in text.split(",")]
 
 
 def draw_table(options: Namespace) -> str:
-    """Write a PNG file for `grid`, `truncation` or `mix`; for `grid` also a folder of single
-    images.
+    """Write a PNG file for the subcommand `grid`, `truncation` or `mix`, or, for `grid`, a folder
+    of images if `--out` names one.
     """
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import (
@@ -363,7 +363,7 @@ def config_from(options: Namespace, config_class: type[C]) -> C:
 
 
 def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
-    """Return a sampler with the options, its checkpoint, and the checkpoint's file. Raises
+    """Return a sampler that follows the options, the checkpoint's content, and its path. Raises
     UserError.
     """
     check_writable(options.out.parent)

@@ -27,7 +27,7 @@ from duetgan.utils.memory import tune_malloc
 from duetgan.utils.text import listed, printable
 
 T = TypeVar("T")
-RESERVED_BYTES = 128 << 20  # of memory that malloc keeps
+RESERVED_BYTES = 128 << 20  # memory that malloc holds in huge pages
 
 
 def _size(text: str) -> int | str:
@@ -38,8 +38,8 @@ def _size(text: str) -> int | str:
 
 
 def _or_auto(read: Callable[[str], T], auto: str | None) -> Callable[[str], T | str | None]:
-    """Return an option type that accepts the word auto, for the value `auto`, and what `read`
-    accepts.
+    """Return an option type that converts the word auto to the value `auto`, and other text by
+    `read`.
     """
     return lambda text: auto if text == "auto" else read(text)
 

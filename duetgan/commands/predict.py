@@ -87,7 +87,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Classify images and print the predictions; the exit code is 2 if an image could not be read."""
+    """Classify images and print predictions; return 2 if an image could not be read, else 0."""
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
     # These import torch, which takes seconds, so the options are checked first.

@@ -17,7 +17,7 @@ from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.text import did_you_mean
 
-RESUME = ("--resume", "--resume_from", "--continue")  # options of other programs
+RESUME = ("--resume", "--resume_from", "--continue")  # options of other programs for a resume
 
 
 def parser() -> Parser:
@@ -86,9 +86,9 @@ def parser() -> Parser:
 
 
 def check_names(overrides: Sequence[str], *, config: str | None) -> None:
-    """Raise UserError for an unknown option that must be reported before the config is read.
+    """Raise UserError for an option to resume, and, without a config, for a misspelt --config.
 
-    The config checks the other options.
+    Other unknown options are reported when the config is built.
     """
     for name in [token.partition("=")[0] for token in overrides if token.startswith("--")]:
         if name in RESUME:

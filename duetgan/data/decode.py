@@ -1,9 +1,8 @@
 """Decode a stored image, crop it and resize it: the fast path of reading encoded images.
 
-libjpeg-turbo (simplejpeg) decodes JPEG in RGB, and only the part that is needed: rows below the
-crop are not decoded, and a crop much larger than its target is decoded at a half, a quarter or an
-eighth of its size (scaled DCT), but at MARGIN times the target size or more. OpenCV decodes PNG.
-data/values.py decodes all other files.
+libjpeg-turbo (simplejpeg) decodes JPEG as RGB, without the rows below the crop. A crop much larger
+than its target is decoded at 1/2, 1/4 or 1/8 of its size (scaled DCT), at least MARGIN times the
+target's. OpenCV decodes PNG. data/values.py decodes all other files.
 """
 
 import math
@@ -24,8 +23,7 @@ from duetgan.utils.images import visible
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
 
-# A crop of a scaled image starts at one of its whole pixels, which must be smaller than a pixel of
-# the result.
+# A crop of a scaled image starts at a whole pixel, which must be smaller than one of the result.
 MARGIN = 1.5
 EXTRA_ROWS = 16  # decoded below the crop of a JPEG, see `first_rows`
 TRIES = 10  # draws of a random crop before the centre crop is used
@@ -68,8 +66,8 @@ def decode(
 ) -> np.ndarray:
     """Decode a whole image: [H, W, C] with the channels and depth of `spec`.
 
-    Raises ImageError if it cannot be decoded. If its header has another size than `size`, that of
-    its record, ImageError is raised before decoding.
+    Raises ImageError if it cannot be decoded, and before decoding if its header has another height
+    and width than `size`, those of its record.
     """
     if codec == CODEC_JPEG:
         return _decode_jpeg(payload, spec.channels, size)
@@ -103,7 +101,7 @@ def _decode_png(payload: bytes | memoryview, spec: ImageSpec, size: Size | None)
 
 
 def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
-    """Return a record's image [H, W, C] and its label, 0 if unlabelled.
+    """Return the image [H, W, C] of a record and its label, 0 if unlabelled.
 
     Raises IndexError and DamageError.
     """
@@ -122,7 +120,7 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
 
 
 def visible_image(reader: LMDBReader, index: int) -> np.ndarray:
-    """Return a record's image for display: uint8 [H, W, 1 or 3]. Raises as `stored_image`."""
+    """Return a record's image for display, uint8 [H, W, 1 or 3]. Raises DamageError."""
     pixels, _ = stored_image(reader, index)
     return np.asarray(visible(pixels.transpose(2, 0, 1), reader.spec)).transpose(1, 2, 0)
 
@@ -131,14 +129,14 @@ def decode_crop(
     payload: bytes | memoryview,
     codec: int,
     box: Box,  # in the whole image
-    size: Size,  # of the whole image; its header must have the same
+    size: Size,  # of the whole image, as in its header
     out: np.ndarray,  # [C, H, W], filled
     spec: ImageSpec,  # channels and depth
 ) -> None:
     """Decode the part of an image inside `box` and resize it to `out`.
 
     OpenCV resizes, after the scaled DCT: by area averaging to less than half the size, else
-    bilinearly. Raises ImageError as `decode` does.
+    bilinearly. Raises ImageError, also if the header has another size.
     """
     top, left, h, w = box
     channels, height, width = out.shape

@@ -7,18 +7,16 @@ from pathlib import Path
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
-MOST_PIXELS = 89_478_485  # of an image: Pillow's limit for untrusted files
+MOST_PIXELS = 89_478_485  # in an image: Pillow's limit for untrusted files
 MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images
 
 
 class ImageError(ValueError):
-    """An image that cannot be read or is refused; the message is the reason, without the file's
-    name.
-    """
+    """An image that cannot be read or is refused. The message is the reason, without the file."""
 
 
 def read_error(error: Exception) -> ImageError:
-    """Return the ImageError of a file that cannot be read because of `error`."""
+    """Convert an error in reading a file to an ImageError."""
     if isinstance(error, bounded.Refused):
         return ImageError(str(error))
     return ImageError(f"cannot be read ({getattr(error, 'strerror', None) or error})")
@@ -45,5 +43,5 @@ class DamageError(UserError):
         )
 
     def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str, int]]:
-        """Pickle by the constructor's arguments, as `Exception` does not."""
+        """Pickle the constructor's arguments. `Exception` would pickle the message instead."""
         return type(self), self._arguments

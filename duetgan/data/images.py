@@ -22,9 +22,9 @@ SUFFIXES = frozenset(
     | {".ppm", ".pgm", ".avif", ".heic", ".heif"}
 )
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brands in the header
-PNG = b"\x89PNG\r\n\x1a\n"  # first bytes
+PNG = b"\x89PNG\r\n\x1a\n"  # first bytes of a PNG file
 MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not images
-# Errors that Pillow raises for damaged files. RuntimeError: the decoders of AVIF and HEIC
+# Errors that Pillow raises for damaged files; RuntimeError is from the decoders of AVIF and HEIC.
 DAMAGED = (
     OSError,
     SyntaxError,
@@ -41,9 +41,9 @@ DAMAGED = (
 BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 JPEG_QUALITY = 95  # without chroma subsampling
 
-# mode -> its name in the metadata
+# mode of `fit` -> its name in the metadata
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}
-# the preprocessing of published classifiers
+# modes of `fit` that are the preprocessing of published classifiers
 PUBLISHED = re.compile("shorter-side-([0-9]{1,5})[+](bilinear|bicubic|lanczos)[+]centre-crop")
 NO_HEIF = "is a HEIC image, which needs a package that is not installed: pip install pillow-heif"
 TOO_LARGE = f"has more than {MOST_PIXELS:,} pixels; make it smaller first"
@@ -54,8 +54,8 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 def formats(content: bytes) -> tuple[str, ...]:
-    """Return the formats that a file may have. Raises ImageError for HEIC without the package that
-    reads it.
+    """Return Pillow's names of the formats that a file may have. Raises ImageError for HEIC if its
+    package is not installed.
     """
     if content[4:8] != b"ftyp" or content[8:12] not in HEIC or b"avif" in content[8:32]:
         return FORMATS
@@ -66,7 +66,7 @@ def formats(content: bytes) -> tuple[str, ...]:
 
 
 def has_16_bits(content: bytes) -> bool:
-    """Return True if a decodable file has 16 bits a value; Pillow may keep only the high 8."""
+    """Return True if a decodable file has 16 bits per value. Pillow may keep only the high 8."""
     if content[:8] == PNG:
         return content[24] == 16
     if content[:2] not in (b"II", b"MM", b"P5"):
@@ -81,9 +81,9 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
     """Open an untrusted image file. Pillow decodes it inside the `with` block.
 
     Args:
-        content: the file.
-        size: height and width that the file must have, those of its record, whose checksum
-            matches; None for a file without a record.
+        content: bytes of the file.
+        size: height and width that the header must have, from the file's packed record, whose
+            checksum matches; None for a file that is not packed.
 
     Raises ImageError for files that are refused, and for all errors of Pillow.
     """
@@ -113,7 +113,7 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
 
 
 def has_another(image: Image.Image) -> bool:
-    """Return True if there is a second frame or page. Counting 65,535 of them takes minutes."""
+    """Return True if there is a second frame or page. To count 65,535 of them takes minutes."""
     try:
         image.seek(1)
     except EOFError:
@@ -122,8 +122,8 @@ def has_another(image: Image.Image) -> bool:
 
 
 def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None:
-    """Raise ImageError for too many pixels, and if a header's height and width differ from those of
-    the record; `size` is None without a record.
+    """Raise ImageError if the height and width in a header are too large, or not `size`, those in
+    the file's packed record (None: there is no record).
     """
     if in_header[0] * in_header[1] > MOST_PIXELS:
         raise ImageError(TOO_LARGE)
@@ -248,7 +248,7 @@ def through_floats(
 ) -> np.ndarray:
     """Apply `scaled` to an image's values as float32 [H, W, C], and convert back to its depth.
 
-    With `alpha` the colours are multiplied by alpha meanwhile.
+    With `alpha`, the last channel, colours are multiplied by it before and divided by it after.
     """
     floats, integers = pixels.astype(np.float32), pixels.dtype != np.float32
     most = np.float32(np.iinfo(pixels.dtype).max if integers else 1)

@@ -38,7 +38,7 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.provenance import Provenance
 
-# by encoding, of images that are encoded here
+# codec by encoding; with "source" each file has its own
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}
 DEPTHS = {"8": "uint8", "16": "uint16", "float": "float32"}  # as --depth names them
 SHORT = {depth: name for name, depth in DEPTHS.items()}
@@ -48,11 +48,11 @@ PAD_DIVISOR = 8
 MOST_WORKERS = 16  # by default: the single writer cannot keep up with more
 WINDOW = 4  # chunks per thread that are in progress or wait for an earlier one
 
-# A chunk is converted by one thread. It is long enough that passing it costs little, and short
-# enough that all chunks together take little memory.
+# A chunk, which one thread converts, is large enough to be passed at little cost, and small enough
+# for the memory.
 CHUNK_BYTES = 1 << 20  # of pixels
 CHUNK_IMAGES = 64
-CHUNK_FILES = 4  # of images of individual sizes
+CHUNK_FILES = 4  # if images have individual sizes
 
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def make_record(
     label: int,
     layout: Layout,
     payload: bytes | None = None,  # the file to keep, for encoding "source" only
-    codec: int = CODEC_RULES,  # of that file
+    codec: int = CODEC_RULES,  # decoder of `payload`
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     spec = layout.spec
@@ -99,7 +99,7 @@ def make_record(
 def add_image(
     writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None
 ) -> None:
-    """Append an image [H, W, C] of the largest resolution to a file; see `make_record`."""
+    """Append an image [H, W, C] of the largest resolution; `payload` is its file, to keep it."""
     writer.add_record(make_record(image, label, writer.layout, payload))
 
 
@@ -117,7 +117,7 @@ def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
 
 
 def signature(pixels: np.ndarray) -> np.ndarray:
-    """Return the signature of an image [H, W, C], an array of shape [1] and type SIGNATURE."""
+    """Return the signature of an image [H, W, C], by which duplicates are found: SIGNATURE [1]."""
     pixels = np.ascontiguousarray(pixels)
     digest = hashlib.blake2b(pixels.data, digest_size=8, person=b"%dx%d" % pixels.shape[:2])
     if pixels.shape[2] in (1, 3):
@@ -160,26 +160,27 @@ def plain_codec(content: bytes, channels: int) -> int:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
         if turned or image.has_transparency_data or image.mode not in modes:
             return CODEC_RULES
-        if image.format == "PNG" and content[24] == 8:  # bits, in the header
+        if image.format == "PNG" and content[24] == 8:  # bits per value
             return CODEC_PNG
         return CODEC_JPEG if image.format == "JPEG" else CODEC_RULES
 
 
 def pack_arrays(
     path: str | Path,
-    images: np.ndarray,  # [n, C, H, W]; uint8, or uint16 and float32 with the range of the values
+    images: np.ndarray,  # [n, C, H, W]; uint8, or uint16 or float32 with the range of their values
     labels: Sequence[int] | np.ndarray | None = None,  # [n]
     classes: Sequence[str] = (),
     *,
-    label_sets: Sequence[Sequence[int]] | None = None,  # classes by label; None: a label is a class
+    # class indices of each label; None: a label is a class
+    label_sets: Sequence[Sequence[int]] | None = None,
     encoding: str = "raw",
     source: str = "arrays",
-    passport: Provenance | None = None,  # of generated images
+    passport: Provenance | None = None,  # origin of generated images
     # px: also store the images at half their side, a quarter and so on down to this
     smallest: int | None = None,
     overwrite: bool = False,
 ) -> Meta:
-    """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
+    """Pack arrays. Raises UserError if the file cannot be written, ValueError for wrong arrays."""
     channels, height, width = images.shape[1:]
     image = replace(
         ImageSpec.of(channels, 0, {"depth": images.dtype.name}), height=height, width=width
@@ -201,10 +202,10 @@ def pack_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The conversion of all images of a file."""
+    """The conversion of a source's images to records."""
 
     layout: Layout
-    mode: str  # of data.images.fit
+    mode: str  # how data.images.fit resizes them
 
     @property
     def resize_filter(self) -> str:
@@ -216,19 +217,19 @@ def make_plan(
     *,
     size: int | str | None = None,  # side in px, or width x height: 96x64
     encoding: str = "raw",
-    channels: int | str | None = None,  # "auto": by all images
-    depth: str | None = None,  # "8", "16", "float"; "auto": by all images
-    # of 16 bits and floats; None: from the values, while packing
+    channels: int | str | None = None,  # "auto": found from all images
+    depth: str | None = None,  # "8", "16", "float"; "auto": found from all images
+    # low and high of images of 16 bits or floats; None: found from the values while packing
     value_range: tuple[float, float] | None = None,
     resize: str = "auto",  # "crop" or "pad"
     smallest: int | None = None,  # px: side of a pyramid's smallest images; None: no pyramid
 ) -> Plan:
-    """Decide everything that the options leave open.
+    """Choose the conversion of a source's images by the options.
 
-    Channels and depth are those of the source; without `source.spec` they are 3 and 8 bits for
-    files, and unchanged for arrays. The size is that of the source, else that of the first readable
-    image, and then all images must have it. Resize "auto" means "pad" if all images have one known
-    size that is smaller on both sides, by at most 1/8 of the shorter side, else "crop".
+    By default channels and depth are those of the source; without `source.spec` they are 3 and 8
+    bits for files, and unchanged for arrays. The default size is that of the source, else of the
+    first readable image, and then all images must have it. Resize "auto" means "pad" if all images
+    have one known size, smaller on both sides by at most 1/8 of the shorter side, else "crop".
 
     Raises UserError for options that do not fit together.
     """
@@ -341,7 +342,7 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
 
 
 def _map_images(source: Source, function: Callable[[Content], T]) -> Iterator[T]:
-    """Yield the function of each readable image. Raises UserError if none can be read."""
+    """Yield `function(content)` of each readable image. Raises UserError if none can be read."""
     problem, readable = None, False
     for index in range(len(source)):
         try:
@@ -400,9 +401,8 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
 
 
 def thread_count(source: Source, workers: int | None) -> int:
-    """Return the number of converting threads besides this one.
-
-    It is `workers`; None means one per core if files must be decoded.
+    """Return the number of converting threads besides this one: `workers`, or if that is None one
+    per core for files, which must be decoded, and none for arrays.
     """
     if workers is not None:
         return workers
@@ -412,11 +412,10 @@ def thread_count(source: Source, workers: int | None) -> int:
 
 
 def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
-    """Yield all images of a source in order, converted by `workers` threads.
+    """Yield all images of a source in order, converted by `workers` threads (0: by this one).
 
-    With 0 this thread converts. After an error close the generator. That does not wait for the
-    threads, which are daemons: one that waits for a server must not delay Ctrl-C or the end of the
-    program.
+    Close the generator after an error. That does not wait for the threads, which are daemons: one
+    that waits for a server must not delay Ctrl-C or the end of the program.
     """
     if not workers:
         for row in range(len(source)):

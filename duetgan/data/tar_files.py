@@ -24,7 +24,7 @@ class Member(NamedTuple):
 
 
 def state_of(status: os.stat_result) -> tuple[int, int]:
-    """Return the size in bytes and the modification time in ns, by which a change is noticed."""
+    """Return the size of a file in bytes and its modification time in ns, which show a change."""
     return status.st_size, status.st_mtime_ns
 
 
@@ -47,8 +47,8 @@ class _Open:
 class TarFiles:
     """Reads members of several tar files, and keeps the last OPEN files open.
 
-    Threads may share an instance, processes may not. With `states` (`state_of`) a file that has
-    changed is refused.
+    Threads may share an instance, processes may not. `states` are earlier results of `state_of`; a
+    file that has changed since is refused.
     """
 
     def __init__(

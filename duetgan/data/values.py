@@ -33,11 +33,11 @@ from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
 
 NPY = b"\x93NUMPY"  # first bytes
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-EXACT = 1 << 24  # whole numbers up to here are exact as floats of 32 bits
+EXACT = 1 << 24  # whole numbers up to this one are exact in float32
 STRAIGHT = (2,)  # TIFF's ExtraSamples with straight alpha
 DEFLATE = (1, 8, 32946)  # TIFF's Compression: none, or zlib
 GREY = ("1", "L", "LA", "La")  # Pillow's modes
-# types that hold the product of two values
+# depth -> type that holds the product of two values
 WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}
 
 
@@ -57,20 +57,20 @@ def decode_image(
 ) -> np.ndarray:
     """Decode an image to [H, W, C] with the channels and depth of `spec`, at its own size.
 
-    `size` is that of a file's record, see `opened`. Raises ImageError.
+    `size`, if set, must be the height and width in a file's header. Raises ImageError.
     """
     return bring(native(content, spec.plain, size), spec)
 
 
 def kind(content: Content) -> ImageSpec:
-    """Return channels, alpha and depth of an image, from a file's header if it has them.
+    """Return channels, alpha and depth of an image, from a file's header if possible.
 
     Raises ImageError.
     """
     if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
         with opened(content) as image:
             alpha = image.has_transparency_data
-            if content[:8] == PNG:  # by its header: Pillow has RGBA for grey of 16 bits
+            if content[:8] == PNG:  # Pillow reports RGBA for 16-bit grey with alpha.
                 grey = content[25] in (0, 4)
             else:
                 grey = image.mode in GREY or image.mode.startswith("I")
@@ -81,7 +81,7 @@ def kind(content: Content) -> ImageSpec:
 
 
 def bits_of(content: Content) -> int:
-    """Return how many bits the values of an image of 16 bits use; 0 for an image of another depth."""
+    """Return the number of bits that the values of a 16-bit image use, 0 for another depth."""
     if isinstance(content, bytes) and content[:6] != NPY and not has_16_bits(content):
         return 0
     pixels, alpha = native(content)
@@ -90,9 +90,10 @@ def bits_of(content: Content) -> int:
 
 
 def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
-    """Return the values of an image without conversion; with `plain` as Pillow reads them.
+    """Return the values of an image without conversion, or with `plain` as Pillow reads them.
 
-    Raises ImageError for files that cannot be read and for values without a defined range.
+    `size`, if set, must be the height and width in a file's header. Raises ImageError for files
+    that cannot be read and for values without a defined range.
     """
     if isinstance(content, Values):
         return content
@@ -239,7 +240,7 @@ def _tiff(content: bytes) -> Values | None:
 
 
 def stacked(parts: list[Values]) -> Values:
-    """Stack images of one size and type as the channels of one. Raises ImageError."""
+    """Stack images as the channels of one. Raises ImageError if their sizes or types differ."""
     kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
     if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
         raise ImageError(
@@ -268,7 +269,7 @@ def open_tiff(content: bytes | BinaryIO) -> Any:
         Exception,
         lambda error: ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})"),
     ):
-        # tifffile needs a text; the name of an open file may be its descriptor, a number.
+        # tifffile needs a text as name; that of an open file may be its descriptor, a number.
         return tifffile.TiffFile(
             io.BytesIO(content) if isinstance(content, bytes) else content, name="it"
         )
@@ -277,7 +278,7 @@ def open_tiff(content: bytes | BinaryIO) -> Any:
 def page_values(page: Any, size: int) -> Values:
     """Decode a page of a TIFF file of `size` bytes.
 
-    Raises ImageError; for a page that is too large, before decoding.
+    Raises ImageError, before decoding if the page is too large.
     """
     try:
         shape, dtype = tuple(page.shape), page.dtype
@@ -311,7 +312,7 @@ def page_values(page: Any, size: int) -> Values:
 
 
 def _check_segments(page: Any, size: int) -> None:
-    """Raise ImageError if a strip or tile exceeds the file, or decompresses to more than its size."""
+    """Raise ImageError if a strip or tile exceeds the file, or when decompressed its own size."""
     if int(page.compression) not in DEFLATE:
         name = getattr(page.compression, "name", page.compression)
         raise ImageError(f"is compressed by {name}; save it without compression, or by deflate")

@@ -1,7 +1,7 @@
 """The explorer as a web application (WSGI): access control, the parsing of requests, the answers,
 and the single thread in which models compute, with a bounded queue.
 
-A browser names runs and steps by their numbers: nothing that it sends becomes part of a file name.
+A browser identifies runs and steps by index: nothing that it sends becomes part of a file name.
 """
 
 import hmac
@@ -37,14 +37,14 @@ from duetgan.utils.text import did_you_mean, printable
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
-WAITING = 8  # requests at most that compute or wait
+WAITING = 8  # largest number of requests that compute or wait for the models' thread
 POLL = 0.2  # s between two checks for the end of the explorer
 
 T = TypeVar("T")
 
 
 class Unavailable(Exception):
-    """The queue is full, or the explorer is ending."""
+    """An error: the queue of requests is full, or the explorer is ending."""
 
 
 class Worker:
@@ -97,7 +97,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 POLICY = (
     "default-src 'none'; img-src 'self' data:; script-src 'self'; connect-src 'self' data:; style-src 'self'; "
     "style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)  # style attributes occur in the charts
+)  # The charts have style attributes.
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -107,7 +107,7 @@ HEADERS = {
 }
 TASKS = {"gan": "a GAN", "classifier": "a classifier"}
 LARGEST_SEED = 2**32 - 1
-MOST_DRAWN = 16  # samples of one request
+MOST_DRAWN = 16  # largest number of samples that one request draws
 
 Answer = Document | str  # a JSON object, or HTML
 
@@ -121,12 +121,14 @@ class Query:
         self._runs = runs
 
     def number(self, name: str, low: int, high: int, default: str = "", kind: type = int) -> Any:
-        """Return the parameter `name` as a number; it must be from `low` to `high`."""
+        """Return the value of the parameter `name`, a number of type `kind` in `low`..`high`."""
         with explained(ArgumentTypeError, lambda error: f"{name} {error}"):
             return number_type(kind, low, high)(self._args.get(name, default))
 
     def run(self, task: str | None = None, name: str = "run") -> LoadedRun:
-        """Return the run of that number. Raises UserError if its task is not `task`."""
+        """Return the run whose index is the parameter `name`. Raises UserError if its task is not
+        `task` (None: any).
+        """
         run = self._runs[self.number(name, 0, len(self._runs) - 1)]
         if task is not None and run.task != task:
             raise UserError(f"{name}: {run.name} is {TASKS[run.task]}; {TASKS[task]} is needed")
@@ -152,16 +154,16 @@ class Query:
         return [replace(first, seed=seed + i) for i in range(count)]
 
     def pair(self, run: LoadedRun) -> tuple[Source, Source]:
-        """Return the samples A and B, with the parameters' suffixes `_a` and `_b`."""
+        """Return the two samples whose parameters have the suffixes `_a` and `_b`."""
         return self.source(run, "_a"), self.source(run, "_b")
 
     def target(self, _: LoadedRun) -> tuple[LoadedRun, str]:
-        """Return the classifier of the parameter `by`, and its class of the parameter `target`."""
+        """Return the classifier whose index is the parameter `by`, and its class named `target`."""
         by = self.run("classifier", "by")
         return by, by.classes[self.label("target", by)]
 
     def label(self, name: str, run: LoadedRun) -> int:
-        """Return the label of the class that the parameter `name` names."""
+        """Return the label of the class whose name is the value of the parameter `name`."""
         class_name = self._args.get(name, "")
         if class_name not in run.classes:
             hint = did_you_mean(class_name[:80], run.classes)
@@ -169,7 +171,7 @@ class Query:
         return run.classes.index(class_name)
 
     def layers(self, run: LoadedRun) -> list[int]:
-        """Return the layer numbers of the parameter `layers`, such as `0-3,6`; it may be empty."""
+        """Return the layers in the parameter `layers`, such as `0-3,6`; none if it is empty."""
         text = self._args.get("layers", "")[:400]
         return parse_layers(text, getattr(run.model, "num_ws", 0)) if text else []
 
@@ -182,16 +184,16 @@ class Query:
 
 
 class App:
-    """The WSGI application."""
+    """The WSGI application of the explorer."""
 
     def __init__(
         self,
         runs: Sequence[LoadedRun],
         worker: Worker,
         *,
-        # the secret that a browser must send; None: only requests to LOOPBACK are answered
+        # secret that a browser must send; None: only requests to a host in LOOPBACK are answered
         token: str | None = None,
-        data: str | None = None,  # packed training images of the classifiers
+        data: str | None = None,  # the classifiers' packed training images; None: as in the config
     ) -> None:
         self.runs = runs
         self.worker = worker
@@ -211,7 +213,7 @@ class App:
             "/api/history": self._history,
             "/api/compare": self._compare,
         }
-        self._post: dict[str, Callable[[Query], Answer]] = {  # the body is an image
+        self._post: dict[str, Callable[[Query], Answer]] = {  # requests whose body is an image
             "/api/classify": self._handler("classifier", models.classify, Query.image),
             "/api/influence": self._handler("classifier", influential, Query.image),
             "/api/nearest": self._handler("gan", nearest, Query.image),
@@ -287,8 +289,8 @@ class App:
         answer: Callable[..., Answer],
         *parameters: Callable[[Query, LoadedRun], object],
     ) -> Callable[[Query], Answer]:
-        """Return a handler that calls `answer` with the query's run, which must be of `task`, and
-        with its `parameters`.
+        """Return a handler that answers a query by `answer(run, *values)`; the run must be of
+        `task`, and each of `parameters` gets a value from the query.
         """
 
         def handle(query: Query) -> Answer:

@@ -1,9 +1,4 @@
-"""The runs of the explorer, and the answers of their models as JSON or HTML.
-
-A generator draws samples, mixes, interpolates and edits them, and finds its image nearest to
-another one. A classifier gives an image's classes, the evidence for them, and the training images
-that supported them. Two runs can be compared.
-"""
+"""The runs that the explorer shows, and the answers of their models as JSON or HTML."""
 
 import base64
 import itertools
@@ -66,12 +61,12 @@ class LoadedRun:
 
     name: str
     path: Path  # the run folder or checkpoint that the user named
-    checkpoint: Checkpoint  # without its state
-    model: Any  # ImageGenerator or Classifier, by its task
+    checkpoint: Checkpoint  # content of the checkpoint without `state`
+    model: Any  # ImageGenerator for the task gan, Classifier for the task classifier
 
     @property
     def task(self) -> str:
-        """gan or classifier."""
+        """The task of the run: "gan" or "classifier"."""
         return self.checkpoint["task"]
 
     @property
@@ -80,13 +75,13 @@ class LoadedRun:
         return self.checkpoint["classes"] if self.model.classes else []
 
     def files(self) -> Run:
-        """Read the run folder as it is now, since a training may still add to it. The result is
-        empty for a checkpoint file.
+        """Read the files of the run folder again, because a training may still add to them. The
+        result is empty for a checkpoint file.
         """
         return Run(self.path)
 
     def facts(self) -> Document:
-        """Return the description of the run that the page gets."""
+        """Return the JSON object that describes the run to the page."""
         return {
             "name": self.name,
             "task": self.task,
@@ -136,8 +131,8 @@ def _distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """List the runs in a folder, e.g. a quickstart's `gan` and `classifier`. A run or a file gives
-    itself.
+    """List the run folders in a folder, e.g. a quickstart's `gan` and `classifier`. For a run
+    folder or a file, list only itself.
     """
     runs = sorted(file.parent.parent for file in path.glob("*/checkpoints/last.json"))
     return runs if runs and not (path / "checkpoints").is_dir() else [path]
@@ -179,14 +174,14 @@ def compare_page(a: LoadedRun, b: LoadedRun) -> str:
     )
 
 
-CLASSES = 5  # the most probable classes, which the page lists
+CLASSES = 5  # most probable classes that the page lists
 INFLUENTIAL = 8  # training images that the page shows for a prediction
 MAX_CACHED = 500_000  # training images times checkpoints: about a gigabyte of gradients
-FRAMES = 24  # of a walk, without its end
-BATCH = 8  # images
-SEARCH = ProjectionConfig(steps=150)  # in w, and then in w+
-STEPS = torch.linspace(-2, 4, 25)  # of an edit, in units of the samples' spread; 0 is among them
-LOSSLESS = 128  # px a side up to which images are sent as PNG
+FRAMES = 24  # frames of an interpolation, without the last one
+BATCH = 8  # samples that are drawn at once
+SEARCH = ProjectionConfig(steps=150)  # search for the nearest image, in w and again in w+
+STEPS = torch.linspace(-2, 4, 25)  # of an edit, in units of the samples' spread, with 0
+LOSSLESS = 128  # largest side in px of images that are sent as PNG, not JPEG
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ class Source:
     mean: TruncationMean = "class"  # the mean that w is truncated towards
 
     def sampler(self, run: LoadedRun) -> Sampler:
-        """Return a sampler that draws this sample as its sample 0."""
+        """Return a sampler whose first sample, with index 0, is this one."""
         chosen = () if self.label is None else (self.label,)
         return Sampler(
             generator=run.model,
@@ -214,7 +209,7 @@ class Source:
 
 
 def address(image: Tensor, spec: ImageSpec | None = None) -> str:
-    """Encode an image [C, H, W] as a `data:` URL; `spec` is that of `visible`."""
+    """Encode an image [C, H, W] of the format `spec` (None: uint8) as a `data:` URL."""
     image = visible(image, spec)
     kind = "png" if image.shape[-1] <= LOSSLESS else "jpeg"
     content = encode(image.permute(1, 2, 0).contiguous().numpy(), kind)
@@ -246,19 +241,19 @@ def mix(run: LoadedRun, pair: tuple[Source, Source], layers: Sequence[int]) -> D
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair(Sampler):
-    """A sampler with two samples: its own first one (0) and the first one of `second` (1)."""
+    """A sampler of two samples: sample 0 is its own first one, sample 1 the first of `second`."""
 
     second: Sampler
 
     def latents(self, numbers: Sequence[int]) -> Start:
         first = super().latents([0])
         pair = Start.join([first, self.second.latents([0])])
-        return replace(pair.take(numbers), noise=first.noise)  # a walk keeps the noise of its start
+        return replace(pair.take(numbers), noise=first.noise)  # All frames have the same noise.
 
 
 def walk(run: LoadedRun, pair: tuple[Source, Source]) -> Document:
     """Interpolate from sample A to B, linearly in w, or along a great circle in z if the generator
-    has no w. Returns `frames`, FRAMES + 1 addresses.
+    has no w. Returns `frames`, a list of FRAMES + 1 addresses.
     """
     a, b = (source.sampler(run) for source in pair)
     journey = Journey(_Pair(**vars(a), second=b), keyframes=2, frames=FRAMES)
@@ -270,10 +265,11 @@ def walk(run: LoadedRun, pair: tuple[Source, Source]) -> Document:
 
 def nearest(run: LoadedRun, content: bytes, tick: Callable[[], object]) -> Document:
     """Find the generator's images nearest to the image file `content`. Returns `target`, the
-    address of the image at the generator's size; the `class` of the start; and `images`, each with
-    `name`, `caption` and `address`.
+    address of the image at the generator's size; the `class` whose mean w the search starts from;
+    and `images`, each with `name`, `caption` and `address`.
 
-    Raises ImageError if `content` is no image, UserError for a generator without w.
+    The search calls `tick`, whose exceptions end it. Raises ImageError if `content` is no image,
+    UserError for a generator without w.
     """
     target = Transform.of(run.checkpoint).read(content)[None]
     sampler = Sampler(generator=run.model, chosen=range(run.model.classes), noise_mode="const")
@@ -288,14 +284,14 @@ def nearest(run: LoadedRun, content: bytes, tick: Callable[[], object]) -> Docum
 
 
 def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Document:
-    """Move a sample towards a class of a classifier by each of STEPS. The first call for two
-    classes takes seconds.
+    """Move a sample towards a class of a classifier, `target`, by each of STEPS. The first call for
+    two classes takes seconds.
 
     Returns:
         `source` and `target`, the two classes; `space`; and `frames`, each with `step`, `address`,
         and the probabilities `from` and `to` of the two classes.
 
-    Raises UserError if no direction leads from class to class.
+    Raises UserError if no direction in the latent space leads from one class to the other.
     """
     classifier, target_class = target
     editor = editor_of(run, classifier)
@@ -319,7 +315,7 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
 
 @cache
 def editor_of(run: LoadedRun, classifier: LoadedRun) -> Editor:
-    """Return an editor of the generator's samples by a classifier; it caches its directions."""
+    """Return an editor of a generator's samples by a classifier. It caches latent directions."""
     names = classifier.checkpoint["classes"]
     if run.classes:
         require_same_classes(
@@ -398,7 +394,7 @@ def _gradients(run: LoadedRun, files: Sequence[Path], dataset: Dataset) -> Itera
     return gradient_batches([snapshot(file, device_of(run.model)) for file in files], dataset)
 
 
-@lru_cache(1)  # only the run of the last request
+@lru_cache(1)  # keeps only the gradients of the run that was requested last
 def _cached_gradients(run: LoadedRun, files: Sequence[Path], path: str) -> list[GradientBatch]:
     with dataset_for_model(path, run.checkpoint) as dataset:
         return list(_gradients(run, files, dataset))

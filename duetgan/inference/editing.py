@@ -6,9 +6,10 @@ The gradients of the classes' logits give their slopes. The direction n from cla
 
     A = 1 + pixel_weight * mean change of pixels + keep_weight * change of the other classes
 
-where each term is scaled to a trace of `size`. Without the weights, n is g itself (InterFaceGAN's
-normal, 1907.10786, is that of a linear model). With an infinite keep_weight, n is g without its
-component along the other classes, InterFaceGAN's conditional manipulation (section 2.3).
+where each term is scaled to a trace of `size`, the dimension of w or z. With both weights 0, n is g
+itself (InterFaceGAN's normal, 1907.10786, is that of a linear model). With an infinite keep_weight,
+n is g without its component along the other classes, InterFaceGAN's conditional manipulation
+(section 2.3).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +33,9 @@ from duetgan.utils.seeding import seed_of
 
 # number of other classes whose logits an edit preserves: the most probable ones of the samples
 PRESERVED = 8
-DRAWS = 4  # random vectors for each image to estimate how its pixels change
-PATIENCE = 50  # samples that are drawn at most for each one of a class that is needed
-GRID = 24  # steps at which an image may arrive
+DRAWS = 4  # random vectors for each image that estimate the change of its pixels
+PATIENCE = 50  # most samples to draw for each one that is needed of a class
+GRID = 24  # equal steps at which the probability of the target class is checked
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class Direction:
 
     source: int
     target: int
-    # float32 [size of its space]; its length is the spread of the samples it was computed from
+    # float32 [size of w or z]; its length is the spread of the samples it was computed from
     vector: Tensor
 
 
 class Editor:
-    """Directions from class to class, and edits of images along them. In w, the styles of all
-    layers move; in z, the label of the generator stays. Deterministic for the sampler's seed.
+    """Directions from class to class, and edits of images along them. An edit in w moves the styles
+    of all layers; an edit in z leaves the generator's label unchanged. Deterministic for the
+    sampler's seed.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class Editor:
         names: Sequence[str],
         config: EditConfig | None = None,
     ) -> None:
-        """Set up the editor; `names` are those of the classifier's classes. Raises UserError for a
-        space that the generator does not have.
+        """Set up the editor; `names` are the names of the classifier's classes. Raises UserError
+        for a space that the generator does not have.
         """
         self.sampler = sampler
         self.classifier = classifier
@@ -82,7 +84,7 @@ class Editor:
     # --- images
 
     def start(self, sampler: Sampler, numbers: Sequence[int]) -> Start:
-        """Return samples in the space of the editor."""
+        """Return samples by number: z, or truncated styles if the space is w."""
         return sampler.latents(numbers) if self.space == "z" else truncated_styles(sampler, numbers)
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class Editor:
 
     def starts(self, label: int, count: int, *, seed: int | None = None) -> Start:
         """Return the first `count` samples that the classifier predicts as `label`. `seed` replaces
-        the sampler's.
+        the sampler's seed.
 
         A conditional generator draws samples of that class. Raises UserError if too few are found.
         """
@@ -127,7 +129,9 @@ class Editor:
     def images(
         self, start: Start, direction: Direction | None = None, steps: Tensor | float = 0.0
     ) -> Tensor:
-        """Return the images uint8 [n, C, H, H] on the CPU, moved by steps [n], or by one step."""
+        """Generate images uint8 [n, C, H, H] on the CPU, moved along `direction` by `steps`: [n],
+        or one step for all.
+        """
         row_steps = torch.as_tensor(steps, dtype=torch.float32).expand(len(start)).to(self.device)
         vector = torch.zeros(self.size) if direction is None else direction.vector
         offsets = row_steps[:, None] * vector.to(self.device)
@@ -146,8 +150,9 @@ class Editor:
         return torch.cat([judge_images(classifier, part) for part in parts])
 
     def reach(self, start: Start, direction: Direction) -> tuple[Tensor, Tensor]:
-        """Find the first step, on a grid up to `config.limit`, at which the target's probability is
-        `config.reach`. Returns what `first_reached` does.
+        """Find the first step, on a grid up to `config.limit`, at which the target's probability
+        reaches `config.reach`. Returns the steps, float64 [n], and bool [n]: True for images that
+        reach it.
         """
 
         def target_probability(rows: Tensor, step: float) -> Tensor:
@@ -184,8 +189,8 @@ class Editor:
         return Direction(source, target, (unit * spread).float())
 
     def _sensitivity(self, start: Start, labels: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the slopes of the logits of `labels`, float64 [labels, size], and `pixel_rows`,
-        float64 [m, size].
+        """Return the slopes of the logits of `labels`, float64 [k, size], and the `pixel_rows` of
+        all images, float64 [m, size].
         """
         slopes = torch.zeros(len(labels), self.size, dtype=torch.float64)
         rows = [torch.zeros(0, self.size, dtype=torch.float64)]
@@ -247,13 +252,13 @@ def steer(
     # float64 [2 + k, size]: slopes of the logits of the source, the target, and k classes to
     # preserve
     slopes: Tensor,
-    pixels: Tensor,  # float64 [m, size], of `pixel_rows`
+    pixels: Tensor,  # float64 [m, size], the result of `pixel_rows`
     *,
     pixel_weight: float,
     keep_weight: float,
 ) -> Tensor:
-    """Return the direction, float64 [size], of length 1; zeros if no dimension separates the two
-    classes.
+    """Return the direction from source to target, float64 [size], of length 1; zeros if no
+    dimension separates the two classes.
     """
     size = slopes.shape[1]
     gain = slopes[1] - slopes[0]
@@ -269,7 +274,7 @@ def steer(
 
 
 def first_reached(
-    value_at: Callable[[Tensor, float], Tensor],  # numbers of rows, a step -> the rows' values
+    value_at: Callable[[Tensor, float], Tensor],  # (indices of rows, step) -> the rows' values
     thresholds: Tensor,  # [n], for each row
     steps: list[float],  # ascending
 ) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from duetgan.utils.config.cli import Parser, add_import_option, file, positive
 from duetgan.utils.errors import refuse
 from duetgan.utils.files import check_writable
 
-TOP = 8  # images of each kind
+TOP = 8  # default number of images that helped, that hurt, or that are mislabelled
 MEASURES = ("self-influence", "probability")
 
 
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     )
     check_writable(options.out.parent)
     files = checkpoint_files(options.checkpoint)
-    # torch is imported only after the options are checked
+    # torch is slow to import, so the options are checked first.
     from duetgan.inference.influence_scores import answer
 
     document = {
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def checkpoint_files(run_or_file: str) -> list[Path]:
-    """List all checkpoints of a run, the earliest first. A file gives itself."""
+    """Return all checkpoints of a run, the earliest first, or the given file itself."""
     file = resolve(run_or_file)
     return [file] if Path(run_or_file).is_file() else newest_first(file.parent)[::-1]
 

@@ -68,7 +68,7 @@ def sample_gradients(
     labels: Tensor,  # int64 [n]
     names: Sequence[str],  # names of the parameters to differentiate by
     *,
-    # images at once; None: one on a CPU, else as many as MOST_ELEMENTS allows
+    # number of images at once; None: one on a CPU, else as many as MOST_ELEMENTS allows
     chunk: int | None = None,
 ) -> Gradients:
     """Return d cross_entropy(model(x_i), y_i) / d parameters, [n, P], the named parameters
@@ -99,11 +99,11 @@ def sample_gradients(
 
 
 def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
-    """Return the gradients of each image's cross entropy with respect to the last linear layer, and
-    the logits [n, K].
+    """Return the gradients of each image's cross entropy for the last linear layer, and the logits
+    [n, K].
 
-    This is one forward pass if the layer's output is the logits; otherwise `sample_gradients` is
-    called too. Raises UserError for a model without a linear layer.
+    If the layer's output is the logits, this takes one forward pass; otherwise `sample_gradients`
+    is called too. Raises UserError for a model without a linear layer.
     """
     linear = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
@@ -146,7 +146,7 @@ def rate_of(checkpoint: Checkpoint) -> float:
 
 
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
-    """Return `head_gradients` of uint8 images [n, C, H, W] with labels [n]."""
+    """Return the result of `head_gradients` for uint8 images [n, C, H, W] with labels [n]."""
     device = device_of(model)
     with full_float32(device):
         return head_gradients(model, classifier_input(model, images), labels.to(device))
@@ -154,14 +154,14 @@ def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gra
 
 @dataclass(frozen=True)
 class GradientBatch:
-    """The gradients of a batch of training images by one checkpoint. It takes 4 (2 K + F) bytes an
-    image, e.g. 2 KiB.
+    """The gradients of a batch of training images for one checkpoint. With K classes and F
+    features, an image takes 4 (2 K + F) bytes, e.g. 2 KiB.
     """
 
-    weight: float  # of the checkpoint in a score
+    weight: float  # weight of the checkpoint in the scores
     model: Classifier
-    rows: slice  # the records of the images
-    # of the head of the EMA model, for images without augmentation
+    rows: slice  # records of the images in the data set
+    # for the last linear layer of the EMA model, and images without augmentation
     gradients: Gradients
     logits: Tensor  # [n, K]
 
@@ -169,8 +169,8 @@ class GradientBatch:
 def gradient_batches(
     snapshots: Sequence[Snapshot], dataset: Dataset, *, batch_size: int = 64
 ) -> Iterator[GradientBatch]:
-    """Yield the gradients of all training images, checkpoint by checkpoint. The weights are the
-    learning rates scaled to a sum of 1, or equal if all rates are 0.
+    """Yield the gradients of all training images, checkpoint by checkpoint. A checkpoint's weight
+    is its learning rate, scaled so that all sum to 1; if all rates are 0, the weights are equal.
     """
     total = sum(snapshot.rate for snapshot in snapshots)
     with Bar(total=len(dataset) * len(snapshots), desc="images", unit="image") as bar:
@@ -240,7 +240,7 @@ class Suspicion:
         return torch.where((best >= 0) & (suggested != self.labels), suggested, -1)
 
     def order(self, by: str) -> Tensor:
-        """Return the numbers of the images, the most suspicious first.
+        """Return the indices of the images, the most suspicious first.
 
         Args:
             by: `self-influence`; or `probability`: first the images that confident learning would
@@ -252,7 +252,7 @@ class Suspicion:
 
 
 def suspicion(batches: Iterable[GradientBatch], dataset: Dataset) -> Suspicion:
-    """Compute both measures for every image of the data set."""
+    """Compute self-influence and class probabilities for every image of the data set."""
     norms = torch.zeros(len(dataset), dtype=torch.float64)
     probabilities = torch.zeros(len(dataset), len(dataset.classes), dtype=torch.float64)
     for batch in batches:
@@ -263,7 +263,7 @@ def suspicion(batches: Iterable[GradientBatch], dataset: Dataset) -> Suspicion:
 
 
 def top_records(scores: Tensor, count: int) -> list[int]:
-    """Return the records of at most `count` of the largest scores above 0, largest first."""
+    """Return the records of the largest positive scores, at most `count`, largest first."""
     records = scores.argsort(descending=True, stable=True)[:count].tolist()
     return [record for record in records if scores[record] > 0]
 
@@ -272,8 +272,8 @@ def top_records(scores: Tensor, count: int) -> list[int]:
 
 
 def answer(options: Namespace, files: list[Path]) -> Document:
-    """Answer the options of `duet influence` for these checkpoints: return the document and write
-    the image grid.
+    """Run `duet influence` for these checkpoints: write the image grid and return the JSON
+    document.
     """
     device, last = choose_device(options.device), load(files[-1])
     snapshots = [snapshot(file, device) for file in files]
@@ -287,19 +287,19 @@ def answer(options: Namespace, files: list[Path]) -> Document:
 
 
 def snapshot(file: Path, device: torch.device) -> Snapshot:
-    """Return a classifier's checkpoint. Raises UserError for that of another task."""
+    """Return the snapshot of a checkpoint file. Raises UserError if it is not of a classifier."""
     checkpoint = load(file, verify=False)
     if checkpoint["task"] != "classifier":
         raise UserError(
             f"{file}: is a checkpoint of task {checkpoint['task']!r}; give one of a classifier"
         )
-    # Each network is loaded when it is needed, because all of a run may not fit into memory.
+    # Loaded when needed, because all networks of a run may not fit into memory.
     return Snapshot(rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
 
 
 def check_data(dataset: Dataset, checkpoint: Checkpoint, path: str) -> None:
-    """Raise UserError unless the images have the classifier's classes. Print a note if they are not
-    its training images.
+    """Raise UserError unless the images have the classifier's classes; print a note if it was not
+    trained on them.
     """
     require_same_classes(
         path,
@@ -358,7 +358,6 @@ def _explain(
 def _mislabelled(
     options: Namespace, batches: Iterable[GradientBatch], dataset: Dataset
 ) -> Document:
-    """Find the training images whose labels are most likely wrong."""
     result, classes = suspicion(batches, dataset), dataset.classes
     measure = options.by or "probability"
     records = result.order(measure)[: options.top].tolist()

@@ -1,5 +1,5 @@
 """The preparation of a user's image for a network, and the inputs of predict.py: images, folders,
-patterns, archives, packed files and lists.
+file name patterns, archives, packed files and lists.
 """
 
 import glob
@@ -44,27 +44,28 @@ class Transform:
     of `spec`.
 
     The image is resized as the network's training images were. It is a file name, a PIL image, an
-    array [H, W] or [H, W, C], or a tensor [C, H, W], of uint8 or of floats in [0, 1]; or of values
-    in the range of `spec` if that is not plain. Transforms can be pickled for the workers of a
-    DataLoader. Raises UserError for an image that cannot be read, and for floats outside [0, 1].
+    array [H, W] or [H, W, C], or a tensor [C, H, W]. Arrays and tensors are of uint8, or of floats
+    in [0, 1]; if `spec` is not plain, of values in its range. Transforms can be pickled for the
+    workers of a DataLoader. Raises UserError for an image that cannot be read, and for floats
+    outside [0, 1].
     """
 
-    spec: ImageSpec  # of the result
-    mode: str  # of data.images.fit: crop, pad, or the mode of a ready-made network
+    spec: ImageSpec  # format of the result
+    mode: str  # resize mode of `data.images.fit`: crop, pad, or that of a ready-made network
 
     def __call__(self, image: Image) -> Tensor:
         return self.spec.to_float(self.pixels(image)[None], channels_last=False)[0]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, resize: str | None = None) -> "Transform":
-        """Return the transform of a checkpoint's network; `resize`: crop or pad instead of the mode
+        """Return the transform for a checkpoint's network. `resize`, crop or pad, replaces the mode
         of its training.
         """
         return cls(ImageSpec.read(checkpoint["shape"]), resize or trained_mode(checkpoint))
 
     def read(self, image: "Image | Content") -> Tensor:
-        """Do the same as `pixels`, also for the bytes of a file. Raises ImageError, whose message
-        lacks the image's name.
+        """Resize an image, or the content of an image file, to [C, H, W] in the depth of `spec`.
+        Raises ImageError, whose message lacks the image's name.
         """
         if isinstance(image, str | os.PathLike):
             image = read_file(Path(image))
@@ -81,14 +82,16 @@ class Transform:
         return torch.from_numpy(fitted.transpose(2, 0, 1).copy())
 
     def pixels(self, image: Image) -> Tensor:
-        """Resize an image, but keep the depth of `spec`: [C, H, W]."""
+        """Resize an image to [C, H, W] in the depth of `spec`. Raises UserError if it is
+        unreadable.
+        """
         name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
         with explained(ImageError, lambda error: f"{name} {error}"):
             return self.read(image)
 
 
 def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
-    """Return an array or a tensor as an array [H, W, C]; with `plain`, C must be 1 or 3."""
+    """Convert an array or a tensor to an array [H, W, C]; with `plain`, C must be 1 or 3."""
     if isinstance(image, Tensor):
         image = image.detach().float() if image.is_floating_point() else image
         array = image.cpu().numpy()
@@ -109,7 +112,7 @@ def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
 
 
 def _eight_bits(array: np.ndarray) -> np.ndarray:
-    """Convert floats in [0, 1] to uint8; uint8 stays."""
+    """Convert floats in [0, 1] to uint8; return uint8 unchanged."""
     if array.dtype == np.uint8:
         return array
     if not np.issubdtype(array.dtype, np.floating):
@@ -121,18 +124,18 @@ def _eight_bits(array: np.ndarray) -> np.ndarray:
 
 
 def read_target(path: str | Path, checkpoint: Checkpoint, resize: str | None = None) -> Tensor:
-    """Read the image of the option `--image`, as `Transform.pixels` does. Raises UserError if it
-    cannot be read.
+    """Read the image of `--image`, resized for a checkpoint's network, [C, H, W]. Raises UserError
+    if it cannot be read.
     """
     with explained(ImageError, lambda error: f"--image {path}: {error}; give another image"):
         return Transform.of(checkpoint, resize).read(path)
 
 
 class Input(NamedTuple):
-    """An image that is read lazily."""
+    """An image that is read when `content` is called."""
 
     name: str
-    content: Callable[[], Content]  # a file's bytes or pixels [H, W, C]; raises ImageError
+    content: Callable[[], Content]  # returns a file's bytes or pixels [H, W, C]; raises ImageError
 
 
 def file_input(path: str | Path) -> Input:
@@ -140,9 +143,9 @@ def file_input(path: str | Path) -> Input:
 
 
 class Inputs:
-    """The images of a list of names, in order. A name is an image file; a folder, which is searched
-    recursively; a pattern like `a/**/*.jpg`; a zip, tar, CSV, Parquet, Arrow or LMDB file; or a
-    .txt file with the name of an image in each line.
+    """The images that predict.py's arguments name, in order. A name is an image file; a folder,
+    which is searched recursively; a pattern like `a/**/*.jpg`; a zip, tar, CSV, Parquet, Arrow or
+    LMDB file; or a .txt file with the name of an image in each line.
 
     A missing file counts as an image that cannot be read. Raises UserError, before any image is
     read, for a pattern without a match and for a source without images.
@@ -166,7 +169,7 @@ class Inputs:
         return all(isinstance(part, list | LocalSource) for _, part in self._parts)
 
     def names(self) -> Iterator[str]:
-        """Yield the name of each image, which is the path of a file."""
+        """Yield the name of each image; the name of an image file is its path."""
         for source_name, part in self._parts:
             if isinstance(part, list):
                 yield from part
@@ -184,7 +187,7 @@ class Inputs:
 
 
 def _part(name: str) -> Source | list[str]:
-    """Return the images of a name: a source, or paths of image files."""
+    """Return a source, or paths of image files, for a name of `Inputs`."""
     path = Path(name)
     if glob.has_magic(name) and not path.exists():
         matches = glob.glob(name, recursive=True)

@@ -1,4 +1,6 @@
-"""Films from sample to sample and back, written frame by frame with PyAV: MP4 (H.264), GIF."""
+"""Films that pass from sample to sample and back to the first, written with PyAV as MP4 (H.264) or
+GIF.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,8 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
     """Write the film to an .mp4 or .gif file and return its number of frames. Memory does not grow
     with this number.
 
-    `scale` and the raised UserError are those of `enlargement`.
+    `scale` enlarges the pixels, by default to sides of at least LEAST_SIDE px. Raises UserError if
+    a side would be odd.
     """
     scale = enlargement(journey.sampler.generator.spec.size, scale)
     with film(out, fps=fps, scale=scale) as add:
@@ -37,9 +40,8 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
 class Journey:
     """The frames of a film, uint8 [H, W, C]. Every iteration computes them again, batch by batch.
 
-    Frame k of a segment lies k / `frames` of the way from its sample to the next; the last segment
-    returns to the first sample. All frames have the noise maps of the first sample, so that nothing
-    flickers.
+    Frame k of the segment from a sample to the next lies k / `frames` of the way; the last segment
+    returns to the first sample. All frames have its noise maps, so that nothing flickers.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Journey:
         space: Literal["z", "w"] | None = None,
         # number of samples, at least two; None: 8, or one of each class up to 16
         keyframes: int | None = None,
-        frames: int = FRAMES,  # from one sample to the next
+        frames: int = FRAMES,  # number of frames from one sample to the next
     ) -> None:
         self.sampler, self.frames = sampler, frames
         self.space = space or ("w" if sampler.generator.has_styles else "z")
@@ -69,7 +71,7 @@ class Journey:
             yield from (image.numpy().transpose(1, 2, 0) for image in images)
 
     def _images(self, numbers: range, noise: list[Tensor] | NoiseMode) -> Tensor:
-        """Return the frames of these numbers, [n, C, H, W] in about [-1, 1]."""
+        """Generate the frames with these numbers: [n, C, H, W] in about [-1, 1]."""
         previous = [number // self.frames for number in numbers]  # keyframe of each frame
         following = [(keyframe + 1) % self.keyframes for keyframe in previous]
         keyframes = sorted({*previous, *following})
@@ -93,15 +95,15 @@ class Journey:
             ws = torch.lerp(ws[a], ws[b], t)
         elif labels is None:
             ws = sampler.styles(z_between, None)
-        else:  # Labels cannot be interpolated in the mapping network; the styles of both are.
+        else:  # The mapping network takes no mixed labels, so the styles of both are mixed.
             ws_a, ws_b = (sampler.styles(z_between, labels[rows]) for rows in (a, b))
             ws = torch.lerp(ws_a, ws_b, t)
         return generator.synthesis(ws, maps)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """Interpolate from a to b [n, d] along the great circle, t [n, 1] of the way. Lengths are
-    interpolated linearly.
+    """Interpolate from a to b [n, d] along the great circle at the fractions t [n, 1] of the way.
+    Lengths are interpolated linearly.
 
     Shoemake, "Animating rotation with quaternion curves" (1985): (sin((1 - t) u) a + sin(t u) b) /
     sin u for unit vectors at the angle u. If a and b are parallel, or opposite, so that the great
@@ -130,14 +132,14 @@ FORMATS = {  # suffix -> codec, pixel format, options of the codec, options of t
         {"crf": "18", "preset": "medium", "x264-params": BT709},
         {"movflags": "+faststart"},
     ),
-    # complete frames instead of differences; repeats for ever
+    # stores complete frames instead of differences, and repeats for ever
     ".gif": ("gif", "pal8", {"gifflags": "0"}, {"loop": "0"}),
 }
 
 
 def enlargement(size: Sequence[int], scale: int | None = None) -> int:
-    """Return the factor to enlarge frames of this size by: `scale`, or by default the smallest one
-    that gives even sides of at least LEAST_SIDE.
+    """Return the factor by which to enlarge frames of `size` (height, width): `scale`, or by
+    default the smallest one that gives even sides of at least LEAST_SIDE.
 
     Raises UserError if `scale` gives an odd side, which yuv420p does not support.
     """
@@ -154,13 +156,13 @@ def enlargement(size: Sequence[int], scale: int | None = None) -> int:
 
 @contextmanager
 def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Write a film as a context that yields a function to add frames. The file appears when the
-    context ends without an exception (`building`).
+    """Yield a function that appends a frame to a film. The file appears when the block ends without
+    an exception.
 
     Frames are uint8 [H, W, C] with C 1 or 3, all of one size; each pixel becomes scale x scale.
     Raises UserError if the file cannot be written.
     """
-    import av  # a slow import that most of generate.py does not need
+    import av  # slow to import; most of generate.py does not need it
 
     check_film(path, fps=fps)
     kind = path.suffix.lower()

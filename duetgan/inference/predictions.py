@@ -34,7 +34,7 @@ from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, vis
 from duetgan.utils.memory import cores
 from duetgan.utils.text import printable
 
-LONGEST = 180  # bytes of a file name; longer stems are shortened
+LONGEST = 180  # bytes of an output file's stem; longer stems are cut
 
 Answer = dict[str, Any]  # a prediction, as a JSON object
 
@@ -42,8 +42,8 @@ Answer = dict[str, Any]  # a prediction, as a JSON object
 class Maps(NamedTuple):
     """The Grad-CAM maps that predict.py writes."""
 
-    files: Iterator[Path]  # the file of each image's map
-    label: int | None  # the class to explain; None: the predicted one
+    files: Iterator[Path]  # the path of each image's map, in order
+    label: int | None  # the class to explain; None: each image's predicted class
     layer: str
 
 
@@ -64,14 +64,14 @@ def predict(
     top: int,
     batch_size: int,
     maps: Maps | None = None,
-    fast: Classifier | None = None,  # predicts in place of `classifier` (`models.fast.faster`)
+    fast: Classifier | None = None,  # predicts instead of `classifier` (`models.fast.faster`)
 ) -> Iterator[tuple[Input, Answer]]:
-    """Yield an answer for each image, in order, with at most two batches in memory.
+    """Yield each image with its prediction, in order, with at most two batches in memory.
 
-    An answer has `file`, `label`, and `probabilities` (the `top` ones, largest first), or `file`
-    and `error`. If an image may have several labels, `labels` lists those that reach their
-    thresholds, the most probable first, and `label` joins them with ";". With `maps`, `gradcam` is
-    the image that was written.
+    A prediction has `file`, `label`, and `probabilities` of the `top` most probable classes,
+    largest first; if the image cannot be read, only `file` and `error`. A multi-label classifier
+    also gives `labels`, those that reach their thresholds, and joins them with ";" in `label`. With
+    `maps`, `gradcam` is the path of the image's map.
     """
     classes: list[str] = checkpoint["classes"]
     transform = Transform.of(checkpoint, resize)
@@ -109,9 +109,9 @@ def predict(
 def read_batches(
     inputs: Iterable[Input], transform: Transform, *, batch_size: int
 ) -> Generator[list[Decoded], None, None]:
-    """Yield the images in batches, in order.
+    """Decode the images and yield them in batches, in order.
 
-    A thread for each core decodes. While the caller works on a batch, they read the next one.
+    One thread per core decodes the next batch while the caller works on the current one.
     """
 
     def read(item: Input) -> Decoded:
@@ -134,7 +134,7 @@ def read_batches(
 def save_maps(
     classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps
 ) -> None:
-    """Write each of `images`, uint8 [n, C, H, W], side by side with its Grad-CAM map."""
+    """Write a PNG for each of `images`, uint8 [n, C, H, W]: the image next to its Grad-CAM map."""
     predicted = probabilities.argmax(1)
     labels = predicted if maps.label is None else torch.full_like(predicted, maps.label)
     heats = image_heat(classifier, images, labels, maps.layer)
@@ -152,8 +152,8 @@ def save_maps(
 def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
     """Return a path STEM-KIND.png in `folder` for each file.
 
-    A number is added to names that would occur twice, even on file systems that ignore case, or
-    that are among `files`. Raises UserError for a folder that is not writable.
+    A number is added to a name that an earlier path or one of `files` has, even in another case.
+    Raises UserError for a folder that is not writable.
     """
     check_writable(folder)
     existing = {_identity(Path(file)) for file in files}
@@ -178,12 +178,12 @@ def _identity(path: Path) -> str:
     return os.path.realpath(path).casefold()
 
 
-Sink = Callable[[Input, Answer], object]  # writes an image and the answer of `predict`
+Sink = Callable[[Input, Answer], object]  # writes an image's prediction to an output
 
 
 @contextmanager
 def json_array(stream: TextIO) -> Iterator[Sink]:
-    """Write answers as a JSON array, one by one."""
+    """Yield a function that writes predictions to `stream` as items of a JSON array."""
     separators = itertools.chain(["[\n"], itertools.repeat(",\n"))
 
     def write(_item: Input, answer: Answer) -> None:
@@ -196,9 +196,9 @@ def json_array(stream: TextIO) -> Iterator[Sink]:
 
 @contextmanager
 def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
-    """Write a row for each image: `file`, `label`, `probability`, and a column for each class; with
-    `top` K instead `label_2`, `probability_2`, ... up to K. For an image that cannot be read, only
-    `file` is filled. Raises UserError if the file cannot be written.
+    """Yield a function that writes a CSV row for each image: `file`, `label`, `probability`, and a
+    column for each class, or, if `top` is K, `label_2`, `probability_2`, ... up to K. For an image
+    that cannot be read, only `file` is filled. Raises UserError if the file cannot be written.
     """
     columns = list(classes)
     if top:
@@ -235,8 +235,8 @@ def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object
 
 
 def sorter(folder: Path) -> Sink:
-    """Sort images into `folder`/CLASS: a link to the image's file, or a copy of an image from an
-    archive. Raises UserError if a file cannot be written.
+    """Return a function that sorts images into `folder`/CLASS: a link to the image's file, or a
+    copy of an image from an archive. Raises UserError if a file cannot be written.
     """
     check_writable(folder)
 
@@ -272,7 +272,7 @@ def sorter(folder: Path) -> Sink:
 
 
 def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
-    """Open the outputs that the options request; `stack` closes them."""
+    """Yield a function for each output that the options request; `stack` closes the outputs."""
     if options.json:
         yield stack.enter_context(json_array(sys.stdout))
     elif not (options.csv or options.sort_into):
@@ -292,7 +292,7 @@ def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iter
 
 
 def line(answer: Answer) -> str:
-    """Return an answer as a line of text."""
+    """Return a prediction as a line of text."""
     if "error" in answer:
         return printable(f"{answer['file']}: {answer['error']}")
     text = ", ".join(f"{name} {p:.3f}" for name, p in answer["probabilities"].items())
@@ -317,8 +317,8 @@ def line(answer: Answer) -> str:
 def requested_files(
     options: Namespace, kind: str, extra: str, inputs: Inputs, classes: list[str]
 ) -> tuple[list[Path], int | None] | None:
-    """Return the output file of each image in `--KIND DIR`, and the label of `--KIND-class`; None
-    without `--KIND`. `extra` is another option that needs `--KIND`.
+    """Return the output path of each image for `--KIND DIR` and the label of `--KIND-class` (None
+    if not set); None without `--KIND`. `extra` names another option that needs `--KIND`.
 
     Raises UserError for an unknown class, options without DIR, and a folder that is not writable.
     """
@@ -336,7 +336,7 @@ def requested_files(
 def gradcam(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Maps | None:
-    """Return the maps of `--gradcam`. Raises UserError as `requested_files` does."""
+    """Return the maps that `--gradcam` requests, or None. Raises UserError for invalid options."""
     requested = requested_files(options, "gradcam", "gradcam_layer", inputs, classes)
     if not requested:
         return None
@@ -347,8 +347,8 @@ def gradcam(
 def counterfactuals(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Counterfactuals | None:
-    """Return the counterfactuals of `--counterfactual`. Raises UserError as
-    `requested_files` does, and for a generator of other classes.
+    """Load the generator for `--counterfactual`, or return None without it. Raises UserError for
+    invalid options and for a generator of other classes.
     """
     refuse(
         (

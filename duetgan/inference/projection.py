@@ -35,7 +35,7 @@ from duetgan.utils.images import save_table
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import generator as keyed_generator
 
-SMALLEST, LARGEST = 64, 256  # px: images outside this range are scaled before the network
+SMALLEST, LARGEST = 64, 256  # px; images with a shorter side outside this range are scaled
 
 
 class ResNetFeatures:
@@ -49,7 +49,7 @@ class ResNetFeatures:
 
     def __init__(self, network: nn.Module) -> None:
         """Wrap a torchvision ResNet in evaluation mode whose parameters require no gradients."""
-        # This import takes half a second.
+        # Imported here, because the import takes half a second.
         from torchvision.models.feature_extraction import create_feature_extractor
 
         self._dtype = network.get_parameter("conv1.weight").dtype
@@ -138,10 +138,11 @@ class Distance:
 def build_features(
     name: str | None, weights: str | Path | None, device: torch.device
 ) -> ResNetFeatures | None:
-    """Build the features of a name, or return None for `pixels`. Without a name, ResNet-50 is used
-    if its weights are found; otherwise a message on stderr says that only pixels are compared.
+    """Return the features called `name`, or None if only pixels are compared (`pixels`).
 
-    Raises UserError if requested weights are missing, and for weights with `pixels`.
+    If `name` is None, ResNet-50 is used if its weights are found; otherwise a message on stderr
+    says that only pixels are compared. Raises UserError if requested weights are missing, and for
+    weights with `pixels`.
     """
     if name is None and not weights and find_weights(None) is None:
         text = f"no ResNet-50 weights found: comparing pixels only, which gives blurred images; for more {HOW_TO_GET}"
@@ -159,7 +160,7 @@ def build_features(
 
 WARM_UP, COOL_DOWN = 0.05, 0.25  # fractions of the steps in which the learning rate rises and falls
 NOISE_END = 0.75  # fraction of the steps after which no noise is added to w
-# px: correlations of a larger noise map also count at half its size, a quarter, ... down to this
+# px; the penalty on noise maps counts correlations also at 1/2, 1/4, ... size, down to this
 SMALLEST_NOISE = 8
 
 Maps = list[Tensor] | Literal["const", "none"]
@@ -170,10 +171,10 @@ class Projection:
     """The result of a search."""
 
     ws: Tensor  # [num_ws, w_dim]; all rows are equal in space "w"
-    noise: Maps  # [1, 1, h, w] for each layer if they were optimised, else the mode
+    noise: Maps  # optimised maps, [1, 1, h, w] for each layer, or the mode's name
     image: Tensor  # uint8 [C, H, W] on the CPU
     loss: float  # the `Distance` of that image
-    perceptual: float | None  # its feature distance; None without features
+    perceptual: float | None  # feature distance of that image; None if only pixels are compared
     rmse: float  # root mean square of the pixels' differences, 0 to 1
 
     @property
@@ -184,7 +185,7 @@ class Projection:
 
 
 class Projector:
-    """The searches for one target. The generator's parameters must not require gradients."""
+    """The searches for one target image. The generator's parameters must not require gradients."""
 
     def __init__(
         self, generator: StyledGenerator, distance: Distance, config: ProjectionConfig, *, seed: int
@@ -197,12 +198,12 @@ class Projector:
         # root of the mean squared distance of a class's w from their mean; set by `start`
         self.spread = 0.0
         self.label: int | None = None  # the class that the search starts from; set by `start`
-        # space -> the result of `find`; `self.first` is the start
+        # space -> the result of its search, set by `find`; `self.first` is the start
         self.spaces: dict[str, Projection] = {}
 
     def start(self, labels: Sequence[int]) -> Projection:
-        """Return the start of the search: the mean w of the class among `labels` whose image is
-        nearest to the target; without labels, `w_avg`.
+        """Return the start of the search: of the mean w of each class in `labels`, the one whose
+        image is nearest to the target; without labels, `w_avg`.
         """
         noise: Maps
         if self.config.noise_mode == "optimise":
@@ -233,8 +234,8 @@ class Projector:
         refine: bool = False,
         tick: Callable[[], object] = lambda: None,
     ) -> Projection:
-        """Search from `start` and return the last result, or `start` if that is nearer. `tick` is
-        called after each step.
+        """Optimise w in `space` from `start`; return the result, or `start` if its image is nearer.
+        `tick` is called after each step.
 
         StyleGAN2's appendix D: Adam with decaying noise on w, and a learning rate with warm-up and
         cool-down. With `refine`, `start` is the result of an earlier search, and no noise is added
@@ -268,12 +269,12 @@ class Projector:
         return min(start, last, key=lambda result: result.loss)
 
     def _rows(self, w: Tensor) -> Tensor:
-        """Return styles [1, num_ws, w_dim] from w [1 or num_ws, w_dim]."""
+        """Expand w [1 or num_ws, w_dim] to styles for all layers, [1, num_ws, w_dim]."""
         return w.expand(self.generator.num_ws, -1)[None]
 
     def _result(self, ws: Tensor, noise: Maps) -> Projection:
-        """Return the image of styles [1, num_ws, w_dim] and its distances. They are those of the
-        rounded uint8 image.
+        """Return the image of styles [1, num_ws, w_dim] with its distances from the target, which
+        are computed after rounding to uint8.
         """
         with torch.no_grad(), full_float32(self.device):
             image = self.generator.spec.from_float(self.generator.synthesis(ws, noise))
@@ -325,7 +326,7 @@ def normalise_(maps: Sequence[Tensor]) -> None:
         level.mul_(level.square().mean().rsqrt())
 
 
-CELL = 192  # px; smaller images are enlarged about to this size
+CELL = 192  # px; smaller images are enlarged to about this size
 
 
 def find(
@@ -337,8 +338,8 @@ def find(
 ) -> Projector:
     """Search for the target in the spaces of `config`, starting from one of the sampler's classes.
 
-    Returns the projector with its results. Raises UserError for a generator without w, and for
-    missing weights.
+    Returns the projector, which holds the results. Raises UserError for a generator without w, and
+    for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
     network = build_features(config.features, config.weights, sampler.device)
@@ -366,10 +367,10 @@ def project(
     out: Path,
     config: ProjectionConfig,
     *,
-    save_to: Path | None = None,  # a .safetensors file for the results
+    save_to: Path | None = None,  # .safetensors file to which w and noise are saved
 ) -> list[str]:
-    """Project the target and write a PNG of it and the results, with their distances. Returns the
-    distances as lines of text.
+    """Project the target and write a PNG of it and the results with their distances. Returns the
+    distances as lines of text. `names` are those of the classes.
     """
     steps = config.steps * len(SPACES[config.space])
     with Bar(total=steps, desc="projecting", unit="step", delay=1) as bar:
@@ -390,8 +391,8 @@ def project(
 
 
 def _latents(spaces: dict[str, Projection], metadata: dict[str, object]) -> bytes:
-    """Return a safetensors file of `w` [w_dim], `w+` [num_ws, w_dim], and optimised noise as
-    `SPACE.noise.LAYER` [1, 1, h, w].
+    """Return the content of a safetensors file with `w` [w_dim], `w+` [num_ws, w_dim], and
+    optimised noise as `SPACE.noise.LAYER` [1, 1, h, w].
 
     The metadata is one JSON entry, `projection`, because safetensors does not keep the order of
     several entries.

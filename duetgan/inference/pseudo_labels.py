@@ -17,7 +17,7 @@ from duetgan.utils.checkpoint import file_sha256, resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, file, number
 from duetgan.utils.errors import UserError, require_same_classes
 
-THRESHOLD = 0.95  # that of FixMatch (2001.07685)
+THRESHOLD = 0.95  # the threshold of FixMatch (2001.07685)
 
 
 def parser() -> Parser:
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
 
 
 def lines(summary: dict[str, Any], out: Path) -> list[str]:
-    """Return the summary as lines of text."""
+    """Return the summary as text."""
     count, images = summary["kept"], summary["images"]
     text = [
         f"{count:,} of {images:,} images ({count / images:.1%}) reach the threshold of {summary['threshold']:g}"

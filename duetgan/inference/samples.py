@@ -1,5 +1,6 @@
-"""Sampling of a generator (numbers -> classes and keys -> latents -> images), and pictures of
-samples: a grid, truncation and style mixing.
+"""Sampling of a generator, and pictures of samples: a grid, truncation and style mixing.
+
+A sample's number gives its class and the key of its random numbers, which give its latents.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +31,8 @@ from duetgan.utils.runlog.progress import Bar
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A generator and the settings to sample it. Samples are numbered from 0 and have the chosen
-    classes in turn.
+    """A generator and the settings to sample it. Samples are numbered from 0, and their classes
+    cycle through `chosen`.
 
     With K chosen classes, number i is the (i // K)-th sample of class `chosen[i % K]`; it depends
     only on the seed, its class and i // K. If images may have several labels, a class is a set of
@@ -40,14 +41,14 @@ class Sampler:
     """
 
     generator: ImageGenerator
-    chosen: Sequence[int] = ()  # labels, for a conditional generator
+    chosen: Sequence[int] = ()  # classes to sample; empty for an unconditional generator
     seed: int = 0
     truncation_psi: float = 1.0
-    truncation_cutoff: int | None = None  # layers that are truncated; None: all
+    truncation_cutoff: int | None = None  # number of layers to truncate, from the first; None: all
     # truncate w towards the mean of the sample's class, or of all samples ("global")
     truncation_mean: TruncationMean = "class"
     noise_mode: NoiseMode = "random"
-    # draw z as NVIDIA's programs do: the j-th sample of a class has their seed `seed` + j
+    # draw z as NVIDIA's programs do: sample j of a class is the one of their seed `seed` + j
     numpy_latents: bool = False
     batch_size: int = 64  # changes speed and memory only
 
@@ -75,16 +76,16 @@ class Sampler:
         return device_of(self.generator)
 
     def batches(self, count: int) -> list[range]:
-        """Split the numbers of `count` samples into batches."""
+        """Return the sample numbers 0 to `count` - 1 as ranges of at most `batch_size`."""
         size = self.batch_size
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def classes(self, numbers: Sequence[int]) -> list[int]:
-        """Return the classes of samples; an empty list if the generator is unconditional."""
+        """Return the class of each sample number; an empty list for an unconditional generator."""
         return [self.chosen[number % len(self.chosen)] for number in numbers if self.chosen]
 
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return the generator's input for the classes of samples, on the CPU; None if it is
+        """Return the generator's input for the classes of these samples, on the CPU; None if it is
         unconditional.
         """
         if not self.chosen:
@@ -92,20 +93,20 @@ class Sampler:
         return self.generator.conditions(torch.tensor(self.classes(numbers)))
 
     def indices(self, numbers: Sequence[int]) -> list[int]:
-        """Return the indices in the keys of the samples' random numbers, (seed, "eval", index)."""
+        """Return the last part of each sample's random key, (seed, "eval", index)."""
         if not self.chosen:
             return list(numbers)
         count, num_labels = len(self.chosen), self.generator.num_labels
         return [number // count * num_labels + self.chosen[number % count] for number in numbers]
 
     def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
-        """Return NVIDIA's seeds of samples, or None without `numpy_latents`."""
+        """Return the samples' seeds in NVIDIA's programs; None without `numpy_latents`."""
         if not self.numpy_latents:
             return None
         return [(self.seed + number // max(1, len(self.chosen))) % 2**32 for number in numbers]
 
     def images(self, numbers: Sequence[int]) -> Tensor:
-        """Draw samples, [n, C, H, W] on the CPU in the format of files (`ImageSpec.from_float`)."""
+        """Draw the samples with these numbers, [n, C, H, W] on the CPU, with values as in files."""
         with full_float32(self.device):
             return generate(
                 self.generator,
@@ -119,7 +120,7 @@ class Sampler:
             )
 
     def latents(self, numbers: Sequence[int]) -> "Start":
-        """Draw z and the noise of samples, with their labels."""
+        """Draw the z and the noise of the samples with these numbers, with their labels."""
         z, maps = draw(
             self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers)
         )
@@ -132,8 +133,8 @@ class Sampler:
         return Start(upload(z, self.device), labels, noise)
 
     def styles(self, z: Tensor, labels: Tensor | None, psi: float | None = None) -> Tensor:
-        """Return the truncated styles [n, num_ws, w_dim] of a generator with w. `psi` defaults to
-        the sampler's.
+        """Map z to truncated styles [n, num_ws, w_dim]; the generator must have a w. `psi` defaults
+        to `truncation_psi`.
         """
         generator = cast(StyledGenerator, self.generator)
         psi = self.truncation_psi if psi is None else psi
@@ -156,8 +157,8 @@ def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
 
 
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
-    """Parse the option --classes: return the labels of `all` classes (the first `most`) or of
-    comma-separated names.
+    """Return the labels that the option --classes selects: comma-separated class names, or "all",
+    of which the first `most` are taken.
 
     Raises UserError for an unknown or a repeated class, and for any name if `classes` is empty.
     """
@@ -176,23 +177,23 @@ def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) 
 
 # --- tables
 
-COLUMNS = 8  # of a grid without classes
-CELL = 64  # px; smaller images are enlarged about to this size
-COPIES = 3  # of a picture in memory: the array, Pillow's copy, and the samples with the file
+COLUMNS = 8  # columns of a grid without classes
+CELL = 64  # px; smaller images are enlarged to about this size
+COPIES = 3  # copies of a picture in memory: the array, Pillow's, and the samples with the file
 
 
 def draw_grid(
     sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()
 ) -> int:
-    """Write `count` samples to a PNG file as a grid, or one by one into a folder (`save_image`).
+    """Write `count` samples as a grid if `out` ends in .png, else one by one into the folder `out`.
 
-    The numbers of samples of two classes differ by one at most. Single images have their seed, the
-    index of their key, and the name of their class, from `names`, in the file name and text chunks.
-    Returns the number of samples. Raises UserError for a picture that does not fit into memory.
+    The numbers of samples of two classes differ by one at most. Names and text chunks of single
+    images hold the seed, the index (`Sampler.indices`) and the class's name from `names`. Returns
+    the number of samples. Raises UserError for a picture that does not fit into memory.
     """
     num_classes, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * num_classes or GRID[1]
-    height, width = (max(side, CELL) for side in spec.size)  # of a picture's cell, about
+    height, width = (max(side, CELL) for side in spec.size)  # approximate size of a cell
     fits = available_bytes() // (COPIES * 3 * height * width)
     picture = out.suffix.lower() == ".png"
     if picture and count > fits:
@@ -218,7 +219,6 @@ def draw_grid(
 def _save_images(
     sampler: Sampler, numbers: Sequence[int], names: Sequence[str], folder: Path
 ) -> None:
-    """Write each sample to a file of its own."""
     spec = sampler.generator.spec
     classes = captions(sampler, names, numbers) if sampler.chosen else [""] * len(numbers)
     images = sampler.images(numbers)
@@ -240,10 +240,11 @@ def draw_truncation(
     psis: Sequence[float],
     count: int | None = None,
 ) -> int:
-    """Write a PNG with a row for each psi and the same latents and noise in each column.
+    """Write a PNG with a row for each truncation psi; all rows have the same latents and noise.
 
-    StyleGAN, section 4 and appendix B: w becomes mean + psi (w - mean), with the sampler's mean.
-    Returns the number of columns. Raises UserError for a generator without w.
+    StyleGAN, section 4 and appendix B: w becomes mean + psi (w - mean), with the mean of
+    `sampler.truncation_mean`. Returns the number of columns. Raises UserError for a generator
+    without w.
     """
     with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
@@ -271,7 +272,7 @@ def draw_mix(
     cell is its row's A with the styles of its column's B at `layers`.
 
     Style mixing of StyleGAN, section 3.1. The noise of a layer is that of its style's sample, so
-    that with all layers a cell equals B, and with none A. Returns the number of samples on a side.
+    that with all layers a cell equals B, and with none A. Returns the number of samples A and of B.
     Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "mix")
@@ -303,8 +304,8 @@ def draw_style_tables(
     device: torch.device,
     mean: TruncationMean = "class",
 ) -> list[str]:
-    """Write truncation.png and mixing.png into the folder `out` and return their names. For a
-    generator without w, nothing is written.
+    """Write truncation.png and mixing.png into the folder `out` and return their names; return an
+    empty list for a generator without w.
     """
     generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
@@ -324,15 +325,15 @@ class Start:
     """The inputs of a generator for n images: styles or z, labels and noise."""
 
     code: Tensor  # the styles [n, num_ws, w_dim], or z [n, z_dim]
-    # int64 [n] with z; None without classes, and with styles, which already depend on the class
+    # int64 [n]; None without classes, and for styles, which depend on the class already
     labels: Tensor | None
-    noise: list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name
+    noise: list[Tensor] | NoiseMode  # a map [n, 1, H, W] per layer, or a mode's name
 
     def __len__(self) -> int:
         return len(self.code)
 
     def take(self, rows: Sequence[int] | slice | Tensor) -> "Start":
-        """Select images by a slice, numbers or a mask."""
+        """Select images by a slice, indices or a mask."""
         noise = self.noise if isinstance(self.noise, str) else [level[rows] for level in self.noise]
         return Start(self.code[rows], None if self.labels is None else self.labels[rows], noise)
 
@@ -342,7 +343,7 @@ class Start:
 
     @staticmethod
     def join(parts: Sequence["Start"]) -> "Start":
-        """Concatenate parts of the same generator and mode of noise."""
+        """Concatenate inputs of the same generator and noise mode."""
         code = torch.cat([part.code for part in parts])
         labels = [part.labels for part in parts if part.labels is not None]
         noise = parts[0].noise
@@ -353,8 +354,8 @@ class Start:
 
 
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
-    """Return the truncated styles and the noise of samples of a generator with w. `psi` defaults to
-    the sampler's.
+    """Return the truncated styles and the noise of the samples with these numbers. `psi` defaults
+    to the sampler's.
     """
     start = sampler.latents(numbers)
     with torch.no_grad(), full_float32(sampler.device):
@@ -372,7 +373,7 @@ def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
 
 
 def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
-    """Return the images of styles, [C, H, W] on the CPU in the format of files; batch by batch."""
+    """Generate the images of styles in batches: [C, H, W] on the CPU, with values as in files."""
     images: list[Tensor] = []
     for part in start.batches(sampler.batch_size):
         with torch.no_grad(), full_float32(sampler.device):

@@ -8,10 +8,10 @@ from typing import Literal
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
-# default number of images of each class, and of a generator without classes
+# default numbers of images: of each class, and in all if the generator has no classes
 GRID, DATASET = (8, 64), (1000, 10_000)
-LABEL_SETS = 20  # by default, samples have the most frequent sets of labels, this many
-ENCODINGS = ("raw", "png", "jpeg")  # of the images in a data set
+LABEL_SETS = 20  # default number of label sets to sample, the most frequent ones
+ENCODINGS = ("raw", "png", "jpeg")  # encodings of the images in a data set
 FEATURES = ("resnet50", "pixels")  # features that a projection compares
 FORMATS = (
     "safetensors",
@@ -39,10 +39,10 @@ class ProjectionConfig:
     # one of FEATURES; None: resnet50 if its weights are present, else pixels
     features: str | None = None
     weights: str | Path | None = None  # file of the features' weights
-    steps: int = 500  # steps of the search in each space
+    steps: int = 500  # optimisation steps in each space
     lr: float = 0.1  # the highest learning rate of Adam
     shake: float = 0.05  # noise on w at the start, in units of the spread of w
-    # the noise maps: the stored ones, none, or optimised as well
+    # noise maps: const (the generator's stored ones), none, or optimised with w
     noise_mode: Literal["const", "none", "optimise"] = "const"
     # weight of the penalty on correlations in optimised maps, which should hold no part of the
     # image
@@ -58,8 +58,8 @@ class EditConfig:
     space: Literal["w", "z"] | None = None  # None: w if the generator has one, else z
     samples: int = 100  # samples of each of the two classes to compute a direction from
     pixel_weight: float = 0.1  # weight of the change of pixels, which a direction avoids
-    keep_weight: float = 0.1  # weight of the change of other classes' logits, which it avoids
-    reach: float = 0.5  # probability of the target class at which an image has arrived
+    keep_weight: float = 0.1  # weight of the change of other classes' logits, avoided too
+    reach: float = 0.5  # probability of the target class that an edit aims at
     limit: float = 4.0  # the largest step, in units of the samples' spread
 
 
@@ -72,8 +72,9 @@ def check_film(path: Path, *, fps: int) -> None:
 
 
 def label_of(name: str, classes: Sequence[str], option: str) -> int:
-    """Return the label of the class that an option names. Sets of classes may be in any order:
-    "b;a" is "a; b". Raises UserError for an unknown class.
+    """Return the label of the class that an option names. Raises UserError for an unknown class.
+
+    The name of a set of classes may have them in any order: "b;a" names the set "a; b".
     """
     if name not in classes and ";" in name:
         parts = _parts(name)

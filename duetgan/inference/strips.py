@@ -1,5 +1,6 @@
 """Strips: an image that moves step by step from one class to another, with the classifier's
-probabilities under each step. `generate.py edit` and `predict.py --counterfactual` draw them.
+probabilities under each step. `generate.py edit` and `predict.py --counterfactual` draw them. An
+image arrives when the target's probability reaches `EditConfig.reach`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +30,13 @@ END = 1.25  # last step of a strip, relative to the step at which its image arri
 
 @dataclass(frozen=True)
 class Strip:
-    """The edit of one image."""
+    """The edit of one image as a row of pictures."""
 
-    # uint8 [C, H, H], from the unedited image on, which the image that was projected may precede
+    # uint8 [C, H, H]: the original if it was projected, the unedited image, the steps
     images: list[Tensor]
     captions: list[str]
-    arrived: bool  # True if the probability of the target reached `EditConfig.reach`
-    step: float  # the step at which it did, or the step of the largest probability
+    arrived: bool  # True if the target's probability reached `EditConfig.reach`
+    step: float  # the step at which it did, else the step of the largest probability
     probability: float  # probability of the target at this step
     change: float  # mean absolute change of the pixels at this step, 0 to 1
 
@@ -47,11 +48,11 @@ def make_strips(
     *,
     columns: int,
     judge: Classifier | None = None,
-    # uint8 [1, C, H, H], the image that `start` was projected from, which the strip begins with
+    # uint8 [1, C, H, H], first image of the strip, from which `start` was projected
     original: Tensor | None = None,
 ) -> list[Strip]:
     """Return a strip for each image: `columns` equal steps from 0 to END times the step at which it
-    arrives.
+    arrives. `judge` is a second classifier, for the captions only.
     """
     steps, arrived = editor.reach(start, direction)
     unedited = editor.images(start, direction, 0.0 * steps)
@@ -131,7 +132,7 @@ def counterfactual(
     source: int,
     target: int,
     *,
-    steps: int,  # of the projection, in each space
+    steps: int,  # steps of the projection in each space
     columns: int = COLUMNS,
     judge: Classifier | None = None,
 ) -> tuple[Strip, Direction]:
@@ -157,11 +158,11 @@ class Counterfactuals:
         self,
         generator: str,  # run folder or checkpoint of a GAN
         classifier: Classifier,
-        names: Sequence[str],  # of the classifier's classes
+        names: Sequence[str],  # names of the classifier's classes
         files: Mapping[str, Path],  # image -> file of its strip
         *,
-        target: int | None,  # the target class; None: the second most probable one
-        steps: int,  # of the projection, in each space
+        target: int | None,  # the target class; None: each image's second most probable one
+        steps: int,  # steps of the projection in each space
         batch_size: int,
     ) -> None:
         """Load the generator. Raises UserError if its classes are not those of the classifier."""
@@ -182,8 +183,8 @@ class Counterfactuals:
         self.editor = Editor(sampler, classifier, names)
 
     def draw(self, file: str, label: str, *, resize: str | None) -> dict[str, Any]:
-        """Write the strip of an image that is predicted as `label`. Returns `class`, `image`,
-        `arrived`, `probability`, `step` and `pixel_change`, or `class` and `error`.
+        """Write the strip of an image that is predicted as `label`. Returns a dict with `class`,
+        `image`, `arrived`, `probability`, `step` and `pixel_change`, or with `class` and `error`.
         """
         names = self.editor.names
         source, target = names.index(label), self.target

@@ -1,4 +1,4 @@
-"""`evaluate.py --audit`: membership inference from a generator's samples and its discriminator."""
+"""Membership inference on generator and discriminator: the audit of `evaluate.py --audit`."""
 
 import sys
 from argparse import Namespace
@@ -35,19 +35,20 @@ from duetgan.utils.provenance import recorded
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.seeding import numpy_generator
 
-PAIRS = 24  # members drawn beside their nearest sample
+PAIRS = 24  # training images that audit_nearest.png shows beside their nearest sample
 
 
 def audit_gan_run(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
 ) -> Document:
-    """Return the audit's document: attacks, controls, the planted copies and the verdict.
+    """Test if a generator gives away its training images; return the results, ready for JSON.
 
-    Also writes `audit.png` and `audit_nearest.png` into the folder `out`.
+    The results hold attacks, controls, tests with planted copies and the verdict. Also writes
+    `audit.png` and `audit_nearest.png` into the folder `out`.
 
     Raises:
-        UserError: If the training images or enough held-out images are not available, or the
-            classes are not the generator's.
+        UserError: If the training images or enough held-out images (`dataset`) are not available,
+            or their classes are not the generator's.
     """
     with collectives.raising_together():
         generator = generator_from(checkpoint, collectives.choose_device(options.device))
@@ -143,13 +144,13 @@ def audit_gan_run(
 
 
 def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> Document:
-    """Return the `attacks` by each score and their `controls`, by the score's name.
+    """Return the results of `attacks` and of their `controls`, by the name of the score.
 
-    A control attacks one half of the held-out images as if it were members.
+    A control attacks one half of the held-out images as if they were training images.
 
     Args:
-        scores: Scores of the members, then of the held-out images, [members + held out].
-        members: Number of members.
+        scores: Scores of the training images, then of the held-out images, [members + held out].
+        members: Number of training images.
         seed: Seed of the halves.
     """
     document: Document = {"attacks": {}, "controls": {}}
@@ -164,10 +165,10 @@ def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> Docum
 
 
 def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
-    """Return the dataset that the generator was trained on; the audit calls its images members.
+    """Open the dataset that the generator was trained on; the audit calls its images members.
 
     Raises:
-        UserError: If it is not available, or if the generator was trained on `dataset`, too.
+        UserError: If it is not available, or `dataset`, the held-out images, is part of it.
     """
     train, reason = training_images(checkpoint)
     if train is None:
@@ -182,18 +183,17 @@ def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
 def choose_sides(
     train: Dataset, dataset: Dataset, *, conditional: bool, searched: int, seed: int
 ) -> tuple[Selection, Selection, int]:
-    """Choose members and held-out images with the same class frequencies, as many as there are.
+    """Choose training and held-out images of the same class frequencies, as many as possible.
 
     Args:
         train: The training images.
         dataset: The held-out images.
         conditional: If False, the classes are ignored.
-        searched: Largest number of members.
-        seed: Seed of the draws.
+        searched: Largest number of training images to choose.
 
     Returns:
-        The members, the held-out images, and the number of images of `dataset` that were left out
-        because they are training images as well, pixel for pixel.
+        The training images, the held-out images, and the number of images of `dataset` that were
+        left out because they are training images as well, pixel for pixel.
 
     Raises:
         UserError: If a side has fewer than 20 images.
@@ -238,10 +238,10 @@ def _logits(
     seed: int,
     batch_size: int,
 ) -> Tensor | None:
-    """Return the discriminator's logits of the selected images of all files, in order.
+    """Return the discriminator's logits of the selected images of all files, in order, float64.
 
     All ranks must call this; only rank 0 gets logits. Returns None if the checkpoint has no
-    discriminator, or one that has not grown to the full resolution yet.
+    discriminator, or one that has not grown to the full resolution.
     """
     full_side = generator.spec.side
     side, alpha = checkpoint.get("stage", [full_side, 1.0])
@@ -265,9 +265,9 @@ def _logits(
 
 
 class Partners:
-    """Fixed samples with which each image forms a group for the minibatch standard deviation.
+    """Fixed samples that complete an image's group for the minibatch standard deviation.
 
-    If other real images were in the group, an image's logit would depend on them.
+    With other real images in the group, an image's logit would depend on them.
     """
 
     def __init__(self, generator: ImageGenerator, count: int, *, seed: int) -> None:
@@ -284,7 +284,7 @@ class Partners:
         """
         device = device_of(discriminator)
         n = len(images)
-        # [n, group]: a row is a group, also of a strided discriminator, for which it is transposed
+        # rows are groups, [n, group]; a strided discriminator takes groups as columns
         groups = images[:, None]
         group_labels = labels[:, None]
         if self.count:

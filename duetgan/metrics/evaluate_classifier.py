@@ -1,6 +1,6 @@
-"""Evaluation of a classifier on labelled images, in passes that the ranks share.
+"""Evaluation of a classifier on labelled images, which the processes (ranks) share.
 
-The last part makes the document and the pictures of evaluate.py.
+The last part makes the results and the pictures of evaluate.py.
 """
 
 from argparse import Namespace
@@ -49,9 +49,9 @@ from duetgan.utils.seeding import numpy_generator
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
-    """Return the logits float32 [n, K], on the CPU, of images [n, C, H, W] as files have them.
+    """Return the logits float32 [n, K], on the CPU, of unnormalised images [n, C, H, W].
 
-    `classifier_input` adapts size and channels. Raises UserError if a logit is not finite.
+    Adapts size and channels by `classifier_input`. Raises UserError if a logit is not finite.
     """
     with evaluating(classifier), full_float32(device_of(classifier)):
         logits = classifier(classifier_input(classifier, images)).float().cpu()
@@ -66,10 +66,10 @@ def classify(
     dataset: Dataset,
     *,
     batch_size: int = 256,
-    records: np.ndarray | None = None,  # int64 [n]; None: all
-    progress: str = "",  # caption of the progress bar; empty: no bar
+    records: np.ndarray | None = None,  # record numbers, int64 [n]; None means all images
+    progress: str = "",  # caption of the progress bar; if empty, there is no bar
 ) -> Tensor:
-    """Return the logits of the images, in order: float32 [n, K] on rank 0, [0, K] on other ranks.
+    """Return the logits of images, in order: float32 [n, K] on rank 0, [0, K] on other ranks.
 
     All ranks must call this.
     """
@@ -87,7 +87,10 @@ def classify(
 def answers_of(
     classifier: Classifier, dataset: Dataset, logits: Tensor, records: np.ndarray | None = None
 ) -> Answers:
-    """Return the classifier's answers to these records of a dataset (None: all), from its logits."""
+    """Join the logits [n, K] of images with their labels in `Answers` or `LabelAnswers`.
+
+    `records` are the record numbers of the images, int64 [n]; None means all images of the dataset.
+    """
     records = np.arange(len(dataset)) if records is None else records
     if classifier.thresholds is not None:
         labels = torch.from_numpy(dataset.meta.multi_hot[dataset.label_numbers()[records]])
@@ -103,15 +106,18 @@ def answers_of(
 
 
 def draw_records(dataset: Dataset, n: int | None, seed: int) -> np.ndarray:
-    """Draw n records by the key (seed, "eval", "classifier"), ascending; None: all records.
+    """Draw n record numbers by the key (seed, "eval", "classifier") and sort them.
 
-    The first n records would not do: files are often packed class by class.
+    None draws all. The first n images would not do: files are often packed class by class.
     """
     return np.sort(numpy_generator(seed, "eval", "classifier").permutation(len(dataset))[:n])
 
 
 def check_classes(classifier: Classifier, dataset: Dataset) -> None:
-    """Raise UserError unless the images have labels of the classifier's number of classes and kind."""
+    """Raise UserError unless the images' labels fit the classifier.
+
+    The numbers of classes must be equal, and both or none must allow several labels an image.
+    """
     classes = len(dataset.classes)
     refuse(
         (not classes, "the images to evaluate on have no labels; give a labelled file with --data"),
@@ -129,10 +135,10 @@ def check_classes(classifier: Classifier, dataset: Dataset) -> None:
 def evaluate_classifier(
     classifier: Classifier, dataset: Dataset, *, batch_size: int = 256, details: bool = True
 ) -> Document:
-    """Return the metrics over all images of a dataset, by key.
+    """Return a classifier's metrics over all images of a dataset, by key.
 
-    The ranks share the images and return the same metrics. Without `details` only the metrics
-    logged during training are computed, and thresholds are fitted to these images first.
+    The ranks share the images and return the same metrics. If `details` is False, only the metrics
+    logged during training are computed, and thresholds, if any, are first fitted to these images.
 
     Raises:
         UserError: If labels and classifier do not fit (`check_classes`), there is no image, or an
@@ -142,7 +148,7 @@ def evaluate_classifier(
     figures = CLASSIFIER if classifier.thresholds is None else LABELS
     rows = [row for row in figures if details or row.in_training]
     logits = classify(classifier, dataset, batch_size=batch_size)
-    # during training, the thresholds are those of the held-out images
+    # during training, thresholds are chosen on the validation images, which `dataset` has
     if not details and (thresholds := classifier.thresholds) is not None:
         best = collectives.from_main_process(
             lambda: best_thresholds(answers_of(classifier, dataset, logits))
@@ -158,7 +164,7 @@ def corrupted_hits(
 ) -> Tensor:
     """Return the number of correct predictions on corrupted images, int64 [corruptions, STRENGTHS].
 
-    Rows are in the order of CORRUPTIONS. All ranks must call this; only rank 0 gets the counts.
+    Rows are in the order of CORRUPTIONS. All ranks must call this; all but rank 0 get zeros.
     """
 
     def work(rows: range) -> Tensor:
@@ -191,7 +197,7 @@ def corrupted_hits(
 def evaluate_classifier_run(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
 ) -> Document:
-    """Return the document of `evaluate.py` for a classifier, and write its pictures into `out`."""
+    """Return the results of `evaluate.py` on a classifier; write its pictures into `out`."""
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
@@ -262,10 +268,10 @@ def open_outliers(path: str, checkpoint: Checkpoint, dataset: Dataset) -> Datase
 
 
 def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.ndarray]]:
-    """Return the metrics of a classifier's document, and the columns to store of every image.
+    """Return a classifier's metrics, ready for JSON, and the results of each image to store.
 
-    The columns, each [n], are those of `metrics.comparison.compare`. The temperature is fitted on
-    halves of the images that `seed` draws.
+    The latter are columns of `metrics.comparison.compare`, each [n]. `seed` draws the half of the
+    images that the temperature is fitted on.
     """
     classes = per_class(answers)
     figures: Document = {"n": len(answers.labels)}
@@ -302,7 +308,7 @@ def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.
 def _write_evaluation(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, answers: Answers, seed: int
 ) -> Document:
-    """Return the document, after writing the predictions and the pictures that it names."""
+    """Write predictions and pictures; return the results, which name them."""
     figures, columns = document_of(answers, seed=seed)
     train, reason = training_images(checkpoint)
     with train or nullcontext():

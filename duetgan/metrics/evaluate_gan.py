@@ -1,6 +1,6 @@
 """Evaluation of a generator by the protocol in docs/evaluation.md.
 
-The last part makes the document and the pictures of evaluate.py.
+The last part makes the results and the pictures of evaluate.py.
 """
 
 import sys
@@ -47,22 +47,22 @@ from duetgan.utils.images import save_captioned
 from duetgan.utils.provenance import Lineage, recorded
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
-"""Called with each chunk of samples on rank 0, in their order: samples uint8 [b, C, H, W], labels int64 [b], the
-judge's probabilities [b, K] or None."""
-MIN_JUDGE_SKILL = 0.4  # 0: always predicts the most frequent class; 1: no mistakes
+"""A function that rank 0 calls with each chunk of samples, in order: the samples, uint8
+[b, C, H, W], their labels, int64 [b], and the judge's probabilities, [b, K], or None."""
+MIN_JUDGE_SKILL = 0.4  # from 0 (always predicts the most frequent class) to 1 (no mistakes)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Results of the passes over all images; only rank 0 has features."""
+    """Features from which the metrics are computed; only rank 0 has them."""
 
-    samples: list[Samples]  # under each extractor
+    samples: list[Samples]  # features under each extractor
     extractors: list[Extractor]
-    search: Callable[[], Document] | None  # searches for copies of training images
+    search: Callable[[], Document] | None  # searches for copies, if requested and possible
     notes: dict[str, str]  # reasons why metrics are missing
 
     def document(self, *, details: bool) -> Document:
-        """Return the metrics, ready for JSON; without `details` only those logged in training."""
+        """Compute the metrics, ready for JSON; without `details`, only those logged in training."""
         notes, first = dict(self.notes), self.samples[0]
         rows = [row for row in GAN if details or row.in_training]
         distances = [
@@ -86,19 +86,17 @@ def evaluate_generator(
     generator: ImageGenerator,
     dataset: Dataset,
     *,
-    details: bool = True,  # False: only the metrics that are logged during training
+    details: bool = True,  # if False, compute only the metrics logged in training
     **options: Any,  # keyword arguments of `gather`
 ) -> Document:
-    """Return the metrics of `metrics.figures.GAN`, ready for JSON.
+    """Evaluate a generator by the metrics of `metrics.figures.GAN`.
 
-    All ranks must call this, and all get the same. They share the passes over the images; rank 0
-    computes the metrics.
+    All ranks must call this and share the images. Rank 0 computes the metrics; all return them.
 
     Returns:
-        `n`; `seed`; `distances`, a list of `extractor`, `weights`, `n` and the metrics under that
-        extractor; the judge's metrics; the metrics of the first extractor again; `memorisation`
-        (see `search_copies`); `notes`. A metric that cannot be computed is None, and `notes` has
-        the reason.
+        `n`; `seed`; `distances`, a list of `extractor`, `weights`, `n` and the extractor's metrics;
+        the judge's metrics; the first extractor's metrics again, except distances; `memorisation`,
+        the result of `search_copies`; `notes`, the reasons why metrics are None.
 
     Raises:
         UserError: If images, classes or judge do not fit the generator, or there are fewer than two
@@ -112,23 +110,23 @@ def gather(
     generator: ImageGenerator,  # a module of any architecture
     dataset: Dataset,  # real test images
     *,
-    n: int,  # images on each side of a distance
+    n: int,  # samples, and as many real images, to compare
     seed: int,
     extractors: Sequence[Extractor],  # at least one
-    classifier: Classifier | None = None,  # judge of conditional samples
+    classifier: Classifier | None = None,  # judge, which predicts the class of each sample
     train_dataset: Dataset | None = None,  # for the floor and the search for copies
-    real: RealFeatures | None = None,  # cache of real features
+    real: RealFeatures | None = None,  # cache of the features of real images
     per_class: int = PER_CLASS,  # images of each class for the diversity
-    floor: bool = True,  # False: no floors are computed
-    searched: int = SEARCHED,  # training images to search for copies; 0: no search
+    floor: bool = True,  # if False, no floors are computed
+    searched: int = SEARCHED,  # training images to search; 0 turns the search off
     batch_size: int = 64,
-    show: bool = False,  # progress bars
+    show: bool = False,  # if True, show progress bars
     observe: Observer | None = None,
 ) -> Gathered:
     """Compute all features in one pass over the samples and one over each real dataset.
 
-    n is reduced to the size of the smallest real dataset. Sample i has the label of the i-th real
-    image drawn, so that both sides have the same class frequencies.
+    n is reduced to the size of the smallest real dataset. Sample i has the label of the i-th test
+    image drawn, so that samples and test images have the same class frequencies.
     """
     train, notes = _second_real_set(dataset, train_dataset)
     real = real or RealFeatures(batch_size=batch_size, show=show)
@@ -189,7 +187,7 @@ def gather(
         observe=observe_chunk if observe else None,
     )
     records = []
-    # the last of all_extractors may serve the search alone
+    # `all_extractors` may end in an extractor that only the search for copies uses
     for extractor, fake, test in zip(extractors, sample_sets, test_features, strict=False):
         samples = Samples(
             fake=fake,
@@ -221,13 +219,16 @@ def gather(
 
 def sample_features(
     generator: ImageGenerator,
-    labels: Tensor | None,  # of all samples, as the generator takes them
+    labels: Tensor | None,  # of all samples, in the generator's format, if it has classes
     extractors: Sequence[Extractor],
     *,
     seed: int,
     **options: Any,  # keyword arguments of `compute_features`
 ) -> list[Tensor]:
-    """Return `compute_features` of samples; sample i depends only on the seed, i and its label."""
+    """Generate samples and return their features, [total, F], under each extractor.
+
+    Sample i depends only on the seed, i and its label.
+    """
 
     def draw(rows: range) -> Tensor:
         chunk = None if labels is None else labels[rows.start : rows.stop]
@@ -246,7 +247,7 @@ def judge_extractor(classifier: Classifier) -> Extractor:
 
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
-    """Return a classifier's probabilities of images, float64 [n, K] on the CPU; see `logits_of`."""
+    """Return a classifier's probabilities of images [n, C, H, W], float64 [n, K] on the CPU."""
     logits = logits_of(classifier, images).double()
     if getattr(classifier, "thresholds", None) is None:
         return logits.softmax(1)
@@ -256,7 +257,7 @@ def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
 def _second_real_set(
     dataset: Dataset, train: Dataset | None
 ) -> tuple[Dataset | None, dict[str, str]]:
-    """Return the training images and no note, or None and a note if they cannot make the floor."""
+    """Return the training images and {}, or None and a note if they cannot be a second real set."""
     if train is None:
         return None, {"floor": "no training images were given as the second real set"}
     if train.meta.content_hash == dataset.meta.content_hash:
@@ -267,9 +268,9 @@ def _second_real_set(
 
 
 def _count(n: int, dataset: Dataset, train: Dataset | None, notes: dict[str, str]) -> int:
-    """Return n, or the size of the smallest dataset if that is smaller.
+    """Return n, limited to the number of test images and of training images (if any).
 
-    Adds a note if the training images are the limit. Raises UserError if the result is below 2.
+    Adds a note if the training images limit n. Raises UserError if the result is below 2.
     """
     limit = min(n, len(dataset))
     n = limit if train is None else min(limit, len(train))
@@ -285,11 +286,9 @@ def _count(n: int, dataset: Dataset, train: Dataset | None, notes: dict[str, str
 def _fitting_labels(generator: ImageGenerator, dataset: Dataset, role: str) -> np.ndarray:
     """Return the labels of a dataset's images, all 0 for an unconditional generator.
 
-    Raises UserError if its images or the number of classes are not the generator's.
+    Raises UserError if size, channels or number of classes are not the generator's.
     """
-    dataset.read(
-        np.zeros(1, dtype=np.int64)
-    )  # raises UserError if the images have sizes of their own
+    dataset.read(np.zeros(1, dtype=np.int64))  # raises UserError if the images differ in size
     spec, expected = dataset.spec, generator.spec
     if spec != expected:
         raise UserError(
@@ -311,7 +310,7 @@ def _fitting_labels(generator: ImageGenerator, dataset: Dataset, role: str) -> n
 def evaluate_gan_run(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
 ) -> Document:
-    """Return the document of `evaluate.py` for a generator, and write its pictures into `out`."""
+    """Return the results of `evaluate.py` on a generator; write its pictures into `out`."""
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
         generator = generator_from(checkpoint, device, several=True)
@@ -431,7 +430,7 @@ def flattered(
 def samples_by_class(
     names: Sequence[str], columns: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, int]]:
-    """Return the number of samples of each requested class, and of each class that is predicted."""
+    """Count the samples of each requested class and, if predicted, of each predicted class."""
     result = {}
     for key, column in (("samples_by_class", "label"), ("samples_predicted", "prediction")):
         if column in columns:
@@ -441,7 +440,7 @@ def samples_by_class(
 
 
 def has_skill(fraction: Measured, chance: float) -> bool:
-    """Return True if a classifier's accuracy is clearly above that of always predicting one class."""
+    """Return True if an accuracy is clearly above `chance`, that of always predicting one class."""
     low = fraction.interval[0] if fraction.interval else 0.0
     skilled = chance + MIN_JUDGE_SKILL * (1 - chance)
     return low > chance and fraction.value is not None and fraction.value >= skilled
@@ -450,7 +449,7 @@ def has_skill(fraction: Measured, chance: float) -> bool:
 def weak_judges(judge: Document | None, extractors: Mapping[str, Document]) -> dict[str, str]:
     """Return notes on a judge and on extractors that are too weak to judge the GAN.
 
-    The skills are those of `judge_skills`, for extractors by name.
+    The arguments are results of `judge_skills`, those of extractors by name.
     """
     notes = {"recognised": _weakness(judge)} if judge and judge["is_weak"] else {}
     for name, skill in extractors.items():
@@ -469,11 +468,11 @@ def _weakness(skill: Document) -> str:
 def judge_skills(
     classifiers: Sequence[Classifier | None], dataset: Dataset, n: int, options: Namespace
 ) -> list[Document | None]:
-    """Return how well each classifier predicts n real test images, at the samples' size.
+    """Measure how well each classifier predicts n real test images, at the samples' size.
 
     Returns:
-        `accuracy` with its interval, `majority_class_rate`, `is_weak`, `n`, and the `class_score`
-        of real images; None for a classifier whose classes are not the images' classes.
+        For each classifier, `accuracy` with its interval, `majority_class_rate`, `is_weak`, `n` and
+        the `class_score` of the images; None if its classes are not the images'.
     """
     chosen = select(dataset.label_numbers(), n=n, seed=options.seed, role="judge")
     skills: dict[int, Document] = {}

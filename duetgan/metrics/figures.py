@@ -1,7 +1,7 @@
-"""The tables of metrics: each row has a pure function and tells how to show and compare it.
+"""Tables of metrics: each row has a pure function and settings to show and compare its value.
 
-Evaluation, training, report, comparison and docs/evaluation.md read these tables. `python -m
-duetgan.metrics.figures` writes the tables of that page.
+Evaluation, training, report and comparison read these tables. `python -m duetgan.metrics.figures`
+copies them into docs/evaluation.md.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,29 +24,29 @@ Place = Literal["headline", "tile", "column", ""]
 
 @dataclass(frozen=True, eq=False)
 class Figure:
-    """A metric: a row of the table."""
+    """A metric: a row of the tables CLASSIFIER, LABELS and GAN."""
 
-    key: str  # in an evaluation's document; the 95 % interval has the key KEY_interval
-    title: str  # in text tables
-    meaning: str  # in a report and in the docs
-    compute: Callable[[Any], Measured]  # of `Answers`, or of `Samples` under one extractor
-    # the better direction in a comparison; "": not compared. A verdict needs an interval, or the
-    # images' influence
+    key: str  # in an evaluation's results; its 95 % interval has the key KEY_interval
+    title: str  # name in text tables
+    meaning: str  # description in a report and in the docs
+    compute: Callable[[Any], Measured]  # takes `Answers` or `Samples`
+    # better direction in a comparison; a metric with "" is not compared. A verdict needs an
+    # interval, or the influence of each image
     better: Literal["larger", "smaller", ""] = ""
-    # in a report: at the top of the page, in a tile, as a column of the table of distances
+    # place in a report: top of the page, a tile, a column of the table of distances, or none
     place: Place = "tile"
     unit: Literal["share", ""] = "share"
-    interval: bool = True  # False: there is never an interval
-    # attribute that the record must have -> note if it is None or empty
+    interval: bool = True  # if False, the metric never has an interval
+    # attribute of `Answers` or `Samples` that `compute` needs -> note if it is None or empty
     needs: dict[str, str] = field(default_factory=dict)
-    by_class: str = ""  # key of its values by class
-    # True: depends on the judge's predictions, and stands once in a document, not by extractor
+    by_class: str = ""  # key of its values by class; "" if it has none
+    # if True, it depends on the judge's predictions, so that it has one value for all extractors
     by_judge: bool = False
-    in_training: bool = False  # True: evaluations during training compute it, too
-    digits: int = 4  # in tables
+    in_training: bool = False  # if True, evaluations during training compute it, too
+    digits: int = 4  # decimal places in tables
 
     def measure(self, record: object) -> Measured:
-        """Return the metric of a record, or None and a note if the record lacks what it needs."""
+        """Compute the metric of `Answers` or `Samples`; None and a note if a need is missing."""
         for name, note in self.needs.items():
             value = getattr(record, name)
             if value is None or (isinstance(value, Sequence) and not value):
@@ -54,7 +54,7 @@ class Figure:
         return self.compute(record)
 
     def keys(self, measured: Measured, names: Sequence[str]) -> Document:
-        """Return the metric's keys of a document; `names` are the class names."""
+        """Return value, interval and values by class, by key; `names` are the class names."""
         keys: Document = {self.key: measured.value}
         if self.interval:
             keys[f"{self.key}_interval"] = measured.interval
@@ -68,47 +68,47 @@ class Figure:
 class Samples:
     """Features of samples and of real images under one extractor, with the judge's predictions.
 
-    Sample i has the label of the i-th real image. All metrics use the first n of each; the
-    diversity uses the following ones, too, which were drawn for rare classes.
+    Sample i has the label of the i-th real image. Metrics use the first n samples and real images;
+    the diversity also uses the following ones, which were drawn for rare classes.
     """
 
     fake: Tensor  # features of the samples, [m, F]
     real: Tensor  # features of the real test images, [m, F]
-    training: Tensor | None  # features of n training images or more; None: no floor
+    training: Tensor | None  # features of at least n training images, for the floor
     labels: Tensor  # int64 [m], all 0 without classes; bool [m, K] if images have several labels
     n: int
     names: Sequence[str]  # class names; empty for an unconditional generator
-    probabilities: Tensor | None  # the judge's, [n, K]; None: no judge
-    thresholds: Tensor | None = None  # the judge's, [K], if images have several labels
+    probabilities: Tensor | None  # of the judge, if any, [n, K]
+    thresholds: Tensor | None = None  # of the judge, [K], if images have several labels
     seed: int
     per_class: int = PER_CLASS  # images of each class for the diversity
     extractor: str = ""  # name of the extractor
 
     @property
     def pixels(self) -> tuple[Tensor, Tensor] | None:
-        """The n samples and n real images at 8x8 px, in [0, 1], [n, C * 64]; for `pixels` only."""
+        """Samples and real images at 8x8 px, 0 to 1, [n, C * 64], if the extractor is `pixels`."""
         return self.counted if self.extractor == "pixels" else None
 
     @property
     def counted(self) -> tuple[Tensor, Tensor]:
-        """Features of the n samples and of the n real images."""
+        """Features of the first n samples and of the first n real images, both [n, F]."""
         return self.fake[: self.n], self.real[: self.n]
 
     @cached_property
     def neighbourhoods(self) -> neighbours.Neighbourhoods | None:
-        """Counts of images in each other's neighbourhoods; None for too few images."""
+        """Counts of images in each other's neighbourhoods; None if n is too small."""
         return neighbours.neighbourhoods(*self.counted) if self.n > neighbours.K_DENSITY else None
 
     @cached_property
     def diversity(self) -> Measured:
-        """Diversity ratio by class; an unconditional generator has one class."""
+        """Diversity ratio of each class, or of all images if there are no classes."""
         classes = max(1, len(self.names))
         return judged.diversity_by_class(
             self.fake, self.labels, self.real, self.labels, classes=classes, images=self.per_class
         )
 
 
-# --- the rows
+# --- the tables
 
 CLASSIFIER = [
     Figure(
@@ -145,7 +145,7 @@ CLASSIFIER = [
     ),
 ]  # fmt: skip
 
-LABELS = [  # of images that may have several labels
+LABELS = [  # for images that may have several labels
     *(replace(row, in_training=True) for row in CLASSIFIER if row.key in ("auroc", "average_precision")),
     Figure(
         "macro_f1", "F1 (mean of the labels)", "several labels: F1 of each label, averaged",
@@ -269,7 +269,7 @@ def add(rows: list[Figure], figure: Figure) -> None:
 def measured(
     rows: Iterable[Figure], record: Samples | answers.Answers, notes: dict[str, str]
 ) -> Document:
-    """Return the metrics of a record, by the keys of a document, and add their notes to `notes`."""
+    """Compute metrics of `Answers` or `Samples`, by key, and add their notes to `notes`."""
     document: Document = {}
     for row in rows:
         result = row.measure(record)
@@ -280,7 +280,7 @@ def measured(
 
 
 def history(rows: Iterable[Figure], document: Document) -> dict[str, float]:
-    """Return the metrics of a document that are logged during training, by key."""
+    """Return the metrics in `document` that are logged during training, by key."""
     return {
         row.key: document[row.key]
         for row in rows
@@ -288,13 +288,13 @@ def history(rows: Iterable[Figure], document: Document) -> dict[str, float]:
     }
 
 
-# --- their tables in the docs
+# --- copies of the tables in docs/evaluation.md
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
 
 
 def written(page: str) -> str:
-    """Return the text of docs/evaluation.md with the current tables of metrics."""
+    """Replace the tables of metrics in the text of docs/evaluation.md by the current ones."""
     for name, rows in (("classifier", CLASSIFIER + LABELS[2:]), ("gan", GAN)):
         start, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
         head, _, tail = page.partition(start)

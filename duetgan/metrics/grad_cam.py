@@ -12,7 +12,7 @@ from duetgan.models.hooks import find_layer, output_gradient
 from duetgan.utils.errors import UserError
 
 SIDE = 224  # px to which smaller images are enlarged, so that the heat on them is smooth
-OPACITY = 0.65  # of the hottest part
+OPACITY = 0.65  # of the hottest part of an image's heat
 MIN_MAP_SIDE = 4  # smallest maps that `default_layer` chooses, in pixels
 RESNET_STAGES = ("layer1", "layer2", "layer3", "layer4")
 
@@ -20,9 +20,9 @@ RESNET_STAGES = ("layer1", "layer2", "layer3", "layer4")
 def default_layer(classifier: Classifier) -> str:
     """Return the name of the layer whose maps Grad-CAM uses by default.
 
-    It is the layer that the backbone names. Of a ResNet it is the last stage whose maps have at
-    least MIN_MAP_SIDE pixels a side, or else layer1: of images of 64 px, the maps of layer4 have
-    2x2 pixels, too few to localise anything.
+    This is the layer that the backbone names, but for a ResNet the last stage with maps of at least
+    MIN_MAP_SIDE pixels a side, or else layer1. For images of 64 px, the maps of layer4 have 2x2
+    pixels, too few to localise anything.
     """
     last = classifier.backbone.maps
     if last != RESNET_STAGES[-1]:
@@ -37,22 +37,21 @@ def default_layer(classifier: Classifier) -> str:
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
-    """Return the heat [n, h, w], at least 0, at the resolution of the layer's maps.
+    """Return the Grad-CAM heat of images, at least 0, [n, h, w], for maps of h x w pixels.
 
     This is relu(sum_k alpha_k A^k) with alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2),
-    where y_c is the logit of the class. Only the part of the model behind the layer is
-    differentiated.
+    where A^k are the layer's maps and y_c is the logit of the class. Only the part of the model
+    behind the layer is differentiated.
 
     Args:
         model: A model in evaluation mode; its parameters need not require gradients.
-        images: Images as the model takes them.
-        targets: Class of each image, [n].
-        layer: Name of the layer.
+        images: Images in the model's format.
+        targets: Class of each image, int64 [n].
 
     Raises:
         UserError: If the layer is unknown or has no maps.
     """
-    # the sum's gradient for an image is that of its own logit
+    # the maps of an image affect only its own logit, so that the logits can be summed
     maps, gradients = output_gradient(
         model, layer, (images,), lambda logits: logits.gather(1, targets[:, None]).sum()
     )
@@ -61,7 +60,7 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
         raise UserError(
             f"layer {layer!r} gives no maps (its output is {shape}); choose a stage or a convolution"
         )
-    # timm's attribute: the maps of Swin are NHWC
+    # timm sets this attribute of networks with NHWC maps, such as Swin
     channels_last = getattr(getattr(model, "network", model), "output_fmt", "") == "NHWC"
     if channels_last and not isinstance(find_layer(model, layer), nn.Conv2d):
         maps, gradients = (x.permute(0, 3, 1, 2) for x in (maps, gradients))
@@ -71,18 +70,15 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
 def image_heat(
     classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None
 ) -> Tensor:
-    """Return the heat of each image scaled to a maximum of 1, float32 [n, h, w] on the CPU.
+    """Return the Grad-CAM heat of each image, scaled to a maximum of 1, [n, h, w] on the CPU.
 
-    It is computed in full float32. An image without evidence for its class has zeros.
+    It is computed in full float32, and 0 everywhere for an image without evidence for its class.
 
     Args:
         classifier: The classifier, which is put into evaluation mode.
-        images: Images as files have them, [n, C, H, W].
-        targets: Class of each image, [n].
-        layer: Name of the layer; None: that of `default_layer`.
-
-    Raises:
-        UserError: If the layer is unknown or has no maps.
+        images: Unnormalised images, [n, C, H, W].
+        targets: Class of each image, int64 [n].
+        layer: Name of the layer; None means `default_layer`.
     """
     device = device_of(classifier)
     classifier.eval()
@@ -105,7 +101,7 @@ def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         image: The image, uint8 [C, H, W], grey or RGB.
-        heat: Its heat, 0 to 1, [h, w].
+        heat: The image's heat, 0 to 1, [h, w].
     """
     from matplotlib import colormaps
 

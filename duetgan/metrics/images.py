@@ -21,15 +21,15 @@ from duetgan.utils.images import drawable, families, save_captioned, save_rows, 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_IMAGES = 24  # images of a picture of captioned images
-MAX_ROWS = 50  # classes of a grid
+MAX_IMAGES = 24  # in a picture of captioned images
+MAX_ROWS = 50  # in a grid of images, a row for each class
 MAX_LABELLED_CLASSES = 30  # with more, text in a confusion matrix would be too small to read
 
 
 class SampleBoard:
-    """Collects samples to draw from a generator's evaluation.
+    """Samples that are collected during a generator's evaluation, to be drawn in pictures.
 
-    `observe` is an `Observer` of `evaluate_generator`.
+    The evaluation calls `observe` with each chunk of samples.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SampleBoard:
 
         Args:
             classes: Class names; empty for an unconditional generator.
-            columns: Samples of each class.
+            columns: Number of samples of each class.
             label_sets: Metadata of the test images if they may have several labels. Then each label
                 is a set of classes, and only the rows of the most frequent sets are drawn.
         """
@@ -53,17 +53,17 @@ class SampleBoard:
             self.drawn_rows = order[:MAX_IMAGES].tolist()
         self.captions = [self.names[row] for row in self.drawn_rows if self.names]
         self.capacity = columns if classes else columns * columns
-        # file -> score, sample uint8 [C, H, W] and caption
+        # file name -> (score, sample uint8 [C, H, W], caption)
         self.extremes: dict[str, list[tuple[float, Tensor, str]]] = {
             "recognised_best.png": [],
             "recognised_worst.png": [],
         }
 
     def observe(self, images: Tensor, labels: Tensor, probabilities: Tensor | None) -> None:
-        """Keep the first samples of each class, and those that the judge is surest or least sure
-        of.
+        """Keep the first samples of each class, and the most and least recognised samples.
 
-        Of equal scores the earlier samples are kept.
+        The latter are those whose class the judge gives the largest or smallest probability.
+        Earlier samples win ties.
         """
         for image, label in zip(images, labels.tolist(), strict=True):
             if len(self.rows[label]) < self.capacity:
@@ -85,10 +85,10 @@ class SampleBoard:
             self.extremes[name] = [(value, image.clone(), text) for value, image, text in best]
 
     def save(self, folder: Path, real: Dataset | None = None) -> list[str]:
-        """Write the pictures into a folder and return their names.
+        """Write the pictures into a folder and return their file names.
 
-        These are samples.png (rows are classes), recognised_best.png, recognised_worst.png and
-        real.png, the test images in the same rows.
+        These are samples.png, with a row for each class, recognised_best.png and
+        recognised_worst.png, if there is a judge, and real.png, with test images in the same rows.
         """
         spec = None if real is None else real.spec
         tables = {"samples.png": [self.rows[row] for row in self.drawn_rows]}
@@ -108,7 +108,7 @@ class SampleBoard:
 def save_mistakes(
     dataset: Dataset, answers: Answers, path: Path, *, size: int = MAX_IMAGES
 ) -> bool:
-    """Draw the most confident mistakes with their record numbers; return False if there is none."""
+    """Draw the most confident mistakes and return True, or return False if there is no mistake."""
     if wrong := surest(~answers.hits, answers)[:size].tolist():
         records = answers.record_numbers(wrong)
         captions = ["\n".join(_captions(answers, index)) for index in wrong]
@@ -125,7 +125,7 @@ def save_confused(
     *,
     columns: int = 8,
 ) -> None:
-    """Draw a row of images for each of the `confused_pairs`, the most confident mistakes first."""
+    """Draw a row of mistakes, the most confident first, for each pair of `confused_pairs`."""
     names = list(answers.names)
     rows = []
     for pair in pairs:
@@ -140,9 +140,9 @@ def save_confused(
 def save_evidence(
     classifier: Classifier, dataset: Dataset, answers: Answers, path: Path, *, size: int = 4
 ) -> bool:
-    """Draw the most confident mistakes and correct predictions beside their Grad-CAM heat.
+    """Draw the most confident mistakes and correct predictions beside their Grad-CAM heat maps.
 
-    Returns False, without a picture, if there is no mistake or the network has no maps.
+    Draws nothing and returns False if there is no mistake or no layer of the network has maps.
     """
     wrong = surest(~answers.hits, answers)[:size]
     if not len(wrong):
@@ -165,7 +165,7 @@ def save_evidence(
 
 
 def _captions(answers: Answers, index: int) -> list[str]:
-    """Return an image's record number and true class, and its prediction with the confidence."""
+    """Return two captions: record number and true class; predicted class and confidence."""
     predicted = answers.class_text(answers.predicted_classes[index])
     return [
         f"{answers.record_numbers([index])[0]}: {answers.class_text(answers.true_classes[index])}",
@@ -174,7 +174,7 @@ def _captions(answers: Answers, index: int) -> list[str]:
 
 
 def surest(mask: Tensor, answers: Answers) -> np.ndarray:
-    """Return the indices at which `mask`, bool [n], is True, by falling confidence (stable)."""
+    """Return the indices where `mask`, bool [n], is True, sorted stably by falling confidence."""
     indices = np.flatnonzero(mask.numpy())
     return indices[np.argsort(-answers.confidence.numpy()[indices], kind="stable")]
 
@@ -193,7 +193,7 @@ def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
 def save_reliability(
     reliability: Sequence[Mapping[str, Any]], ece: float, path: str | Path
 ) -> None:
-    """Draw accuracy by confidence, a bar for each bin, above the number of images in the bin."""
+    """Draw the accuracy in each bin of confidence, above the number of images in the bin."""
     filled = [index for index, row in enumerate(reliability) if row["n"]]
     centres = (np.array(filled) + 0.5) / len(reliability)
     accuracy, confidence, counts = (
@@ -216,7 +216,7 @@ def save_reliability(
 def save_confusion(
     confusion: Sequence[Sequence[int]], classes: Sequence[str], path: str | Path
 ) -> None:
-    """Draw a confusion matrix, counts [true][predicted], shaded by the fraction of the true class."""
+    """Draw a confusion matrix, counts [true][predicted], shaded by fractions of the true class."""
     counts = np.asarray(confusion, dtype=np.float64)
     fractions = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     count = len(classes)
@@ -257,7 +257,10 @@ def save_figure(figure: "Figure", path: str | Path) -> None:
 
 
 def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
-    """Draw the histograms and the ROC curve of each score of an audit, [members + held out]."""
+    """Draw histograms and the ROC curve of each score of an audit.
+
+    A score has the values of `members` training images, then those of the held-out images.
+    """
     figure = new_figure(9.0, 3.2 * len(scores))
     axes = figure.subplots(len(scores), 2, squeeze=False)
     titles = {

@@ -21,19 +21,18 @@ class Measured:
     by_class: Sequence[float | None] = ()
     images: int = 0  # number of images of the smallest class in `by_class`
     note: str = ""  # a caveat, or the reason why the value is missing
-    # [n], of each image: the derivative of the value by the image's weight, times n
+    # of each image, [n]: the derivative of the value by the image's weight, times n
     influence: np.ndarray | None = None
 
     @classmethod
     def normal(
         cls, value: float, variance: float, *, low: float = -math.inf, high: float = math.inf
     ) -> Self:
-        """Return an estimate with its normal interval.
+        """Return an estimate with the 95 % interval of a normal distribution.
 
         Args:
-            value: The estimate.
-            variance: The variance of the estimate (not of a single image). If it is 0, there is no
-                interval, because the images have no spread to estimate one from.
+            variance: Variance of the estimate, not of an image. If it is 0, there is no interval,
+                because the images have no spread.
             low: Smallest possible value, at which the interval is cut off.
             high: Largest possible value.
         """
@@ -52,7 +51,7 @@ class Measured:
         *,
         high: float = 1.0,
     ) -> Self:
-        """Return a metric between 0 and `high` with the interval that the images' influence gives.
+        """Return a metric between 0 and `high` with the 95 % interval from each image's influence.
 
         The standard error is sqrt(mean(influence^2) / n), the infinitesimal jackknife (Efron 1982),
         which is the limit of the bootstrap. There is no interval if all influences are 0.
@@ -60,8 +59,6 @@ class Measured:
         Args:
             value: The metric over n images.
             influence: Influence of each image on the value, [n].
-            by_class: The values by class.
-            high: Largest possible value.
         """
         influence = np.asarray(influence)
         half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
@@ -70,7 +67,7 @@ class Measured:
 
     @classmethod
     def fraction(cls, hits: Tensor, by_class: Sequence[float | None] = ()) -> Self:
-        """Return the fraction of hits, bool [n], with its Wilson interval."""
+        """Return the fraction of True in `hits`, bool [n], with its 95 % Wilson interval."""
         count, n = int(hits.sum()), len(hits)
         return cls(count / n, wilson(count, n), by_class)
 
@@ -123,8 +120,8 @@ def root(
 def jackknife_variance(left_out: Tensor) -> float:
     """Return the variance of an estimate by the delete-a-group jackknife (Tukey 1958).
 
-    Suits metrics that a bootstrap would bias: a resample holds images twice, and a duplicate is
-    nearer than any neighbour.
+    It suits metrics of nearest neighbours, which a bootstrap would bias: a resample holds images
+    twice, and a duplicate is nearer than any neighbour.
 
     Args:
         left_out: The estimate without each of G equal groups of images, [G].

@@ -1,4 +1,4 @@
-"""Provenance of images and weights, and checks of a judge's independence from generator and data."""
+"""Provenance of images and weights, and checks that a judge is independent of what it judges."""
 
 import glob
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
 from duetgan.utils.runlog.run_log import say
 
 NO_DATA_PATH = "the run's config names no data.path"
-# fraction of the test images that a judge may have been trained on: public splits have a few images
-# in common
+# fraction of the test images that a judge may have been trained on, because training and test sets
+# of public datasets have a few images in common
 TOLERATED = 0.01
 
 
@@ -32,11 +32,11 @@ def provenance_of(
     generator: nn.Module,
     checkpoint: Checkpoint,  # of the generator
     *,
-    seed: int,  # of the draws
+    seed: int,  # of the samples
     truncation_psi: float = 1.0,
-    selection: str | None = None,  # rule that selected the samples; None: no selection
+    selection: str | None = None,  # rule that selected the samples, if any
 ) -> Provenance:
-    """Return the provenance of a generator's samples.
+    """Return the provenance (weights, seed, selection) of a generator's samples.
 
     Raises UserError if a packed file cannot hold the seed or psi.
     """
@@ -57,7 +57,7 @@ def provenance_of(
 
 
 def lineage_of(*datasets: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:
-    """Return the lineage of a training on these datasets and on samples of this provenance."""
+    """Return the lineage of weights trained on these datasets and samples of these provenances."""
     metas = [meta for dataset in datasets for meta in metas_of(dataset)]
     hashes = chain.from_iterable((meta.content_hash, meta.fingerprint) for meta in metas)
     return Lineage.of(
@@ -75,11 +75,10 @@ def data_of(checkpoint: Checkpoint, key: str) -> Any:
     """Return `data.path` or `data.val_path` of a run's config, with paths that exist if possible.
 
     A relative path that does not exist from the current folder is tried from each folder above the
-    checkpoint, in one of which the run was most likely started, then in a folder `data` beside the
-    run, as a quickstart has it.
+    checkpoint, where the run was most likely started, then in a folder `data` beside the run, where
+    quickstart.py has it.
 
     Args:
-        checkpoint: A checkpoint of the run.
         key: `path` or `val_path`.
 
     Returns:
@@ -104,7 +103,7 @@ def data_of(checkpoint: Checkpoint, key: str) -> Any:
 def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     """Open the dataset that a checkpoint's model was trained on.
 
-    Returns the dataset and "", or None and the reason.
+    Returns the dataset and "", or None and the reason why it is not available.
     """
     path = data_of(checkpoint, "path")
     if not path:
@@ -121,12 +120,12 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
 
 
 def leaks(dataset: Dataset, train: Dataset | None, reason: str = "") -> dict[str, str]:
-    """Return a note under the key `leaks` if test images are training images, pixel for pixel.
+    """Return {"leaks": note} if test images are training images, pixel for pixel, else {}.
 
     Args:
         dataset: The test images.
-        train: The training images, or None, if they are not available.
-        reason: The reason why they are not available, which the note then has.
+        train: The training images, or None if they are not available.
+        reason: The reason why they are not available, which the note then gives.
     """
     if train is None:
         if reason == NO_DATA_PATH:
@@ -153,27 +152,27 @@ def overlap(dataset: Dataset, train: Dataset) -> int:
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """Return the run folder of a checkpoint file; for a file outside a run the file's folder."""
+    """Return the folder of the run that a checkpoint file is in, or else the file's folder."""
     folder = checkpoint.parent
     return folder.parent if folder.name == "checkpoints" else folder
 
 
 def load_judge(
-    run: str,  # folder or file
+    run: str,  # run folder or checkpoint file of the classifier
     checkpoint: Checkpoint,  # of the generator
     names: list[str],  # class names of the generator
     device: torch.device,
     dataset: Dataset | None,  # the test images, if any
     *,
     option: str = "--classifier",  # the option to name in errors
-    guide: str | None = None,  # run or file of a classifier by which edits were optimised
+    guide: str | None = None,  # run or file of the classifier that guided edits, if any
 ) -> Classifier:
     """Load the classifier that judges samples.
 
     Raises:
-        UserError: If the classifier helped to train the generator or to find edits (as did any
-            checkpoint of the guide's run), was trained on samples or on the test images, or its
-            kind of images or classes is not the generator's.
+        UserError: If the classifier helped to train the generator or to find edits (all checkpoints
+            of the guide's run count), was trained on samples or on the test images, or has other
+            classes or another kind of images than the generator.
     """
     file = resolve(run)
     judge = read(file)
@@ -216,13 +215,13 @@ def unfit(
     """Return the reason why a classifier cannot judge a generator's samples, and the remedy.
 
     Neither the classifier nor the weights it started from may have been trained on samples, nor on
-    the test images: on a file of the same content or source, or on one that they were drawn from.
-    If the classifier's training images are available, at most `TOLERATED` of the test images may be
-    among them, pixel for pixel.
+    the test images: a file of the same content or source, or the larger one they were split from.
+    If the classifier's training images are available, at most the fraction `TOLERATED` of the test
+    images may be among them, pixel for pixel.
 
     Args:
         judge: Checkpoint of the classifier.
-        dataset: The test images; without them, their part of the checks is skipped.
+        dataset: The test images; if None, the checks that need them are skipped.
         generator: Lineage of the generator.
         weights: Fingerprint of the classifier.
 
@@ -243,7 +242,7 @@ def unfit(
 
 
 def identities(dataset: Dataset) -> set[str]:
-    """Return the hashes of a dataset's files: of content, of source, and of the file it is part of."""
+    """Return hashes of a dataset's files: content, source, and the larger set they are part of."""
     hashes: set[str | None] = set()
     for meta in metas_of(dataset):
         hashes |= {meta.content_hash, meta.fingerprint}

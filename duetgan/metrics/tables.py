@@ -1,4 +1,4 @@
-"""Text tables of an evaluation's document."""
+"""Text tables of an evaluation's results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,9 +7,9 @@ from duetgan.metrics.figures import CLASSIFIER, GAN, LABELS, Figure
 from duetgan.metrics.protocol import Document
 from duetgan.utils.text import columns, counted, decimal
 
-FEW_IMAGES = 1000  # below this number a side, feature distances are rough
+FEW_IMAGES = 1000  # distances between features of fewer images are rough
 WIDE_INTERVAL = 0.1  # width of an interval above which a fraction is rough
-BY_CLASS = {  # key of a class -> title of the column
+BY_CLASS = {  # key of a metric of a class -> title of its column
     "precision": "precision",
     "recall": "recall",
     "f1": "F1",
@@ -25,13 +25,12 @@ def few_images(
     metric: str = "accuracy",
     distances: bool = False,
 ) -> dict[str, str]:
-    """Return a note under the key `n` if the number of images makes metrics uncertain.
+    """Return {"n": note} if the number of images makes metrics uncertain, else {}.
 
     Args:
-        n: Number of images.
-        interval: The 95 % interval of a metric that is a fraction.
-        metric: The name of that metric.
-        distances: True if distances of features were computed.
+        interval: The 95 % interval of a metric that is a fraction, if there is one.
+        metric: The metric's name.
+        distances: True if distances between features were computed.
     """
     words = []
     if interval is not None and interval[1] - interval[0] > WIDE_INTERVAL:
@@ -46,7 +45,7 @@ def few_images(
 
 
 def classifier_table(document: Document) -> str:
-    """Return the text of a classifier's document: metrics, those of each class, and robustness."""
+    """Format a classifier's results as text: metrics, metrics of each class, and robustness."""
     several = "macro_f1" in document
     figures = list(_figures(LABELS if several else CLASSIFIER, document))
     if (rate := document.get("majority_class_rate")) is not None:
@@ -83,9 +82,9 @@ def classifier_table(document: Document) -> str:
 
 
 def accuracy_under(document: Mapping[str, Any], show: Callable[[Any], str]) -> list[list[str]]:
-    """Return a header and rows of the accuracy under each corruption, weakest strength first.
+    """Return a table's header and rows: the accuracy under each corruption, by rising strength.
 
-    `show` formats an accuracy. Values that the document lacks are shown as "-".
+    `show` formats an accuracy. Cells without a value are "-".
     """
     rows = []
     for name, row in as_dict(as_dict(document.get("robustness")).get("corruptions")).items():
@@ -103,12 +102,12 @@ def as_dict(value: object) -> Document:
 
 
 def as_dicts(value: object) -> list[Document]:
-    """Return the dicts of a list; an empty list for any other value."""
+    """Return the items of a list that are dicts; an empty list for any other value."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def credible(document: Document) -> Document:
-    """Return a generator's document without the metrics that depend on a weak classifier.
+    """Return a generator's results without the metrics that depend on a weak classifier.
 
     The metrics at the top level then come from the first extractor that is not a weak classifier.
     """
@@ -135,7 +134,7 @@ def credible(document: Document) -> Document:
 
 
 def gan_table(document: Document) -> str:
-    """Return the text of a generator's document: distances by extractor, other metrics, classes."""
+    """Format a generator's results as text: distances by extractor, other metrics, classes."""
     by_space = [row for row in GAN if row.place == "column" or row.key == "diversity_ratio"]
     distances = []
     for row in document["distances"]:
@@ -145,7 +144,7 @@ def gan_table(document: Document) -> str:
     figures = list(_figures([row for row in GAN if row.place != "column"], document))
     if (judge := document["judge"]) is not None:
         words = f"{decimal(judge['accuracy'])}  of the real images"
-        if (rate := judge.get("majority_class_rate")) is not None:  # older documents lack it
+        if (rate := judge.get("majority_class_rate")) is not None:  # older results lack it
             words += f"; the most frequent class: {decimal(rate)}"
         figures.append(("the judge itself", words))
     if (copies := document.get("memorisation")) is not None:
@@ -166,14 +165,14 @@ def gan_table(document: Document) -> str:
 
 
 def _page(document: Document, parts: Sequence[str]) -> str:
-    """Return a heading that names checkpoint and data, then the tables, then the notes."""
+    """Join a heading that names checkpoint and data, the tables `parts`, and the notes."""
     subject = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
     head = f"{subject}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
     return "\n".join([head, *parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
 
 
 def _figures(rows: Sequence[Figure], document: Document) -> Iterator[tuple[str, str]]:
-    """Yield title and value, with the interval, of the metrics that the document has."""
+    """Yield the title, and the value with its interval, of each metric that the document has."""
     for row in rows:
         if (value := document.get(row.key)) is not None:
             yield (
@@ -187,7 +186,7 @@ def _interval(interval: list[float] | None) -> str:
 
 
 def _with_error(document: Document, row: Figure) -> str:
-    """Return a metric with the upper half of its 95 % interval, as in `36.345 +-0.263`."""
+    """Format a metric with the upper half of its 95 % interval, as in `36.345 +-0.263`."""
     value, interval = document.get(row.key), document.get(f"{row.key}_interval")
     text = decimal(value, row.digits)
     if value is None or interval is None:

@@ -1,4 +1,4 @@
-"""Networks: the GANs and the classifier, and the registries that name them."""
+"""Networks of GANs and classifiers, and the registries that look them up by name."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""BatchNorm for batches that are computed twice, and synchronised over all processes.
+"""BatchNorm for batches that are computed twice, and synchronised over processes, also on CPUs.
 
 torch's SyncBatchNorm does not train on CPUs.
 """
@@ -17,7 +17,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 @contextlib.contextmanager
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
-    """Prevent training BatchNorms from updating their running statistics inside the block.
+    """Leave the running statistics of the modules' BatchNorms unchanged inside the block.
 
     They normalise by their batch as usual. A batch that is computed twice must not count twice.
     """
@@ -29,8 +29,8 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
             if norm.num_batches_tracked is not None:
                 originals.append((norm, norm.momentum, norm.num_batches_tracked))
     for norm, _, count in originals:
-        # The momentum 0 gives 1 x running + 0 x batch. Without running statistics autograd would
-        # save other tensors than in the first pass.
+        # Momentum 0 changes nothing. Without running statistics autograd would save other tensors
+        # than in the first pass.
         norm.momentum = 0.0
         norm.num_batches_tracked = count.clone()
     try:
@@ -42,9 +42,9 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over the ranks, whose gradient is the sum of the ranks' gradients.
+    """Sum of a tensor over the ranks; its gradient is the sum of the ranks' gradients.
 
-    torch's function of this kind is deprecated and warns.
+    torch's own differentiable all-reduce is deprecated and warns.
     """
 
     @staticmethod
@@ -97,7 +97,10 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def synchronise_batchnorm(model: Network, device: torch.device) -> Network:
-    """Return `model` with synchronised BatchNorms: torch's on accelerators, ours on CPUs."""
+    """Replace the BatchNorms of `model` by synchronised ones and return the model.
+
+    Accelerators get torch's SyncBatchNorm, CPUs `CPUSyncBatchNorm2d`.
+    """
     if device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():

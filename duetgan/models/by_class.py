@@ -1,6 +1,6 @@
-"""Weights of classes, copied by class name.
+"""Copying of per-class weights between networks by class name.
 
-The number of a class depends on how the images were packed.
+The index of a class depends on how the images were packed.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.layers import EqualizedLinear
 from duetgan.utils.text import listed
 
-LISTED = 6  # most class names in a message
+LISTED = 6  # maximum number of class names in a message
 
 
 class ClassPart(NamedTuple):
-    """Dimension of a tensor that runs over the classes."""
+    """The dimension of a weight tensor that has one entry per class."""
 
     dimension: int
-    is_scaled: bool = False  # the network divides the tensor by the root of the number of classes
+    is_scaled: bool = False  # the network divides the tensor by sqrt(number of classes)
 
 
 def class_parts(network: nn.Module) -> dict[str, ClassPart]:
-    """Return the tensors of a network's state with one slice per class.
+    """Return state-dict key -> class dimension for the tensors with one slice per class.
 
     These are embeddings, heads and thresholds.
     """
@@ -33,7 +33,7 @@ def class_parts(network: nn.Module) -> dict[str, ClassPart]:
         kind = name.rpartition(".")[2]
         if kind == "embed":
             parts[f"{name}.weight"] = ClassPart(1, isinstance(module, EqualizedLinear))
-            parts[f"{name}.v"] = ClassPart(0)  # of a spectral norm
+            parts[f"{name}.v"] = ClassPart(0)  # singular vector of a spectral norm
         elif kind == "auxiliary":
             parts |= {f"{name}.weight": ClassPart(0), f"{name}.bias": ClassPart(0)}
     if isinstance(network, Classifier):
@@ -53,14 +53,14 @@ def copy_by_name(
     names: Sequence[str],
     source_names: Sequence[str],
 ) -> Tensor:
-    """Return `target` with the slices of `source` for the classes that both have.
+    """Return `target` with the slices of `source` for the classes that both networks have.
 
     Returns `source` if the shapes differ in more than the number of classes.
 
     Args:
         target: A tensor of the network.
         source: The same tensor of another network.
-        part: The dimension of the classes.
+        part: The class dimension of both.
         names: Names of the network's classes.
         source_names: Names of the other network's classes.
     """
@@ -78,7 +78,7 @@ def copy_by_name(
 
 
 def describe_match(names: Sequence[str], source_names: Sequence[str]) -> str:
-    """Return a message about which classes are copied; empty if both lists are the same."""
+    """Return a message about the classes that are copied by name; empty if both lists are equal."""
     if list(names) == list(source_names):
         return ""
     if not names:

@@ -30,40 +30,40 @@ Stem = Literal["imagenet", "small", "small-stride2"]
 
 
 class ModelConfig(Config):
-    """Choice of the network and its options."""
+    """Choice of the classifier's network and its options."""
 
-    # one of models/registry.py; discriminator: that of the GAN's run in weights
+    # name in models/registry.py or timm:NAME; discriminator: that of the GAN run in weights
     name: str = "resnet18"
-    # form of the discriminator; set from the run in weights
+    # the discriminator's architecture, config and image size; set from the run in weights
     discriminator: Tree | None = None
-    # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper;
-    # null: the network's original stem
+    # first layers; small: 3x3, no pooling (32 px); small-stride2: also with stride 2, four times
+    # cheaper; imagenet, null: the network's original ones
     stem: Stem | None = "imagenet"
-    # stride 2 in a bottleneck's first 1x1 convolution, as in He's original ImageNet weights
+    # a bottleneck's first 1x1 convolution has its stride of 2, as in He's original ImageNet weights
     he_strides: bool = False
-    # outputs of the head; null: the number of the data's classes
+    # number of outputs of the head; null: one per class of the data
     classes: PositiveInt | None = None
-    # hidden: linear, ReLU, linear; readout: linear, on the maps of stages
+    # linear: one layer; hidden: linear, ReLU, linear; readout: linear, on maps of several stages
     head: Literal["linear", "hidden", "readout"] = "linear"
-    readout_stages: PositiveInt | None = None  # number of the last stages that are read; null: all
-    # parts per side of each map; the largest value of each part is a feature
+    readout_stages: PositiveInt | None = None  # readout: number of last stages to use; null: all
+    # readout: parts per side of each map; the largest value of each part is a feature
     readout_parts: PositiveInt = 4
-    head_width: PositiveInt = 128  # units of the hidden head's layer
+    head_width: PositiveInt = 128  # hidden: number of hidden units
     # initial weights: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     weights: str | None = None
-    # range of the input; auto: as the weights need it, without weights symmetric, [-1, 1]
+    # symmetric: [-1, 1]; imagenet: ImageNet's normalisation; auto: as weights need, else symmetric
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"
-    # the network scales shorter sides to this many px; null: no scaling
+    # px to which the network scales the shorter side of images; null: no scaling
     input_size: Annotated[int, Interval(ge=8, le=8192)] | None = None
-    # compute activations again in the backward pass: less memory, more time
+    # recompute activations in the backward pass: less memory, more time
     activation_checkpointing: bool = False
     inplace: bool = True  # ReLUs overwrite their input
-    # training over all of a process's devices (models/model_parallel.py); auto: similar memory on
-    # each; or the first stage of each further device: {layer3: 1}
+    # divide the network over a process's devices (models/model_parallel.py); auto: by memory;
+    # {layer3: 1}: device 1 begins with layer3
     split: Literal["off", "auto"] | dict[str, int] = "off"
 
     def check(self) -> None:
-        """Read the form of a discriminator; raise UserError for options that exclude each other."""
+        """Set `discriminator` from the GAN's run; raise UserError for conflicting options."""
         if (self.name == gans.NAME) != (self.discriminator is not None):
             if self.name != gans.NAME or self.weights is None:
                 raise UserError(
@@ -91,7 +91,7 @@ class ModelConfig(Config):
 
     @property
     def backbone(self) -> Backbone:
-        """Description of the network."""
+        """Description of the network's modules."""
         if self.discriminator is None:
             return backbone_of(self.name)
         return gans.discriminator_backbone(self.discriminator)
@@ -100,15 +100,15 @@ class ModelConfig(Config):
 class Classifier(ImageNetwork):
     """Classifier: images [N, channels, H, W] in [-1, 1] -> logits [N, classes].
 
-    `features` gives the pooled features [N, F]. The network itself scales images to `input_size`
+    `features` returns the pooled features [N, F]. The network itself scales images to `input_size`
     and normalises them, so that all callers pass the same images. Parameters have torchvision's
-    names below `network.`. `block_of` maps them to the blocks of `Backbone.blocks`, from the images
+    names after `network.`. `block_of` maps them to the blocks of `Backbone.blocks`, from the images
     to the logits. `models.weights.load_pretrained` loads the weights that the config names.
     """
 
     input_scale: Tensor | None
     input_shift: Tensor | None
-    # Probabilities [classes] from which on an image has a label; None: each image has one label.
+    # Least probabilities [classes] at which an image has a label. None: one label per image.
     thresholds: Tensor | None
 
     def __init__(
@@ -129,7 +129,7 @@ class Classifier(ImageNetwork):
         self.resolution = resolution
         self.pixel_format = pixel_format
         self.lineage = Lineage.of()  # data that the weights were trained on before this training
-        self.class_names: tuple[str, ...] = ()  # set for a restored checkpoint
+        self.class_names: tuple[str, ...] = ()  # set when a checkpoint is restored
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
             config.name,
@@ -140,8 +140,7 @@ class Classifier(ImageNetwork):
         # Side in px that images are scaled to; None: no scaling. Progressive resizing sets a
         # smaller one in training.
         self.side = config.input_size
-        # Number of the first stages that have been computed: `forward` takes their output then, not
-        # images.
+        # If this is above 0, `forward` takes the output of the first `begin` stages, not images.
         self.begin = 0
         self.check_side(self.side or self.spec.side)
         scale = None
@@ -149,7 +148,7 @@ class Classifier(ImageNetwork):
         if config.imagenet_normalised:
             scale, shift = normalisation(channels, self.backbone.mean, self.backbone.std)
         self.register_buffer("thresholds", None)
-        # Not persistent: the config determines them, they are no weights.
+        # They are not in the state dict, because the config determines them.
         self.register_buffer("input_scale", scale, persistent=False)
         self.register_buffer("input_shift", shift, persistent=False)
         self.feature_dim: int = self.head.in_features
@@ -170,13 +169,13 @@ class Classifier(ImageNetwork):
         self.block_of = {
             f"network.{name}": block for name, block in self.backbone.block_of(self.network).items()
         }
-        # names, from the images to the logits
+        # names of the stages, from the images to the logits
         self.stages = list(
             dict.fromkeys(block.partition(".")[0] for block in self.block_of.values())
         )
 
     def add_thresholds(self) -> None:
-        """Allow several labels per image, or none: a class's probability is its logit's sigmoid."""
+        """Make the classifier multi-label: a class's probability is the sigmoid of its logit."""
         self.thresholds = torch.full((self.classes,), 0.5)
 
     def check_side(self, side: int, remedy: str | None = None) -> None:
@@ -201,7 +200,7 @@ class Classifier(ImageNetwork):
         return self.network.get_submodule(self.backbone.head)
 
     def stage_of(self, name: str) -> str:
-        """Return the stage of the parameter `name`."""
+        """Return the name of the stage that holds the parameter `name`."""
         return self.block_of[name].partition(".")[0]
 
     def prepare(self, x: Tensor) -> Tensor:
@@ -213,7 +212,12 @@ class Classifier(ImageNetwork):
         return x * self.input_scale + self.input_shift
 
     def features(self, x: Tensor, end: int | None = None) -> Tensor:
-        """Return pooled features [N, F]; with `end` the output of the first `end` stages."""
+        """Return the features [N, F] that the head takes.
+
+        Args:
+            x: Images, or if `self.begin` is above 0 the output of the first `self.begin` stages.
+            end: If below the number of stages, return the output of the first `end` stages.
+        """
         maps = [x] if self.begin else []  # outputs of the stages
 
         def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -226,7 +230,7 @@ class Classifier(ImageNetwork):
         count = len(self.backbone.stages)
         if self.config.head != "readout" or self.begin == count or end not in (None, count):
             return features
-        last = self.config.readout_stages or 0  # 0: all
+        last = self.config.readout_stages or 0  # 0 selects all stages
         parts = self.config.readout_parts
         return torch.cat([read_out(stage_maps, parts) for stage_maps in maps[-last:]], 1)
 
@@ -234,12 +238,11 @@ class Classifier(ImageNetwork):
         return self.head(self.features(x))
 
     def _stage(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-        """Return the stage's output, under activation checkpointing if the config says so."""
         if not (self.config.activation_checkpointing and self.training and torch.is_grad_enabled()):
             return in_turn(modules, x)
         function = partial(in_turn, modules)
         if torch.compiler.is_compiling():
-            # A compiled graph updates the statistics once even if it computes them again.
+            # A compiled graph updates BatchNorm's statistics once even if it recomputes the stage.
             return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
         return checkpoint(
             function,
@@ -253,10 +256,10 @@ class Classifier(ImageNetwork):
 def normalisation(
     channels: int, means: Sequence[float], stds: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Return scale and shift, each [1, channels, 1, 1], that normalise images in [-1, 1].
+    """Return scale and shift, each [1, channels, 1, 1], that normalise images x in [-1, 1].
 
     scale x + shift = ((x + 1) / 2 - mean) / std. Grey images, with or without alpha, use the
-    averages of the means and deviations over the channels; more than three channels repeat them.
+    averages of `means` and `stds`; a fourth channel uses their first values.
     """
     mean = torch.tensor(means, dtype=torch.float64)
     std = torch.tensor(stds, dtype=torch.float64)
@@ -271,10 +274,10 @@ def normalisation(
 
 
 def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
-    """Scale images [N, C, H, W] bilinearly with antialiasing.
+    """Scale images [N, C, H, W] to `size` px, bilinearly with antialiasing.
 
-    It computes in float32 at least, because torch has no bf16 kernel for CPUs. `size` is (height,
-    width), or the shorter side, which preserves the aspect ratio.
+    `size` is (height, width), or the shorter side, which preserves the aspect ratio. It computes in
+    float32 at least, because torch has no bf16 kernel for CPUs.
     """
     height, width = map(int, images.shape[-2:])  # tensors while a graph is traced
     if not isinstance(size, tuple):
@@ -289,21 +292,18 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """Return the largest value of each of up to `parts` x `parts` parts of the maps.
-
-    [N, C, H, W] -> [N, F].
-    """
+    """Return the maxima [N, F] of equal parts of maps [N, C, H, W], gcd(side, `parts`) per side."""
     size = [int(side) for side in maps.shape[2:]]
     return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 
 
-# models/fast.py traces the network; functions that depend on the size cannot be traced.
+# models/fast.py traces the network. These functions depend on the size, so they stay calls.
 torch.fx.wrap("read_out")
 torch.fx.wrap("scaled")
 
 
 def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
-    """Return images [N, C, H, W] in [-1, 1] with a classifier's `resolution` and `channels`.
+    """Convert images [N, C, H, W] in [-1, 1] to a classifier's `resolution` and `channels`.
 
     It is differentiable. Images are scaled bilinearly, without preserving the aspect ratio; grey is
     repeated, RGB becomes grey by the weights .299, .587, .114 (ITU-R 601).

@@ -1,7 +1,7 @@
-"""Take the weights of another program: a run folder from NVIDIA's, R3GAN's or rosinality's file.
+"""Convert another program's network (a file of NVIDIA's, R3GAN's or rosinality's) to a run folder.
 
-`duet convert FILE OUT`: OUT serves --checkpoint of generate.py, evaluate.py and export.py,
-hubconf.py, and --init-from of train.py. FILE is read without running anything in it.
+`duet convert FILE OUT`: give OUT to --checkpoint of generate.py, evaluate.py and export.py, to
+hubconf.py, or to --init-from of train.py. FILE is read without running anything in it.
 """
 
 import mmap
@@ -71,9 +71,9 @@ def main(argv: list[str]) -> int:
 
 
 def read(path: Path) -> "Converted":
-    """Return the networks of a file; its content determines the program that wrote it.
+    """Return the networks in a file; its content determines which program wrote it.
 
-    Nothing in the file is run. Raises UserError for a file that is missing, damaged, or holds
+    No code in the file is run. Raises UserError for a file that is missing, damaged, or holds
     networks that Duet does not support.
     """
     from duetgan.models.official import nvidia, r3gan, rosinality, tensorflow
@@ -102,7 +102,7 @@ def read(path: Path) -> "Converted":
 
 
 def refuse_other_programs(path: Path, content: Tree) -> None:
-    """Raise UserError for a file of another program whose networks Duet does not support."""
+    """Raise UserError for a file (unpickled: `content`) of a program that Duet does not support."""
     from duetgan.models.official.unpickle import Inert
 
     discriminator = content.get("D")
@@ -130,7 +130,6 @@ def refuse_other_programs(path: Path, content: Tree) -> None:
 
 
 def _submodules(module: object) -> Tree:
-    """Return the modules in a pickled module; empty for any other object."""
     from duetgan.models.official.unpickle import Inert
 
     if not isinstance(module, Inert):
@@ -140,7 +139,7 @@ def _submodules(module: object) -> Tree:
 
 
 def checkpoint_of(converted: "Converted", names: list[str]) -> Tree:
-    """Return the checkpoint of converted networks, given the names of their classes."""
+    """Return a checkpoint of the converted networks with the class names `names`."""
     from duetgan.utils.checkpoint import SCHEMA
 
     config: Tree = {"task": "gan", "architecture": converted.architecture}

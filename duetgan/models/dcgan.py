@@ -23,11 +23,11 @@ SLOPE = 0.1  # of the discriminator's leaky ReLU
 # Gain of the layers before a leaky ReLU. With the paper's gain of 1 the logits of a network of few
 # layers start near 0 and learn slowly.
 GAIN = math.sqrt(2)
-# Steps of the power method from a random vector; one step follows after each update.
+# Steps of the power method for a new layer; each update of the weights adds one.
 FIRST_STEPS = 15
 
 _ADAM = {"lr": 2e-4, "betas": [0.5, 0.999]}
-RECIPE = {  # defaults of a training
+RECIPE = {  # defaults of the training config
     "loss": {"objective": "hinge", "r1_gamma": 0.0, "style_mixing": 0.0},
     "generator_optimizer": _ADAM,
     "discriminator_optimizer": _ADAM,
@@ -35,15 +35,15 @@ RECIPE = {  # defaults of a training
 
 
 class DcganConfig(Config):
-    """Size of a network."""
+    """Widths of a DCGAN network."""
 
     group: ClassVar[int] = 1  # no layer uses statistics of the batch
 
-    width: PositiveInt = 64  # channels at the full resolution; they double towards 4 px
-    width_max: PositiveInt = 512  # channels at most
+    width: PositiveInt = 64  # channels at full resolution; each halving of the size doubles them
+    width_max: PositiveInt = 512  # maximum number of channels
 
     def widths(self, resolution: int | str) -> list[int]:
-        """Return the channels of each size from the smallest maps up to `resolution`.
+        """Return the number of channels at each size, from the smallest maps up to `resolution`.
 
         Raises UserError for a resolution that `sizes_up_to` refuses.
         """
@@ -52,16 +52,16 @@ class DcganConfig(Config):
 
 
 class DcganGeneratorConfig(DcganConfig):
-    """Size of the generator."""
+    """Widths and latent size of DCGAN's generator."""
 
-    z_dim: PositiveInt = 128  # latent dimensions
+    z_dim: PositiveInt = 128  # dimensions of the latent z
 
 
 class DcganGenerator(PlainGenerator):
-    """A fully connected layer to 4 px, then transposed 4x4 convolutions that double the side; tanh.
+    """A linear layer to the smallest maps, transposed 4x4 convolutions that double the side, tanh.
 
-    A conditional one appends the label's embedding, of z's size and variance, to z. The first and
-    the last layer run without autocast.
+    A conditional generator appends the label's embedding, of z's size and variance, to z. The first
+    and the last layer run without autocast.
     """
 
     title = "DCGAN"
@@ -98,12 +98,12 @@ class DcganGenerator(PlainGenerator):
 
 
 class Spectral(nn.Module):
-    """A fully connected layer (size None) or a convolution whose weight W is divided by its
+    """A fully connected layer (if `size` is None) or a convolution whose weight W is divided by its
     spectral norm (1802.05957, algorithm 1) and multiplied by `gain`.
 
     The norm is u^T W v. `follow` updates the singular vectors u and v by a step of the power
     method; gradients treat them as constants. Forward passes do not change them, so that all passes
-    and penalties of a step, of both players, use the same network.
+    and penalties of the generator's and the discriminator's step use the same network.
     """
 
     def __init__(
@@ -144,11 +144,10 @@ class Spectral(nn.Module):
 
 
 class DcganDiscriminator(ImageDiscriminator):
-    """At each resolution a 3x3 convolution and a 4x4 one that halves the side; at 4 px a 3x3 one
-    and the output.
+    """Per size a 3x3 convolution and a 4x4 one that halves the side, then a 3x3 one and the output.
 
-    The logit of a conditional one is the features' first dimension plus the product of the
-    remaining ones with the label's embedding (1802.05637).
+    The logit of a conditional discriminator is the first feature plus the product of the remaining
+    ones with the label's embedding (1802.05637).
     """
 
     def __init__(

@@ -20,7 +20,7 @@ Fixed = Literal["fp32", "bf16", "fp16"]
 
 
 def native(device: torch.device) -> Fixed:
-    """Return the reduced precision in which an accelerator is fast."""
+    """Return bf16, or fp16 for an accelerator that only emulates bf16."""
     # CUDA, ROCm and XPU have this function, MPS does not.
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if is_supported is None or is_supported(including_emulation=False):
@@ -46,17 +46,16 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
 def faster(
     classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off"
 ) -> Classifier:
-    """Return a copy of a trained classifier with a different `forward`.
+    """Return a copy of a trained classifier with a faster or more accurate `forward`.
 
-    Only the logits change; `classifier` itself does not. Both use the same weights.
+    `classifier` does not change; both share their parameters.
 
     Args:
         classifier: A classifier on `device`.
-        device: Its device.
-        precision: fp32, bf16, fp16 or auto: the reduced precision in which an accelerator is fast,
-            and fp32 on CPUs, where measuring the faster one takes longer than a few images.
+        precision: fp32, bf16, fp16, or auto: on accelerators `native`, on CPUs fp32, because
+            measuring which is faster takes longer than classifying a few images.
         fold: Fold BatchNorms into convolutions.
-        tta: off, or flip or shift for the mean over several views, see `over_views`.
+        tta: off; flip or shift average the logits over several views, see `over_views`.
     """
     if precision == "auto":
         precision = "fp32" if device.type == "cpu" else native(device)
@@ -73,10 +72,10 @@ def faster(
 
 
 def over_views(logits: Callable[[Tensor], Tensor], shifted: bool, images: Tensor) -> Tensor:
-    """Return the mean logits [n, K] over images [n, C, H, W] and their mirror images.
+    """Return the logits [n, K] averaged over images [n, C, H, W] and their mirror images.
 
-    With `shifted` these have the weight 1/2, and the views moved by a pixel up left and down right,
-    with reflected edges, 1/4 each (2404.00498, section 3.5).
+    If `shifted`, this average has the weight 1/2, and the averages over the images moved by one
+    pixel up left and down right, with reflected edges, have 1/4 each (2404.00498, section 3.5).
     """
     mean = (logits(images) + logits(images.flip(3))) / 2
     if not shifted:

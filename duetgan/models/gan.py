@@ -1,9 +1,9 @@
 """Base classes of the GANs' networks: the interface that training, sampling and export use.
 
-A new architecture is one file with subclasses of the generator and the discriminator, their
-configurations, and one line in models/registry.py. A network is built as `cls(config, resolution=,
-channels=, classes=)`; `classes` 0 means unconditional. A discriminator that can grow also takes
-`progressive=`.
+A new architecture is one file with subclasses of ImageGenerator and ImageDiscriminator and their
+configurations, and one entry in models/registry.py. A network is built as
+`cls(config, resolution=, channels=, classes=)`; `classes` 0 means unconditional. A discriminator
+that can grow also takes `progressive=`.
 """
 
 import math
@@ -25,19 +25,19 @@ from duetgan.utils.text import set_names
 
 NoiseMode = Literal["random", "const", "none"]
 TruncationMean = Literal["class", "global"]  # the mean that styles are truncated towards
-# Weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device.
+# Weight (0 to 1) of the newest layers of a growing network: a number or a 0-d tensor.
 Alpha = float | Tensor
 Output = TypeVar("Output")
 
 
-MEAN_LATENTS = 10_000  # latents that the mean w of a class is computed from
-LARGEST_START = 256  # most pixels of the smallest maps; square images start with 16
+MEAN_LATENTS = 10_000  # latents from which the mean style w of a class is computed
+LARGEST_START = 256  # maximum pixels of a network's smallest maps; 4x4 maps have 16
 
 
 class ImageNetwork(nn.Module):
     """Base class of networks for images of one size.
 
-    `resolution` is the side of square images in px, or text for rectangles: "96x64".
+    `resolution` is the side of square images in px, or the text WIDTHxHEIGHT for rectangles.
     """
 
     channels: int
@@ -54,27 +54,27 @@ class ImageNetwork(nn.Module):
 class ImageGenerator(ImageNetwork):
     """Base class of generators: z and labels -> images [N, channels, H, W] in about [-1, 1].
 
-    Call: `forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=,
-    truncation_mean=)`. `labels` are int64 [N], or weights of the classes [N, classes] for mixtures
-    and images with several labels; None without classes. `noise` is one map [N, 1, H, W] for each
-    of `noise_shapes()`, "const" for stored maps, or "none". Only generators with styles can
-    truncate. `forward` passes the output of the last layer through `finished`.
+    `forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=, truncation_mean=)`:
+    `labels` are int64 [N], or class weights [N, classes] for mixtures and images with several
+    labels; None without classes. `noise` is a list of maps [N, 1, H, W], one per entry of
+    `noise_shapes()`, "const" for stored maps, or "none". Only generators with styles can truncate.
+    `forward` passes the output of the last layer through `finished`.
     """
 
-    has_styles: ClassVar[bool] = False  # maps z to a style w first: see StyledGenerator
-    # True: forward, noise_shapes and the discriminator's hidden (with styles also synthesis and
-    # num_ws_at) accept a stage of progressive growing: `resolution` (px of the shorter side) and
+    has_styles: ClassVar[bool] = False  # True for StyledGenerator, which maps z to a style w first
+    # True if forward, noise_shapes and the discriminator's hidden (with styles also synthesis and
+    # num_ws_at) accept a stage of progressive growing: `resolution` (shorter side in px) and
     # `alpha`.
     can_grow: ClassVar[bool] = False
 
     z_dim: int
     classes: int
-    # Sets of classes that its images have, the most frequent first; None: one class an image.
+    # Sets of class indices that images have, the most frequent first. None: one class per image.
     label_sets: Sequence[Sequence[int]] | None = None
 
     @property
     def num_labels(self) -> int:
-        """Number of different labels, which are classes or sets of classes; 0: unconditional."""
+        """Number of distinct labels, which are classes or sets of classes; 0 if unconditional."""
         return self.classes if self.label_sets is None else len(self.label_sets)
 
     def label_names(self, classes: Sequence[str]) -> list[str]:
@@ -82,13 +82,13 @@ class ImageGenerator(ImageNetwork):
         return list(classes) if self.label_sets is None else set_names(classes, self.label_sets)
 
     def conditions(self, labels: Tensor) -> Tensor:
-        """Return the labels as `forward` takes them.
+        """Convert label indices to the form that `forward` takes.
 
         Args:
-            labels: int64 [N], numbers of classes or of label sets.
+            labels: int64 [N], indices of classes, or of `label_sets` if these are not None.
 
         Returns:
-            The same numbers, or with label sets a float multi-hot tensor [N, classes].
+            The same indices, or the label sets as multi-hot float vectors [N, classes].
         """
         if self.label_sets is None:
             return labels
@@ -98,11 +98,11 @@ class ImageGenerator(ImageNetwork):
         return hot
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
-        """Return (1, H, W) of each noise map in the order of the layers; empty without noise."""
+        """Return the noise maps' shapes (1, H, W) at a stage of `resolution` px; empty if none."""
         return []
 
     def finished(self, x: Tensor) -> Tensor:
-        """Return images made of the last layer's output: an alpha channel multiplies the colours.
+        """Convert the last layer's output to images: an alpha channel multiplies the colours.
 
         The layers themselves give straight colours, which need not be black where the image is
         transparent.
@@ -116,8 +116,8 @@ class PlainGenerator(ImageGenerator):
     `linear`, run without autocast, maps z and the label's embedding to the input of `images`.
     """
 
-    title: ClassVar[str]  # for messages
-    linear: Any  # maps z and the embedding; a layer with a weight
+    title: ClassVar[str]  # name of the architecture in messages
+    linear: Any  # layer with a weight; maps z, concatenated with the embedding
     embed: nn.Module | None  # maps one-hot labels [N, classes]; None without classes
     images: Callable[[Tensor], Tensor]
 
@@ -145,8 +145,8 @@ class PlainGenerator(ImageGenerator):
 class StyledGenerator(ImageGenerator):
     """Base class of generators in two halves, mapping and synthesis.
 
-    `mapping(z, labels)` gives w [N, w_dim], `synthesis(ws [N, num_ws, w_dim], noise)` images.
-    `w_avg` [w_dim] is the moving mean of w, a buffer without a graph.
+    `mapping(z, labels)` returns styles w [N, w_dim], `synthesis(ws [N, num_ws, w_dim], noise)`
+    images. The buffer `w_avg` [w_dim] is the moving mean of w.
     """
 
     has_styles = True
@@ -163,7 +163,7 @@ class StyledGenerator(ImageGenerator):
         self._weights_version: list[tuple[int, int]] = []
 
     def num_ws_at(self, resolution: int | None = None) -> int:
-        """Return the number of styles that a stage takes."""
+        """Return the number of styles at a stage of `resolution` px (None: the full size)."""
         return self.num_ws
 
     @torch.no_grad()
@@ -177,9 +177,9 @@ class StyledGenerator(ImageGenerator):
     @torch.inference_mode(False)
     @torch.no_grad()
     def class_styles(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean w of each label's class and the spread of w around it.
+        """Return the mean w for each label and the spread of w around it.
 
-        Both are computed from MEAN_LATENTS latents, the same for every class, and cached until the
+        Both are computed from MEAN_LATENTS latents, the same for every label, and cached until the
         network's weights change.
 
         Args:
@@ -214,10 +214,9 @@ class StyledGenerator(ImageGenerator):
     def truncation_centre(self, labels: Tensor | None, mean: TruncationMean = "class") -> Tensor:
         """Return the point that w is truncated towards.
 
-        It is the mean of the label's class, [N, w_dim], or with `mean` "global", and without
-        classes, `w_avg`, [w_dim]. Truncation towards `w_avg` makes samples lose their class
-        together with their variety; the mean of the class preserves it (conditional truncation,
-        2202.11777).
+        It is the mean w for each label [N, w_dim], or `w_avg` [w_dim] if `mean` is "global" or
+        there are no classes. Truncation towards `w_avg` makes samples lose their class together
+        with their variety; the mean of the class preserves it (conditional truncation, 2202.11777).
         """
         if mean == "global" or not self.classes:
             return self.w_avg
@@ -232,12 +231,12 @@ class StyledGenerator(ImageGenerator):
         labels: Tensor | None = None,
         mean: TruncationMean = "class",
     ) -> Tensor:
-        """Return centre + psi (w - centre) for the first `cutoff` layers; the others unchanged.
+        """Return `ws` with its first `cutoff` layers moved to centre + psi (w - centre).
 
         Args:
             ws: Styles [N, layers, w_dim].
             psi: 1 leaves the styles as they are, 0 gives the centre.
-            cutoff: Number of layers; None: all.
+            cutoff: Number of layers; None for all.
             labels: The labels that `ws` were made with.
             mean: The kind of centre, see `truncation_centre`.
         """
@@ -253,16 +252,16 @@ class StyledGenerator(ImageGenerator):
 
 
 class StageGenerator(ImageGenerator):
-    """A growing generator fixed at a stage, to sample from and to evaluate like any other.
+    """A growing generator fixed at one stage, with the interface of any other generator.
 
     The parameters are shared with `generator`, not copied.
 
     Args:
         generator: A generator that can grow.
         resolution: Shorter side of the stage in px.
-        alpha: Weight of the stage's new layers.
-        display_size: Shorter side in px that the images are enlarged to by repeating pixels, so
-            that they compare with those of other stages; None: `resolution`.
+        alpha: Weight of the stage's newest layers.
+        display_size: Shorter side in px to which images are enlarged by repeating pixels, to
+            compare stages; None for no enlargement.
 
     Raises:
         ValueError: `resolution` is no stage of the generator.
@@ -293,7 +292,7 @@ class StageGenerator(ImageGenerator):
         return self.generator.noise_shapes(resolution or self.stage)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """Return images of this stage; `options` are the generator's noise and truncation."""
+        """Return images of this stage; `options` are noise and truncation arguments."""
         images = self.generator(z, labels, resolution=self.stage, alpha=self.alpha, **options)
         if self.factor != 1:
             images = F.interpolate(images, scale_factor=self.factor)
@@ -304,9 +303,8 @@ class ImageDiscriminator(ImageNetwork):
     """Base class of discriminators: images and labels -> logits [N] in the parameters' precision.
 
     Call: `forward(images [N, channels, H, W], labels [N] or None)`. It has three steps, `hidden`,
-    `output` and `project`, so that one pass over the images serves several labels. The last two
-    run without autocast. `config.group` is the number of consecutive samples that must stay
-    together in one forward pass.
+    `output` and `project`, so that one pass over the images serves several labels. The last two run
+    without autocast. `config.group` consecutive samples must be in the same forward pass.
     """
 
     # images -> the last hidden activations [N, H], in the parameters' precision
@@ -314,10 +312,10 @@ class ImageDiscriminator(ImageNetwork):
     # the last hidden activations [N, H] -> features [N, F]; F = 1 without classes
     output: nn.Module
     embed: nn.Module | None  # one-hot labels [N, classes] -> [N, F]; None without classes
-    # Returns stage -> module; called one after another, they map images to the last maps.
+    # Returns stage name -> module; called in order, the modules map images to the last maps.
     trunk: Callable[[], dict[str, nn.Module]]
-    trunk_width: int  # channels of these maps
-    # the last hidden activations [N, H] -> logits of the classes [N, classes]; or None
+    trunk_width: int  # channels of the last maps
+    # None, or a module: the last hidden activations [N, H] -> class logits [N, classes]
     auxiliary: Any
     config: Any
     classes: int
@@ -327,12 +325,12 @@ class ImageDiscriminator(ImageNetwork):
         self.auxiliary = None
 
     def add_auxiliary(self) -> None:
-        """Add a head for the classes (AC-GAN, 1610.09585): a layer of the type of `output`."""
+        """Add a head for class logits (AC-GAN, 1610.09585), a layer of the class of `output`."""
         output: Any = self.output
         self.auxiliary = type(output)(output.weight.shape[1], self.classes)
 
     def features(self, images: Tensor, *stage: Alpha, **named: Alpha) -> Tensor:
-        """Return the features [N, F] of images, which do not depend on the label yet.
+        """Return the features [N, F] of images, which do not depend on labels.
 
         The remaining arguments, a stage of progressive growing, go to `hidden`.
         """
@@ -341,7 +339,7 @@ class ImageDiscriminator(ImageNetwork):
             return self.output(hidden)
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        """Return logits [N]: the products of features [N, F] and label embeddings (1802.05637).
+        """Return logits [N]: inner products of features [N, F] and label embeddings (1802.05637).
 
         Without classes F is 1 and the features are the logits.
         """
@@ -358,7 +356,7 @@ class ImageDiscriminator(ImageNetwork):
         return self.embed(labels)
 
     def check_shape(self, images: Tensor) -> None:
-        """Raise ValueError for images of another shape than the network's."""
+        """Raise ValueError if images have another shape than the network's."""
         shape = tuple(images.shape[1:])
         if shape != self.spec.shape:
             raise ValueError(f"images of shape {shape} for a discriminator of {self.spec.shape}")
@@ -369,13 +367,13 @@ class ImageDiscriminator(ImageNetwork):
         return self.project(self.features(images, *stage, **named), labels)
 
     def after_update(self) -> None:
-        """Run once after each update of the parameters, on every rank with the same parameters."""
+        """Adjust the network after an update of its parameters, which are equal on all ranks."""
 
 
 def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
-    """Return one-hot labels [N, classes] of labels int64 [N].
+    """Return labels int64 [N] as one-hot vectors [N, classes].
 
-    Weights of the classes [N, classes] are only cast to `dtype`. Raises ValueError without labels.
+    Class weights [N, classes] are only cast to `dtype`. Raises ValueError if `labels` is None.
     """
     if labels is None:
         raise ValueError("a conditional network needs labels")
@@ -383,10 +381,9 @@ def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
 
 
 def conditioning_vectors(labels: Tensor, label_sets: Tensor | None) -> Tensor:
-    """Return the network's conditions for labels int64 [n].
+    """Return labels int64 [n] in the form that conditional networks take.
 
-    They are the labels themselves, or their rows [n, classes] of `label_sets`, float [labels,
-    classes].
+    They are the labels, or their rows in `label_sets`, multi-hot floats [label sets, classes].
     """
     return labels if label_sets is None else label_sets[labels]
 
@@ -394,7 +391,7 @@ def conditioning_vectors(labels: Tensor, label_sets: Tensor | None) -> Tensor:
 def label_loss(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Tensor:
     """Return the cross entropy of class logits [n, classes], summed over the images.
 
-    With label sets it is the binary cross entropy, averaged over the classes.
+    With `label_sets` (multi-hot) it is the binary cross entropy, averaged over the classes.
     """
     if label_sets is None:
         return F.cross_entropy(logits, labels, reduction="sum")
@@ -402,9 +399,9 @@ def label_loss(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Ten
 
 
 def count_correct(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Tensor:
-    """Return the number of images that are classified correctly.
+    """Return the number of images whose logits [n, classes] predict their label.
 
-    With label sets each image counts as the fraction of the classes that are predicted correctly.
+    With `label_sets` an image counts as the fraction of the classes that are predicted correctly.
     """
     if label_sets is None:
         return (logits.argmax(1) == labels).sum()
@@ -412,26 +409,26 @@ def count_correct(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> 
 
 
 def run(function: Callable[..., Output], *arguments: object, recompute: bool) -> Output:
-    """Return `function(*arguments)`; with `recompute` under activation checkpointing.
+    """Return `function(*arguments)`, with activation checkpointing if `recompute` is True.
 
     The function must not draw random numbers (noise is an argument): no random state is restored.
     """
     if not (recompute and torch.is_grad_enabled()):
         return function(*arguments)
-    # The recomputation must repeat the first pass even if the penalty has ended by then.
+    # The recomputation must use the kind of convolution of the first pass, even after its block.
     if not torch.compiler.is_compiling():
         function = convolution.penalised(convolution.is_penalised())(function)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def sizes_up_to(resolution: int | str) -> list[int]:
-    """Return the shorter sides in px at which networks work, each twice the previous one.
+    """Return the shorter sides in px of a network's stages, each twice the previous one.
 
     The first is at least 4 and as small as possible: 4, 8, ..., 64 for 64 px and for 96x64 px
     (which start with 4x4 and 6x4 pixels), and 6, 12, ..., 96 for 96 px.
 
     Raises:
-        UserError: No start of at most LARGEST_START pixels gives the resolution by doubling.
+        UserError: Doubling never leads from at most LARGEST_START pixels to the resolution.
     """
     spec = ImageSpec.of(1, resolution)
     # the largest power of two that divides both sides
@@ -471,12 +468,10 @@ def draw(
     stream: tuple[str | int, ...] = ("eval",),
     numpy_seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Draw latents and noise maps on the CPU with the key (seed, *stream, index) for each sample.
+    """Draw latents and noise maps on the CPU, with the key (seed, *stream, index) for each sample.
 
     Args:
-        model: The generator that they are for.
-        indices: Numbers of the N samples.
-        seed: Seed of the random streams.
+        indices: Indices of the N samples.
         stream: Names of the random stream.
         numpy_seeds: If not None, z is NumPy's RandomState(seed).randn(z_dim) for each of these N
             seeds, as in NVIDIA's generate.py.
@@ -510,17 +505,14 @@ def generate(
     numpy_seeds: Sequence[int] | None = None,
     **truncation: Any,
 ) -> Tensor:
-    """Generate images [N, channels, H, W] on the CPU, in the values of files (`spec.from_float`).
+    """Generate images [N, channels, H, W], returned on the CPU as pixel values (`spec.from_float`).
 
     Args:
-        model: The generator.
-        labels: [N], or [N, classes]; None when unconditional.
-        indices: Numbers of the N samples.
-        seed: Seed of the draws.
+        labels: int64 [N] or class weights [N, classes]; None when unconditional.
+        indices: Indices of the N samples.
         noise_mode: "random" draws noise maps, "const" uses stored maps, "none" uses no noise.
-        batch_size: Samples of a forward pass.
-        stream: Names of the random stream, see `draw`.
-        numpy_seeds: See `draw`.
+        batch_size: Samples per forward pass.
+        stream, numpy_seeds: See `draw`.
         truncation: truncation_psi, truncation_cutoff and truncation_mean of the model's `forward`.
     """
     device = next(model.parameters()).device

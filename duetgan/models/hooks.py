@@ -1,4 +1,4 @@
-"""Tools that use forward and backward hooks; each removes its hooks afterwards."""
+"""Search for layers by name, and their gradients and statistics by temporary hooks."""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
 KINDS = ("activation", "gradient")
-# Of a layer's values; the last two are fractions.
+# Statistics of a layer's values; the last two are fractions.
 STATISTICS = ("mean", "std", "max_abs", "zeros", "nonfinite")
 Objective = Callable[[Any], Tensor]  # the model's output -> a 0-d tensor to differentiate
 
@@ -24,12 +24,12 @@ Objective = Callable[[Any], Tensor]  # the model's output -> a 0-d tensor to dif
 
 
 def find_layer(model: nn.Module, name: str) -> nn.Module:
-    """Return the layer of a name, such as `network.layer4`, or of the end of a name (`layer4`).
+    """Return the layer called `name` (`network.layer4`), or whose name ends so (`layer4`).
 
     If several names have this end, the layer that is nested least deeply is returned.
 
     Raises:
-        UserError: No layer has the name (the message has a similar one), or several do.
+        UserError: No layer matches (the message suggests a similar name), or several do.
     """
     layers = dict(model.named_modules())
     ends = [name] if name in layers else [full for full in layers if full.endswith(f".{name}")]
@@ -43,7 +43,7 @@ def find_layer(model: nn.Module, name: str) -> nn.Module:
 
 
 def matching_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the layers whose names match a pattern, by name, in the model's order.
+    """Return name -> layer for the layers whose names match a pattern, in the model's order.
 
     A pattern matches a name, or the end of a name after a dot; `*` stands for any text, dots
     included: `layer*.0.conv1`. Raises UserError for a pattern that matches no layer.
@@ -59,7 +59,6 @@ def matching_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.M
 
 
 def _suggestion(name: str, layers: Mapping[str, nn.Module]) -> str:
-    """Return the end of a message: a similar name, or a similar end of one, or some layers."""
     names = list(filter(None, layers))
     ends: set[str] = set()
     for full_name in names:
@@ -74,7 +73,7 @@ def _suggestion(name: str, layers: Mapping[str, nn.Module]) -> str:
 def output_gradient(
     model: nn.Module, name: str, inputs: Sequence[object], objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's output for `inputs` and the gradient of `objective(model(*inputs))` for it.
+    """Return a layer's output and the gradient of `objective(model(*inputs))` with respect to it.
 
     The graph begins at the layer: earlier layers neither save activations nor are differentiated,
     no `.grad` changes, and parameters need not require gradients. If the layer is called several
@@ -109,12 +108,12 @@ def output_gradient(
 
 
 class LayerStatistics:
-    """Statistics of layers' outputs and of their gradients, over all passes inside `watching`.
+    """Statistics of the outputs of layers, and of the gradients with respect to these outputs.
 
-    The device accumulates them; the host waits only in `collect`. Non-finite values count in
-    `nonfinite` only, the remaining statistics are those of the finite values. All calls of a layer
-    and all backward passes count, also those of a gradient penalty. If the next layer works in
-    place, the values are those before it.
+    They are over all passes inside `watching`: all calls of a layer and all backward passes, also
+    those of a gradient penalty. The device accumulates them; only `collect` waits for it.
+    Non-finite values count in `nonfinite` only. If the next layer works in place, the values are
+    those before it.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -160,9 +159,7 @@ class LayerStatistics:
         return rows.unflatten(0, (-1, len(KINDS)))
 
     def collect(self, packed: Tensor | None = None) -> dict[str, float]:
-        """Return `layer/activation_mean`, `layer/gradient_zeros`, ..., and start again from zero.
-
-        It waits for the device.
+        """Return `LAYER/activation_mean`, `LAYER/gradient_zeros`, ..., and reset the statistics.
 
         Args:
             packed: Moments to use instead of this process's, e.g. those merged over the ranks.
@@ -185,7 +182,7 @@ class LayerStatistics:
 
 
 def _moments(values: Tensor) -> Tensor:
-    """Return the moments [6] of values, on the device.
+    """Return six moments [6] of a tensor's values, on its device.
 
     They are: finite count, mean, sum of squared deviations, largest absolute value, count of zeros,
     non-finite count.

@@ -17,7 +17,7 @@ from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
-COPIES = 5  # of the weights in training: weights, gradients, two moments, average
+COPIES = 5  # tensors per weight in training: weight, gradient, two Adam moments, average
 SAMPLES = 2  # batch size of the memory estimate: BatchNorm refuses a single sample
 GIB = 2**30
 
@@ -27,9 +27,9 @@ class Block:
     """A part of the network that is never divided, with its memory in training in bytes."""
 
     name: str  # stem, a residual block (layer3.4), head
-    weights: int  # parameters, once
+    weights: int  # its parameters
     entering: int  # its input
-    # Tensors saved for its backward pass; its input counts only if no earlier block saves it.
+    # tensors saved for its backward pass; its input counts only if no earlier block saves it
     saved: int
 
 
@@ -38,8 +38,8 @@ class DevicePart:
     """The blocks on one device; as text `cuda:0: stem to layer3.1, about 1.25 GiB`."""
 
     device: torch.device
-    blocks: tuple[str, ...]  # consecutive
-    bytes: int  # estimated, of a training step
+    blocks: tuple[str, ...]  # names of consecutive blocks
+    bytes: int  # estimated memory of a training step
 
     def __str__(self) -> str:
         ends = " to ".join(dict.fromkeys((self.blocks[0], self.blocks[-1])))
@@ -59,7 +59,7 @@ def place(
         classifier: The classifier, with all weights on one device.
         devices: Devices of this process; the first one gets the images.
         samples: Batch size of a forward pass.
-        reduced: Activations have 16 bits.
+        reduced: True if activations have 16 bits.
 
     Returns:
         The part of each device, from the images to the logits.
@@ -96,7 +96,7 @@ def place(
     for part in parts:
         for name in part.blocks:
             nn.ModuleList(modules[name]).to(part.device)
-    # buffers of ImageNet's normalisation
+    # buffers that normalise images
     for name, buffer in list(classifier.named_buffers(recurse=False)):
         setattr(classifier, name, buffer.to(parts[0].device))
     for part in parts[1:]:  # autograd moves the gradients back
@@ -109,7 +109,7 @@ def place(
 
 
 def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
-    """Return the modules of each block, from the images to the logits.
+    """Return block name -> modules, from the images to the logits.
 
     The first module of a block takes the block's input.
     """
@@ -124,10 +124,10 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
 
 
 def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Block]:
-    """Return the blocks with their memory in training, for `samples` samples a forward pass.
+    """Return the blocks with their memory in training, for forward passes of `samples` images.
 
-    A forward pass on torch's meta device determines it: nothing is computed or allocated. A tensor
-    that several blocks save counts for the first. `reduced`: activations take half.
+    A pass on torch's meta device determines it: nothing is computed or allocated. A tensor that
+    several blocks save counts for the first. If `reduced`, activations take half.
     """
     with torch.device("meta"):
         network = Classifier(
@@ -181,7 +181,7 @@ def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int
         if not checkpointing:
             return total + sum(block.saved for block in span)
         # The input of a stage stays on the device of the previous stage. One stage at a time is
-        # computed again.
+        # recomputed.
         total += sum(
             block.entering for block in blocks[start + 1 : end + 1] if block.name.endswith(".0")
         )
@@ -199,7 +199,7 @@ def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int
 
 
 def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Return the ends of consecutive spans of range(count) that minimise the largest cost.
+    """Divide range(count) into spans with the least maximum cost; return the ends of the spans.
 
     Args:
         count: Number of blocks.
@@ -208,7 +208,7 @@ def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[
     """
     # end -> (largest cost, ends) of the best division of range(end)
     best = {end: (cost(0, end), [end]) for end in range(1, count + 1)}
-    for spans in range(1, devices):  # of the previous `best`
+    for spans in range(1, devices):  # number of spans in the previous `best`
         previous = best
         best = {}
         for end in range(spans + 1, count + 1):
@@ -220,17 +220,16 @@ def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[
 
 
 def configured_ends(split: Mapping[str, int], names: Sequence[str], devices: int) -> list[int]:
-    """Return the ends of the spans on devices 0, 1, ... for a config's split.
+    """Return the ends of the spans of blocks on devices 0, 1, ... for a configured split.
 
     Args:
-        split: Stage or block -> number of the device that begins with it.
+        split: Stage or block -> index of the device that begins with it.
         names: Names of all blocks.
-        devices: Number of devices.
 
     Raises:
-        UserError: The network has no such part, or the numbers do not go up one by one from 0.
+        UserError: The network lacks a part, or the device indices do not go up one by one from 0.
     """
-    starts: dict[int, int] = {}  # number of a block -> device
+    starts: dict[int, int] = {}  # index of a block -> device
     for part, device in split.items():
         first = None
         for index, name in enumerate(names):

@@ -25,17 +25,17 @@ LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a
 
 
 class R3Config(Config):
-    """Configuration of both networks. Raises UserError for sizes that do not fit together."""
+    """Options of both networks; raises UserError for sizes that do not fit together."""
 
     section: ClassVar[str]
 
-    width: PositiveInt = 768  # channels up to full_width_up_to
-    cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to full_width_up_to
-    # px; above it both halve with every doubling (64: the paper's ImageNet-64)
+    width: PositiveInt = 768  # channels up to full_width_up_to px
+    cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to full_width_up_to px
+    # px; above it width and cardinality halve with every doubling (the paper's ImageNet-64: 64)
     full_width_up_to: PositiveInt = 32
-    blocks: Annotated[int, Interval(ge=1, le=100)] = 2  # residual blocks a resolution
-    expansion: PositiveInt = 2  # channels inside a block / outside
-    # compute activations again in the backward pass: less memory, more time
+    blocks: Annotated[int, Interval(ge=1, le=100)] = 2  # residual blocks per resolution
+    expansion: PositiveInt = 2  # channels inside a block / channels outside
+    # recompute activations in the backward pass: less memory, more time
     activation_checkpointing: bool = False
 
     def check(self) -> None:
@@ -68,22 +68,22 @@ class R3Config(Config):
 
 
 class R3GeneratorConfig(R3Config):
-    """Size of R3GAN's generator."""
+    """Options of R3GAN's generator."""
 
     section = "generator"
 
-    z_dim: PositiveInt = 64  # latent dimensions
-    # conditional: dimensions of the label's embedding, appended to z
+    z_dim: PositiveInt = 64  # dimensions of the latent z
+    # dimensions of the label's embedding, which a conditional generator appends to z
     embed_dim: PositiveInt = 64
 
 
 class R3DiscriminatorConfig(R3Config):
-    """Size of R3GAN's discriminator."""
+    """Options of R3GAN's discriminator."""
 
     section = "discriminator"
     group: ClassVar[int] = 1  # no layer uses statistics of the batch
 
-    # conditional: dimensions of the label's embedding; None: width
+    # dimensions of the label's embedding in a conditional discriminator; null: width
     embed_dim: PositiveInt | None = None
 
 
@@ -94,7 +94,7 @@ _ADAM = {
     "schedule": "cosine",
     "final_lr": 0.25,
 }
-RECIPE = {  # defaults of a training
+RECIPE = {  # defaults of the training config
     "loss": {"objective": "relativistic", "r2_gamma": 1.0, "r1_interval": 1, "style_mixing": 0.0},
     "generator_optimizer": _ADAM,
     "discriminator_optimizer": _ADAM,
@@ -174,8 +174,8 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """The residual blocks of one resolution, after the change from the previous resolution, if any.
 
-    `resample` "up": a 1x1 convolution to the new width, then upsampling; "down": downsampling, then
-    the 1x1 convolution.
+    With `resample` "up" this is a 1x1 convolution to the new width, then upsampling; with "down"
+    downsampling, then the 1x1 convolution.
     """
 
     def __init__(
@@ -201,11 +201,11 @@ class Stage(nn.Module):
 
 
 class _Stages(nn.ModuleList):
-    """A network's stages, upwards from 4 px or downwards to it.
+    """A network's stages, from the smallest resolution up or from the largest down.
 
     In a network of L blocks, the first two convolutions of each block start with the gain
-    sqrt(2 / 1.04) L^(-1/4) (section 3.4 of the paper, after Fixup, 1901.09321: L^(-1 / (2m - 2))
-    for branches of m = 3 layers).
+    sqrt(2/1.04) L^(-1/4) (section 3.4 of the paper, after Fixup, 1901.09321: L^(-1 / (2m - 2)) for
+    branches of m = 3 layers).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Registries of GANs and of classifiers' backbones.
 
-A new GAN (models/gan.py) or family of backbones (backbones/base.py) is a file and a line here.
+A new GAN (models/gan.py) or family of backbones (backbones/base.py) is a file and an entry here.
 """
 
 from collections.abc import Mapping
@@ -19,24 +19,21 @@ from duetgan.utils.config.yaml_files import Tree
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GAN: classes of its networks and of their configurations.
-
-    A network is built as `cls(config, resolution=, channels=, classes=)`.
-    """
+    """A GAN: classes of its networks and of their configurations."""
 
     generator_config: type[Config]
     generator: type[Any]  # an ImageGenerator
     discriminator_config: type[Config]
     discriminator: type[Any]  # an ImageDiscriminator
-    # section -> key -> default of a training
+    # defaults of the training config: section -> key -> value
     recipe: Mapping[str, Tree] = field(default_factory=dict)
 
     def build(self, section: str, tree: Tree, **shape: Any) -> Any:
-        """Return the network for a section of a checkpoint's config.
+        """Build a network from a section of a checkpoint's config.
 
         Args:
             section: "generator" or "discriminator".
-            tree: The section's keys.
+            tree: Keys and values of the section.
             shape: The checkpoint's `shape`: resolution, channels, classes, pixel_format.
 
         Raises:
@@ -53,7 +50,7 @@ class Architecture:
         pixel_format: Mapping[str, Any] | None = None,
         **shape: Any,
     ) -> Any:
-        """Return the generator or discriminator of a configuration, see `build`."""
+        """Build the network of a section from its `config`; see `build` for the arguments."""
         network = getattr(self, section)(config, **shape)
         network.pixel_format = pixel_format
         return network
@@ -87,12 +84,12 @@ BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 
 def architecture_of(name: str) -> Architecture:
-    """Return the architecture `name`; raise UserError, with a similar name, for an unknown one."""
+    """Return the architecture `name`; for an unknown one raise UserError, with a similar name."""
     return entry(ARCHITECTURES, name, "architecture")
 
 
 def backbone_of(name: str) -> Backbone:
-    """Return the description of the network `name`.
+    """Return the description of the classifier network `name`.
 
     Raises UserError, with a similar name, for an unknown one.
     """

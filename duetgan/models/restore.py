@@ -1,9 +1,9 @@
 """Read trained networks as checkpoints, and build models from checkpoints.
 
-The network may come from a run, from export.py, or be a classifier of another program. The latter
-is `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`, each optionally with `=FILE`; a
-state dict of one of torchvision's networks; or a folder that timm wrote for its hub (config.json,
-model.safetensors).
+The network may come from a run, from export.py, or be a classifier of another program. Such a
+classifier is `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`, each optionally with
+`=FILE`; a state dict of one of torchvision's networks; or a folder that timm wrote for its hub
+(config.json, model.safetensors).
 """
 
 import hashlib
@@ -56,13 +56,11 @@ def _restored(
     device: torch.device | str,
     several: bool = True,
 ) -> Any:
-    """Return a frozen network in evaluation mode.
+    """Build a network from a checkpoint and return it, frozen and in evaluation mode.
 
     Args:
-        checkpoint: The checkpoint of a GAN or classifier.
-        section: The section of its config that describes the network.
-        part: The part of its state to load.
-        device: Device of the network.
+        section: The section of its config that describes the network, e.g. generator.
+        part: The entry of its state with the weights, e.g. generator_ema.
         several: Accept a network for images with several labels.
     """
     file = checkpoint.get("file", "the checkpoint")
@@ -115,13 +113,11 @@ def generator_from(
     the full resolution by repeating pixels.
 
     Args:
-        checkpoint: The checkpoint.
-        device: Device of the generator.
         several: Accept a generator of images with several labels.
 
     Raises:
-        UserError: The checkpoint is of another task, its architecture is not in the registry, or
-            its images have several labels and `several` is False.
+        UserError: The checkpoint is not of a GAN, its architecture is not in the registry, or its
+            images have several labels and `several` is False.
     """
     model = _restored(checkpoint, "generator", "generator_ema", device, several)
     model.label_sets = checkpoint.get("sets")
@@ -141,7 +137,7 @@ def discriminator_from(
 ) -> ImageDiscriminator:
     """Return the discriminator of a GAN's checkpoint in evaluation mode.
 
-    Raises UserError for the checkpoint of another task or an unknown architecture.
+    Raises UserError for a checkpoint that is not of a GAN, or an unknown architecture.
     """
     return _restored(checkpoint, "discriminator", "discriminator", device)
 
@@ -152,12 +148,10 @@ def classifier_from(
     """Return the EMA classifier of a checkpoint in evaluation mode.
 
     Args:
-        checkpoint: The checkpoint.
-        device: Device of the classifier.
         several: Accept a classifier that gives an image several labels.
 
     Raises:
-        UserError: The checkpoint is of another task, or the classifier gives several labels and
+        UserError: The checkpoint is not of a classifier, or the classifier gives several labels and
             `several` is False.
     """
     model = _restored(checkpoint, "model", "model_ema", device, several)
@@ -167,7 +161,7 @@ def classifier_from(
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a short hash of a module's weights; modules with the same one give equal features."""
+    """Return a short hash of a module's weights; modules with equal hashes give equal features."""
     digest = hashlib.sha256()
     for key, value in module.state_dict().items():
         digest.update(key.encode())
@@ -176,9 +170,9 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def inherited_lineage(checkpoint: Checkpoint) -> Lineage:
-    """Return the lineage of weights that are initialised from a checkpoint.
+    """Return the lineage (data and networks learnt from) of weights initialised from a checkpoint.
 
-    If the checkpoint is a classifier's, the classifier is one of their teachers.
+    If the checkpoint is a classifier's, the classifier is one of the lineage's teachers.
     """
     lineage = recorded(checkpoint)
     if checkpoint["task"] != "classifier":
@@ -188,15 +182,15 @@ def inherited_lineage(checkpoint: Checkpoint) -> Lineage:
 
 
 OPTION = "--checkpoint"
-ENTRY = "duet"  # of a file's metadata: description of the weights, written by export.py
-# task -> the part of a checkpoint's state that is used
+ENTRY = "duet"  # metadata key of export.py's files: description of the weights
+# task -> the entry of a checkpoint's state that is used
 NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}
 KEYS = ("schema", "task", "step", "config", "classes", "shape")
-IMAGENET = 1000  # number of classes
+IMAGENET = 1000  # number of ImageNet's classes
 
 
 def open_checkpoint(source: str | Path, which: str) -> tuple[Path, Checkpoint]:
-    """Return the file of a run folder, a file, a hub's folder or a name, and its checkpoint."""
+    """Return the path and checkpoint of a run folder, file, hub's folder or network name."""
     path = resolve(source, which)
     return path, read(path)
 
@@ -204,8 +198,8 @@ def open_checkpoint(source: str | Path, which: str) -> tuple[Path, Checkpoint]:
 def read(path: Path) -> Checkpoint:
     """Return the checkpoint of a path or name that `resolve` returned, its tensors on the CPU.
 
-    Nothing in the file is executed. Raises UserError if it is missing or damaged, and for weights
-    that are not exactly those of a known network.
+    No code in the file is run. Raises UserError if it is missing or damaged, and for weights that
+    are not exactly those of a known network.
     """
     if str(path).startswith(READY_MADE):
         return _ready_made(str(path))
@@ -225,9 +219,9 @@ def read(path: Path) -> Checkpoint:
 
 
 def read_weights(path: Path) -> Checkpoint:
-    """Return the checkpoint in a .safetensors file of export.py.
+    """Return the checkpoint in a .safetensors file that export.py wrote.
 
-    Raises UserError if it is missing, damaged or was not written by export.py.
+    Raises UserError if the file is missing, damaged or was not written by export.py.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -247,7 +241,7 @@ def read_weights(path: Path) -> Checkpoint:
 
 
 def _ready_made(source: str) -> Checkpoint:
-    """Return the checkpoint of a network's name, with the file's weights or the published ones."""
+    """Return the checkpoint of `torchvision:NAME` or `timm:NAME`: published weights, or =FILE's."""
     name, _, file = source.partition("=")
     weights = "DEFAULT"
     if not name.startswith(timm.PREFIX):
@@ -260,7 +254,7 @@ def _ready_made(source: str) -> Checkpoint:
 def _hub_config(path: Path) -> tuple[str | None, list[object]]:
     """Return the network's name and the labels in timm's config.json next to a model.safetensors.
 
-    They are None and empty if there is no such file.
+    Returns None and an empty list if there is no such file.
     """
     config_path = path.with_name("config.json")
     if path.name not in HUB_WEIGHTS or not config_path.is_file():
@@ -289,14 +283,13 @@ def _classifier(
     name: str | None = None,
     labels: Sequence[object] = (),
 ) -> Checkpoint:
-    """Return the checkpoint of a classifier.
+    """Return the checkpoint of a classifier of another program.
 
     Args:
-        path: The file of its weights.
-        state: Its state dict.
+        path, state: The weights' file and state dict.
         metadata: The file's metadata, see `read_state_dict`.
-        name: The network; None: determined by the names and shapes of the weights.
-        labels: Labels of its classes; empty if the file has none.
+        name: Name of the network; None to find it by the weights' names and shapes.
+        labels: Names of its classes; empty if the file has none.
     """
     name = name or network_of(state)
     if name is None:
@@ -330,7 +323,7 @@ def _classifier(
         "config": {"model": model, "data": {"resolution": side}},
         "classes": _class_names(path, classes, labels),
         "shape": shape,
-        # data/images.py reads it
+        # data/images.py reads this entry.
         "data": {"resize_filter": f"shorter-side-{shorter}+{resample}+centre-crop"},
         "lineage": lineage_of(path, metadata).document(),
         "state": {
@@ -341,9 +334,9 @@ def _classifier(
 
 
 def _class_names(path: Path, count: int, labels: Sequence[object]) -> list[str]:
-    """Return the names of the classes: the file's labels, ImageNet's for 1000 classes, or numbers.
+    """Return `count` class names: the file's labels, ImageNet's for 1000 classes, or else numbers.
 
-    Numbers are announced on stderr.
+    A line on stderr says so if they are numbers.
     """
     if len({str(label) for label in labels}) == count:
         return [str(label) for label in labels]

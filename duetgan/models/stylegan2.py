@@ -45,38 +45,38 @@ class SizeConfig(Config):
 
     # channels at a resolution: min(channel_base / resolution, channel_max)
     channel_base: PositiveInt = 16384
-    channel_max: PositiveInt = 512  # at most
+    channel_max: PositiveInt = 512  # maximum number of channels
     # precision fp16: number of the largest resolutions (8 px and up) that run in fp16; the others
     # run in fp32
     fp16_resolutions: NonNegativeInt = 4
     # precision fp16: convolutions' outputs are clamped to +- this value, times sqrt(0.5) on
     # residual branches; null: no clamp
     conv_clamp: PositiveFloat | None = 256.0
-    # conv_clamp in every precision: for networks that were trained so (models.convert)
+    # apply conv_clamp in every precision, for converted networks that were trained with it
     clamp_always: bool = False
-    # compute activations again in the backward pass: less memory, more time
+    # recompute activations in the backward pass: less memory, more time
     activation_checkpointing: bool = False
 
 
 class GeneratorConfig(SizeConfig):
-    """Size of the generator."""
+    """Options of StyleGAN2's generator."""
 
-    z_dim: PositiveInt = 512  # latent dimensions
-    w_dim: PositiveInt = 512  # intermediate latent dimensions
-    mapping_layers: Annotated[int, Interval(ge=1, le=100)] = 8  # 2 for small sets
-    mapping_lr_multiplier: PositiveFloat = 0.01  # of the mapping network's learning rate
+    z_dim: PositiveInt = 512  # dimensions of the latent z
+    w_dim: PositiveInt = 512  # dimensions of the style w
+    mapping_layers: Annotated[int, Interval(ge=1, le=100)] = 8  # 2 for small datasets
+    mapping_lr_multiplier: PositiveFloat = 0.01  # factor of the mapping network's learning rate
     w_avg_beta: Decay = 0.995  # decay of the moving mean of w
 
 
 class DiscriminatorConfig(SizeConfig):
-    """Size and architecture of the discriminator."""
+    """Options of StyleGAN2's discriminator."""
 
     # plain: no skip connections; cheaper, for small images
     architecture: Literal["residual", "plain"] = "residual"
-    # consecutive samples of the global batch; 1 switches the layer off
+    # consecutive samples of the global batch per minibatch standard deviation; 1 switches it off
     minibatch_std_group: PositiveInt = 4
-    # strided: samples N / group apart in each forward pass, as in NVIDIA's code; micro-batches then
-    # change the result
+    # samples of a group; strided: N / group apart in a forward pass of N, as in NVIDIA's code;
+    # micro-batches then change the result
     minibatch_std_order: Literal["consecutive", "strided"] = "consecutive"
     # layers that map the label's embedding before the projection
     mapping_layers: Annotated[int, Interval(ge=0, le=100)] = 0
@@ -88,16 +88,17 @@ class DiscriminatorConfig(SizeConfig):
 
 
 def channels_at(resolution: int, base: int, maximum: int) -> int:
-    """Return min(base / resolution, maximum), at least 1, with resolution rounded down to a power
-    of two.
+    """Return the channels at a resolution: min(base / resolution, maximum), but at least 1.
+
+    The resolution is rounded down to a power of two.
     """
     return max(1, min(base // floor_to_two(resolution), maximum))
 
 
 def _blocks_at(stage: int, resolution: int | str) -> int:
-    """Return the number of resolutions (`sizes_up_to`) up to that of a stage.
+    """Return the number of blocks that run at a stage of `stage` px.
 
-    Raises ValueError for a stage that is none of them.
+    Raises ValueError if `stage` is none of `sizes_up_to(resolution)`.
     """
     sizes = sizes_up_to(resolution)
     if stage not in sizes:
@@ -110,10 +111,10 @@ def _blocks_at(stage: int, resolution: int | str) -> int:
 class Generator(StyledGenerator):
     """StyleGAN2's skip generator.
 
-    At a stage of progressive growing `resolution` (the shorter side in px) is 4, 8, ... up to the
-    final one (None), and `alpha` (a number or a 0-d tensor) scales the newest block's contribution
-    to the image: 0 gives the image of the previous stage, upsampled by `upsample_fir`, 1 that of
-    all of this stage's blocks.
+    At a stage of progressive growing `resolution` is the shorter side in px (4, 8, ...; None: the
+    full size), and `alpha` (a number or a 0-d tensor) scales the newest block's contribution to the
+    image: 0 gives the image of the previous stage, upsampled by `upsample_fir`, 1 that of all of
+    this stage's blocks.
     """
 
     can_grow = True
@@ -196,7 +197,7 @@ class Generator(StyledGenerator):
             ws: [N, num_ws_at(resolution) or more, w_dim]; additional styles are ignored.
             noise: One [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const"
                 (stored maps) or "none".
-            resolution: The stage, see the class.
+            resolution: Shorter side of the stage in px; None for the full size.
             alpha: Weight of the stage's newest block.
         """
         blocks = self._blocks(resolution)
@@ -250,10 +251,10 @@ class Discriminator(ImageDiscriminator):
     autocast.
 
     `progressive` adds a from_rgb for each smaller resolution. Then the shorter side of images may
-    be 4, 8, ... px up to the final one; it selects the stage of progressive growing. `alpha` (a
-    number or a 0-d tensor) fades in the stage's block: 0 gives the previous stage applied to the
-    images' 2x2 means (as in a packed pyramid), 1 all of this stage's blocks. It has no effect at
-    4 px.
+    be 4, 8, ... px up to the full size; it selects the stage of progressive growing. `alpha` (a
+    number or a 0-d tensor) fades in the stage's newest block: 0 applies the previous stage to the
+    images' 2x2 means (as in a packed pyramid), 1 all of this stage's blocks to the images. It has
+    no effect at 4 px.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ class Discriminator(ImageDiscriminator):
         )
 
     def _segment(self, x: Tensor, index: int, entering: bool, clamp: float | None) -> Tensor:
-        """Apply block number `index` (none after the last), and first from_rgb if `entering`."""
+        """Apply from_rgb if `entering`, then block `index` if there is one."""
         if entering:
             x = self._entry(x, clamp)
         if index < len(self.blocks):
@@ -328,7 +329,7 @@ class Discriminator(ImageDiscriminator):
                 f"images of {width}x{height} for a discriminator of {self.resolution} px; those of "
                 "a smaller stage need progressive=True"
             )
-        # number of the first block of the images' stage
+        # index of the first block of the images' stage
         start = len(self.blocks) + 1 - _blocks_at(side, self.resolution)
         clamp = self.fp16.clamp(images)
         x = images
@@ -351,5 +352,5 @@ class Discriminator(ImageDiscriminator):
         return self.label_mapping(normalize_second_moment(super().embedded(labels)))
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        # F is 1 without classes
+        # Without classes F is 1.
         return super().project(features, labels) / math.sqrt(features.shape[1])

@@ -1,6 +1,6 @@
-"""Read weights files, without running anything in them, and load them into our networks.
+"""Read weights files, without running code in them, and load them into classifiers.
 
-Only the head, the first convolution's size and its channels may differ.
+Only the head and the first convolution's size and channels may differ from the classifier's.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from duetgan.utils.provenance import Lineage
 from duetgan.utils.text import did_you_mean
 
 OPTION = "model.weights"
-# Keys of the state dict in files of other programs. The average comes first, as it is to be used.
+# Keys of the state dict in files of other programs. The averages come first, as they are preferred.
 WRAPPERS = (
     "state_dict_ema",
     "model_ema",
@@ -59,13 +59,12 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     """Return a file's state dict on the CPU and its metadata, by restricted unpickling.
 
     It reads `.safetensors`, names and tensors written by `torch.save` (also under Python 2), and
-    our checkpoints. Wrappers of other programs and the prefixes of DataParallel (`module.`) and
+    Duet's checkpoints. Wrappers of other programs and the prefixes of DataParallel (`module.`) and
     torch.compile (`_orig_mod.`) are removed. The metadata are those of a safetensors file, or for
-    our checkpoints `stride`, `normalise` and, with the `lineage`, `duet`.
+    Duet's checkpoints `stride`, `normalise`, `classes` and, with the `lineage`, `duet`.
 
     Args:
-        path: The file.
-        option: The command-line option of the file, for messages.
+        option: The file's command-line option, for messages.
 
     Raises:
         UserError: The file is missing, damaged, or holds anything but names and tensors.
@@ -75,7 +74,7 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
     if path.suffix == ".safetensors":
         state, metadata = read_tensors(path, remedy)
-        # `lineage_of` reports damage
+        # `lineage_of` reports damaged metadata.
         with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
             metadata |= _build_metadata(json.loads(metadata["duet"])["config"]["model"], path)
         return _plain_names(state), metadata
@@ -100,7 +99,7 @@ def read_tensors(path: Path, remedy: str) -> tuple[State, dict[str, str]]:
 
 
 def read_plain(path: Path, remedy: str) -> Any:
-    """Return names, tensors and numbers of a file of torch.save; nothing in the file is run.
+    """Return the content of a torch.save file (names, tensors, numbers) without running code in it.
 
     Raises UserError for a file that is missing, too large, damaged, or holds anything else.
     """
@@ -122,17 +121,17 @@ def read_plain(path: Path, remedy: str) -> Any:
 
 
 def _build_metadata(model: Tree, path: Path) -> dict[str, str]:
-    """Return the properties of our network that the shapes of its weights do not show."""
+    """Return the properties of a Duet classifier that the shapes of its weights do not show."""
     config = build(ModelConfig, model, source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
     return {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
 
 
-@functools.cache  # a start checks its config several times
+@functools.cache  # training checks its config several times
 def trained_symmetric(weights: str) -> bool:
-    """Return True if `model.weights` is a classifier of ours that takes images in [-1, 1].
+    """Return True if the file or run `weights` is a Duet classifier that takes images in [-1, 1].
 
-    Returns False if it is unreadable.
+    Returns False if it cannot be read.
     """
     try:
         return read_state_dict(checkpoints.resolve(weights))[1].get("normalise") == "symmetric"
@@ -141,7 +140,7 @@ def trained_symmetric(weights: str) -> bool:
 
 
 def _read_checkpoint(path: Path, content: checkpoints.Checkpoint) -> tuple[State, dict[str, str]]:
-    """Return state and metadata of the averaged classifier in our checkpoint.
+    """Return state dict and metadata of the averaged (EMA) classifier in a Duet checkpoint.
 
     The file's checksum is verified.
     """
@@ -155,14 +154,14 @@ def _read_checkpoint(path: Path, content: checkpoints.Checkpoint) -> tuple[State
     metadata = _build_metadata(content["config"].get("model", {}), path)
     from duetgan.models.restore import inherited_lineage  # restore imports this module
 
-    # as in the files of export.py
+    # This entry is the same as in export.py's files.
     metadata["duet"] = json.dumps({"lineage": inherited_lineage(content).document()})
     metadata["classes"] = json.dumps(content["classes"])
     return _plain_names(content["state"]["model_ema"]), metadata
 
 
 def _unwrapped(content: object) -> State:
-    """Return the innermost state dict; empty if there is none."""
+    """Return the state dict inside the wrappers of other programs; empty if there is none."""
     while isinstance(content, dict) and content:
         if all(_is_named_tensor(key, value) for key, value in content.items()):
             return content
@@ -183,13 +182,13 @@ def _is_named_tensor(key: object, value: object) -> bool:
 
 
 def _plain_names(state: Mapping[str, Tensor]) -> State:
-    """Return `state` by the network's names, without the additions of averaging and wrapping."""
+    """Return `state` with the backbone's names, without prefixes and entries of wrappers."""
     plain = {
         re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", "")): value
         for name, value in state.items()
     }
     plain.pop("n_averaged", None)  # of torch's AveragedModel
-    plain.pop("thresholds", None)  # of our classifiers, no weights of the backbone
+    plain.pop("thresholds", None)  # of Duet's classifiers, not of their backbones
     for prefix in ("network.", "model.", "net."):
         if plain and all(name.startswith(prefix) for name in plain):
             plain = {name.removeprefix(prefix): tensor for name, tensor in plain.items()}
@@ -200,10 +199,10 @@ def _plain_names(state: Mapping[str, Tensor]) -> State:
 
 
 def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
-    """Return the file of `model.weights` for the network `name`.
+    """Return the path of the weights file that `model.weights` names for the network `name`.
 
-    `weights` is a file, a run folder (for its last checkpoint), or a member of torchvision's enum,
-    which is downloaded once. Raises UserError if there is no such file, or no internet to fetch it.
+    `weights` is a file, a run folder (for its last checkpoint), or the name of published weights,
+    which are downloaded once. Raises UserError if there is no such file, or no internet.
     """
     path = Path(weights)
     if path.is_dir():
@@ -221,22 +220,20 @@ def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
 
 
 def cached_weights(name: str) -> Path | None:
-    """Return a downloaded file of published weights of the network `name`, torchvision's latest
-    first; None if there is none.
-    """
+    """Return the latest published weights of `name` that torch's cache has, as a path or None."""
     cached = [_cache_path(url) for url in reversed(backbone_of(name).published(name).values())]
     return next((path for path in cached if path.is_file()), None)
 
 
 def _cache_path(url: str) -> Path:
     path = Path(urlparse(url).path)
-    # timm's files are all called model; their folders have the names.
+    # timm's files are all called model, so the name of their folder is used.
     name = path.name if path.stem != "model" else f"{path.parts[2]}{path.suffix}"
     return Path(torch.hub.get_dir()) / "checkpoints" / name
 
 
 def missing_published(url: str, subject: str) -> str:
-    """Fetch a published file into torch's cache and return the reason, with a remedy, on failure.
+    """Fetch a published file into torch's cache; on failure return an error message with a remedy.
 
     Returns an empty string if the file is in the cache. All ranks must call this.
     """
@@ -254,7 +251,7 @@ def missing_published(url: str, subject: str) -> str:
 def _download(url: str, subject: str) -> str:
     """Return the path of `url` in torch's cache; fetch it if it is missing, and check its hash.
 
-    The hash is a part of the file's name. A line on stderr has the size and the folder. Nothing is
+    The hash is a part of the file's name. A line on stderr says the size and the folder. Nothing is
     fetched if the environment variable DUET_OFFLINE is set.
     """
     path = _cache_path(url)
@@ -288,11 +285,10 @@ def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> 
     differs; if the class names of both are known, its rows are copied by name.
 
     Args:
-        model: The classifier.
-        classes: Names of its classes.
+        classes: Names of the classifier's classes.
 
     Returns:
-        A message about the weights that were copied.
+        A message about the weights that were copied; empty if the config names none.
 
     Raises:
         UserError: The file is missing, unreadable, or holds another network. `model` is unchanged.
@@ -355,8 +351,8 @@ def _class_names(metadata: Mapping[str, str]) -> list[str]:
 def lineage_of(path: Path, metadata: Mapping[str, str]) -> Lineage:
     """Return the lineage of a file's weights.
 
-    It is a part of the metadata of our checkpoints and exports; other files are identified by their
-    hash. Raises UserError for damaged metadata.
+    Duet's checkpoints and exports have it in their metadata; that of other files is their hash.
+    Raises UserError for damaged metadata.
     """
     faults = (ValueError, AttributeError, RecursionError)
     with bounded.reading(f"{path}: its metadata", "export it again", *faults):
@@ -372,7 +368,7 @@ def file_hash(path: Path) -> str:
 
 
 def check_same_build(path: Path, metadata: Mapping[str, str], config: ModelConfig) -> None:
-    """Raise UserError if the file's network differs in a property that no shape shows."""
+    """Raise UserError if strides or input range, which no shape shows, differ from `config`."""
     stride = metadata.get("stride")
     if stride is not None and stride.startswith("conv1") != config.he_strides:
         raise UserError(
@@ -393,9 +389,9 @@ def fit_first(filters: Tensor, target: Tensor, *, alpha: bool = False) -> tuple[
     """Adapt the first convolution's filters to other channels and a smaller kernel.
 
     Filters that fit already are returned unchanged. For grey images the filters are summed over the
-    channels, so that a grey image gives the outputs of its RGB version. Other numbers of channels
-    repeat them, scaled so that equal channels give the same outputs (timm's `adapt_input_conv`). A
-    smaller kernel is the centre of the filters.
+    channels, so that a grey image gives the outputs of its RGB version. For other numbers of
+    channels they are repeated and scaled so that equal channels give the same outputs (timm's
+    `adapt_input_conv`). A smaller kernel is the centre of the filters.
 
     Args:
         filters: [O, C, k, k].
@@ -446,14 +442,12 @@ def fit_state(
 ) -> State:
     """Return `state` in the dtypes of `expected`, after checking names, shapes and values.
 
-    The counters of batches, which are absent in old files, are added.
+    BatchNorm's counters of batches, which old files lack, are added.
 
     Args:
         state: The file's state dict.
         expected: A state dict of the network, possibly on the meta device.
-        path: The file, for messages.
-        name: The network, for messages.
-        option: The command-line option of the file, for messages.
+        path, name, option: The file, network and command-line option, for messages.
 
     Raises:
         UserError: A name or shape differs, or a value is not finite. The message names the first
@@ -491,7 +485,7 @@ def fit_state(
 
 
 def network_of(state: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the network that has these weights; None if there is none.
+    """Return the name of the network with tensors of these names and shapes, or None.
 
     The first layer and the head are not compared.
     """
@@ -499,7 +493,7 @@ def network_of(state: Mapping[str, Tensor]) -> str | None:
 
 
 def similar_networks(state: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield each network with a first layer of this name, and the fraction of matching tensors."""
+    """Yield networks whose first layer `state` has, each with the fraction of matching tensors."""
     for name, backbone in BACKBONES.items():
         if f"{backbone.first}.weight" not in state:
             continue
@@ -508,7 +502,7 @@ def similar_networks(state: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]
                 network = backbone.build(name)
         except NotImplementedError:  # RegNets compute while they are built
             continue
-        ends = (f"{backbone.first}.", f"{backbone.head}.")  # a config may change these
+        ends = (f"{backbone.first}.", f"{backbone.head}.")  # a config may change these layers
         shapes = _inner_shapes(network.state_dict(), ends)
         file_shapes = _inner_shapes(state, ends)
         matching = len(shapes.items() & file_shapes.items())

@@ -1,29 +1,29 @@
-"""Sentences about the metrics of a quickstart, and advice on the next step. They are the first
-lines of its report and the last lines of its output.
+"""Sentences about the metrics of a quickstart, and advice on the next step, for the top of its
+report and the end of its output.
 """
 
 from duetgan.metrics.intervals import wilson
 from duetgan.reporting.run_files import Document
 from duetgan.utils.text import counted, listed
 
-# The GAN has learnt a class if the judge recognises at least this fraction of the class's samples,
-# relative to the recognised fraction of its real images.
+# The GAN has learnt a class if the judge recognises the class's samples at least this many times as
+# often as its real images.
 LEARNT = 0.5
 SOLVED = 0.95  # accuracy of the classifier above which it needs no improvement
 UNEVEN = 0.05  # accuracy minus balanced accuracy above which rare classes do much worse
 FEW = 60  # images of a class below which the advice is to add images
-MIN_CONFUSED = 2  # images that make a confusion of two classes worth a sentence
-ONE_CLASS = 0.8  # fraction of the samples predicted as one class that makes the judge useless
-MIN_SAMPLES = 5  # samples of a class that are needed to say that it is not learnt
+MIN_CONFUSED = 2  # smallest number of confused images that is worth a sentence
+ONE_CLASS = 0.8  # fraction of samples predicted as one class from which the judge is useless
+MIN_SAMPLES = 5  # smallest number of a class's samples to say that it is not learnt
 
 
 def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
-    """Return sentences about the metrics that the two evaluations contain.
+    """Return sentences about the metrics of the classifier and the GAN.
 
     Args:
-        classifier: Evaluation of the classifier; empty if there is none.
-        gan: Evaluation of the GAN, see `duetgan.metrics.tables.credible`.
-        smallest: Number of images of the smallest class.
+        classifier: evaluation of the classifier; empty if there is none.
+        gan: evaluation of the GAN, without metrics that depend on a weak classifier.
+        smallest: number of images of the smallest class.
     """
     sentences = _of_classifier(classifier) if classifier else []
     judge = gan.get("judge") or {}
@@ -96,7 +96,7 @@ def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: 
     recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
     bad = []
     for name, fraction in fractions.items():
-        # A class that the judge misses on real images is not held against the GAN.
+        # Samples need not be recognised more often than real images of the same class.
         limits = [limit for limit in (accuracy, recalls.get(name), 1.0) if limit is not None]
         if fraction is not None and _is_clearly_below(fraction, counts.get(name), min(limits)):
             bad.append(name)
@@ -113,8 +113,8 @@ def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: 
 
 
 def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bool:
-    """Return True if a fraction of `count` samples (None: unknown) is less than LEARNT of the
-    expected one, and significantly below it.
+    """Return True if `fraction` is less than LEARNT times `expected`, and significantly less than
+    `expected` for this `count` of samples. With an unknown count (None) significance is not tested.
     """
     if fraction >= LEARNT * expected:
         return False
@@ -131,9 +131,9 @@ def advice(
     folder of the next quickstart.
 
     Args:
-        classifier: Evaluation of the classifier; empty if there is none.
-        longer: Minutes that a longer training of the GAN would take; 0 if it would not help.
-        smallest: Number of images of the smallest class.
+        classifier: evaluation of the classifier; empty if there is none.
+        longer: minutes of a longer quickstart to suggest; 0 if more time would not help.
+        smallest: number of images of the smallest class.
         weights: True if the classifier had pretrained weights, or enough images to do without.
     """
     gains = bool(classifier) and classifier["accuracy"] < SOLVED

@@ -1,8 +1,7 @@
 """A page that compares evaluated runs: `duet compare RUN RUN... --out FOLDER`.
 
 The metrics and their tests are those of `evaluate.py --compare`: paired by image or by sample of
-the same seed, and corrected for multiple comparisons. The page also has the runs' images and
-curves.
+the same seed, and corrected for multiple comparisons.
 """
 
 import math
@@ -15,7 +14,7 @@ from duetgan.reporting.run_files import Document, Run
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.files import as_json, check_writable, write_atomic
 
-# stems of the images in eval/ that the page shows for all runs
+# File names (without suffix) of the images in eval/ that the page shows for all runs.
 SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]
 
@@ -52,7 +51,7 @@ def write_comparison(document: Document, folder: Path) -> Path:
 
 
 def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[Picture]]]:
-    """Return the caption and the pictures of each kind of image that at least two runs have."""
+    """Return (caption, pictures of the runs) for each kind of image that at least two runs have."""
     kinds = []
     for stem in SIDE_BY_SIDE:
         images: list[Picture] = []
@@ -64,10 +63,10 @@ def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[Picture]]]:
 
 
 def shared_charts(runs: Mapping[str, Run]) -> list[Chart]:
-    """Return a chart for each key of metrics.jsonl that all runs have and that a report does not
-    fold away.
+    """Return a chart of all runs for each key of metrics.jsonl that all runs have and that a report
+    shows at once, not folded away.
     """
-    from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of  # imports torch, see above
+    from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of  # This module imports torch.
 
     series = {name: run.series for name, run in runs.items()}
     charts = []

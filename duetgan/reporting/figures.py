@@ -1,7 +1,7 @@
 """The numbers of a report: tiles and tables of a run's evaluation, training and data.
 
-A tile is a value and its meaning. A value that is missing from the run's files gives no tile; one
-of an unexpected type gives a dash.
+A tile is a value with its meaning. There is no tile for a value that is missing from the run's
+files; a value of an unexpected type is shown as a dash.
 """
 
 import math
@@ -37,7 +37,7 @@ def change(value: float) -> str:
     return ("-" if value < 0 else "+") + number(abs(value))
 
 
-VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # by evaluate.py's --tta
+VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # keys: values of --tta
 TILES = [row for row in FIGURES if row.place in ("headline", "tile")]
 COLUMNS = [row for row in FIGURES if row.place == "column"]  # columns of the table of distances
 REMARKS = {row.key: row.title for row in FIGURES} | {
@@ -64,7 +64,7 @@ def headline(run: Run) -> list[MetricTile]:
 
 
 def results(run: Run, rows: Sequence[Row] = ()) -> list[MetricTile]:
-    """Return tiles of the metrics in `rows` (by default of all tiles) that the evaluation has."""
+    """Return tiles of the metrics in `rows` (default: TILES) that the evaluation has."""
     document = run.evaluation
     tiles = []
     for row in rows or TILES:
@@ -106,7 +106,7 @@ def _interval(interval: object, show: Formatter) -> list[str]:
 
 
 def memorisation(run: Run) -> list[Tile]:
-    """Return the tile of the search for copied training images."""
+    """Return a list of one tile about copied training images; empty if none were searched for."""
     copies = as_dict(run.evaluation.get("memorisation"))
     if not copies:
         return []
@@ -118,8 +118,8 @@ def memorisation(run: Run) -> list[Tile]:
 
 
 def evaluation_facts(run: Run) -> tuple[str, str]:
-    """Return " at step N" of the evaluation, which need not be the last step of the curves, and its
-    checkpoint, number of images, data and seed.
+    """Return " at step N" for the evaluated step, empty if unknown, and a text with the checkpoint,
+    number of images, data and seed of the evaluation.
     """
     document = run.evaluation
     facts = []
@@ -133,13 +133,13 @@ def evaluation_facts(run: Run) -> tuple[str, str]:
 
 
 def remarks(run: Run) -> list[tuple[str, str]]:
-    """Return the evaluation's notes: the title of the metric and the text of each."""
+    """Return the evaluation's notes as pairs (title of the metric, text)."""
     notes = as_dict(run.evaluation.get("notes")).items()
     return [(REMARKS.get(key, str(key).replace("_", " ")), str(text)) for key, text in notes]
 
 
 def tables(run: Run) -> list[Table]:
-    """Return the evaluation's tables that have rows: distances, classes, corruptions, outliers."""
+    """Return the evaluation's non-empty tables of distances, classes, corruptions and outliers."""
     document = run.evaluation
     distances = []
     for distance in as_dicts(document.get("distances")):
@@ -184,7 +184,7 @@ def _class_table(document: Document) -> Table:
 
 
 def _outlier_table(document: Document) -> Table:
-    """Return a table of the detection of outliers, images of another file, by each score."""
+    """Return a table of how well each score detects outliers, the images of another file."""
     outliers, rows = as_dict(document.get("ood")), []
     for key, name in (("max_probability", "largest probability"), ("energy", "energy")):
         if row := as_dict(outliers.get(key)):
@@ -234,8 +234,8 @@ def progress(run: Run) -> list[Tile]:
 
 
 def data_tables(run: Run) -> list[Table]:
-    """Return a table of the data sets that the run was trained and evaluated on, and one of the
-    images that they have of each class.
+    """Return a table of the data sets on which the run was trained and evaluated, and a table of
+    their numbers of images of each class.
     """
     datasets = {}
     for role in ("training", "synthetic", "held-out"):

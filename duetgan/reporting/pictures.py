@@ -21,8 +21,8 @@ from duetgan.utils import bounded
 Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
 SIZE = 4.4, 2.2  # width and height in inches of 100 CSS px
-MOST_POINTS = 300  # points of a curve at most; a chart this wide cannot show more
-DOT = 5.0  # diameter in points (1/72 inch) of a value that no line reaches
+MOST_POINTS = 300  # largest number of points of a curve; the chart is too small to show more
+DOT = 5.0  # diameter in points (1/72 inch) of the dot for a value without a line
 # The y axis is logarithmic if the largest value is at least this many times the smallest.
 LOG_FROM = 100.0
 NAMES = ("c0", "c1", "c2", "c3", "soft", "line")  # CSS variables of the page's colours
@@ -77,8 +77,8 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
 
 
 class Chart:
-    """A line chart of one or several curves. The y axis is logarithmic if all values are positive
-    and the largest is at least LOG_FROM times the smallest.
+    """A line chart of one or several curves. If all values are positive, the y axis may be
+    logarithmic (LOG_FROM).
     """
 
     def __init__(self, series: Mapping[str, Points], *, title: str) -> None:
@@ -116,7 +116,7 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
                     dots.append(point)
             if len(dots) < sum(finite):
                 axes.plot(*zip(*points, strict=True), color=colour)
-            # Lines of no length, because markers would be defined in <defs>, which is removed.
+            # Dots are lines of no length, because markers would be in <defs>, which is removed.
             for x, y in dots:
                 axes.plot((x, x), (y, y), color=colour, linewidth=DOT, solid_capstyle="round")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
@@ -137,9 +137,9 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
     return re.sub("|".join(COLOURS), lambda match: COLOURS[match[0]], svg)
 
 
-MOST_SAMPLES = 12  # sample grids of a training that are embedded at most
-MOST_OUTPUTS = 12  # images of other commands that are embedded at most
-# exceptions that Pillow raises for bad images
+MOST_SAMPLES = 12  # largest number of a training's sample grids to embed
+MOST_OUTPUTS = 12  # largest number of other commands' images to embed
+# Exceptions that Pillow raises for bad images.
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 EMBED_WHOLE = 100_000  # bytes; larger images are shrunk before they are embedded
 LARGEST_SIDE = 1400  # pixels of a shrunk image
@@ -161,7 +161,7 @@ CAPTIONS = {  # stem of an image in eval/ -> caption
 WITHOUT_CLASSES = {"samples": "Samples", "real": "Real test images"}
 FIRST = ("samples", "real")  # stems of the images that come first, side by side
 
-# `caption`, and `address`: a data URL; empty if the image cannot be shown
+# Keys: `caption`, and `address`, a data URL, which is empty if the image cannot be shown.
 Picture = dict[str, str]
 
 
@@ -181,7 +181,7 @@ def samples(run: Run) -> list[Picture]:
         path = run.samples[round(i * last / max(1, count - 1))]
         step = int(path.stem.removeprefix("step-"))
         caption = f"step {number(step)}"
-        # see `training.classifier.task.ClassifierTask.sample_grid`
+        # A classifier's only grid shows training images.
         if step == 0 and run.task == "classifier":
             caption = "the first training images, as the network sees them"
         grids.append(picture(path, caption))

@@ -1,9 +1,8 @@
-"""Self-contained HTML reports from a run folder's files: evaluation, samples, curves, commands and
-versions.
+"""HTML reports of a run folder's evaluation, samples, curves, commands and versions, and of a
+study's verdicts, comparisons, controls, tables and images.
 
-A report is one file without scripts that loads nothing; it says which parts are missing because the
-run has not written them yet. The page of a study has the same style: verdict, differences with
-their intervals, controls, tables, images.
+A report is one file without scripts that loads no other file. It names the parts that are missing
+because the run has not written them yet.
 """
 
 import math
@@ -33,8 +32,8 @@ from duetgan.utils.versions import environment
 
 # --- titles of the charts
 
-# Pattern of keys of metrics.jsonl -> title of their chart. The first pattern that matches counts; a
-# key that matches none is charted with the keys that have the same first part.
+# Pattern of keys of metrics.jsonl -> title of their chart. The first matching pattern counts;
+# `chart_of` gives the titles of other keys.
 CHARTS = {
     "loss/generator": "adversarial losses",
     "loss/discriminator": "adversarial losses",
@@ -50,12 +49,12 @@ CHARTS = {
 }
 # Charts whose keys begin with one of these parts are shown; the others are folded away.
 SHOWN_AT_ONCE = ("loss", "logits", "ada", "accuracy", "val", "train")
-FOLDED = "val/memorised_p/*"  # an exception to SHOWN_AT_ONCE
+FOLDED = "val/memorised_p/*"  # keys that are folded away in spite of SHOWN_AT_ONCE
 
 
 def chart_of(key: str) -> str:
-    """Return the title of a key's chart: `val/accuracy` and `accuracy/train` are in one chart, all
-    `logits/...` in another.
+    """Return the title of the chart with the curve of `key`: `val/accuracy` and `accuracy/train`
+    are in one chart, all `logits/...` in another.
     """
     first, _, name = key.partition("/")
     title = first
@@ -99,8 +98,8 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def refresh(output: Path) -> None:
-    """Rewrite the report of the run whose folder contains `output`, if there is one, so that the
-    report shows this file.
+    """Rewrite the report of the run whose folder contains `output`, if there is one, so that it
+    shows this file.
     """
     for folder in output.resolve().parents[:2]:
         if (folder / "config.yaml").is_file():
@@ -150,8 +149,8 @@ def write_page(path: Path, template: str, **values: object) -> Path:
 
 
 def render(template: str, **values: object) -> str:
-    """Render a template of this folder; values are escaped."""
-    # Imported here so that the start of a training does not wait for it.
+    """Return the HTML of a template in this folder; `values` are escaped."""
+    # This import is here so that the start of a training does not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
@@ -167,8 +166,8 @@ def render(template: str, **values: object) -> str:
 
 
 def charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
-    """Return the charts that are shown at once and those that are folded away. A message stands in
-    for a chart without finite values.
+    """Return the charts that are shown at once, and those that are folded away. A message replaces
+    a chart without finite values.
     """
     series = run.series
     groups: dict[str, list[str]] = {}
@@ -189,10 +188,9 @@ def charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
 
 
 def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
-    """Add image files to the TensorBoard events of a run, if it has events and does not train.
+    """Add image files to the TensorBoard events of a run, if it has events and is not training.
 
-    TensorBoard follows the newest file of a folder: during a training it would no longer see the
-    training's events.
+    TensorBoard reads only the newest file of a folder, and would miss the events of a training.
     """
     if not (run / "tensorboard").is_dir():
         return
@@ -205,8 +203,9 @@ def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
 
 
 HEADINGS = {"main": "Main comparisons", "classes": "By class", "all arms": "All arms"}
-VERDICT_CLASSES = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # of the CSS
-OUTCOMES = {True: "as expected", False: "WRONG", None: "unknown yet"}  # of a control, by its `ok`
+VERDICT_CLASSES = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # CSS classes
+# value of a control's `ok` -> text
+OUTCOMES = {True: "as expected", False: "WRONG", None: "unknown yet"}
 WIDTH, MIDDLE = 150, 9  # width and half height of the drawing of an interval, in px
 
 
@@ -263,7 +262,7 @@ def signed(value: float | None, *, is_fraction: bool) -> str:
 
 
 def span(interval: Sequence[float] | None, *, is_fraction: bool) -> str:
-    """Format the interval of a difference."""
+    """Format the interval of a difference as `LOW to HIGH`."""
     if interval is None:
         return "-"
     return " to ".join(signed(end, is_fraction=is_fraction) for end in interval)

@@ -1,4 +1,4 @@
-"""The content of a run folder for a report. Missing files are empty; damaged ones give a note."""
+"""The content of a run folder, for reports."""
 
 import json
 import math
@@ -13,24 +13,24 @@ from duetgan.utils.config import yaml_files
 
 MAX_VALUE = 1e100  # larger values would overflow the ticks of a chart
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves
-# Folders that the training or the evaluation writes; they hold no outputs of other commands. Ranks
-# that end remove `heartbeat`, perhaps while it is listed.
+# Folders that the training or the evaluation writes; they hold no outputs of other commands.
+# Listing `heartbeat` might fail, because processes remove it when they end.
 RUN_FOLDERS = ("checkpoints", "eval", "samples", "tensorboard", "heartbeat")
 OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
 
 Record = dict[str, Any]  # a JSON object
-Document = Mapping[str, Any]  # likewise, for reading only
+Document = Mapping[str, Any]  # a JSON object that is only read
 
 
 def _integer(digits: str) -> float:
-    """Parse an integer of JSON. One that exceeds the range of floats becomes infinite, as JSON's
-    floats do.
-    """
+    """Parse an integer of JSON; return infinity if it exceeds the range of floats."""
     return int(digits) if len(digits) < 300 else float(digits)
 
 
 class Run:
-    """The content of a run folder. A missing file is empty; a damaged one has a line in `notes`."""
+    """The content of a run folder. A missing or damaged file counts as empty; `notes` has a line
+    for each damaged file.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Read the folder. Missing and damaged files raise nothing."""
@@ -46,7 +46,7 @@ class Run:
         self.data = self._object("data.json")  # role -> description of the data set
         self.evaluation = credible(self._object("eval/metrics.json"))
         grids = self.folder.glob("samples/step-*.png")
-        # in order of steps
+        # The grids are in the order of steps.
         self.samples = sorted(path for path in grids if path.stem[5:].isdecimal())
         self.images = sorted(self.folder.glob("eval/*.png"))
         order = self.evaluation.get("images")
@@ -68,7 +68,7 @@ class Run:
         )
 
     def _text(self, name: str) -> str:
-        """Read a text file; empty if it is missing, or if it is unreadable, which gives a note."""
+        """Return the text of a file; empty if it is missing, or unreadable, which adds a note."""
         path = self.folder / name
         if not path.exists():
             return ""
@@ -89,8 +89,8 @@ class Run:
             return {}
 
     def _records(self) -> list[Record]:
-        """Read metrics.jsonl with the records of a step merged, later values over earlier ones. The
-        number of damaged lines goes to `notes`.
+        """Return one record for each step in metrics.jsonl. Of several records of a step, later
+        values replace earlier ones. A note has the number of damaged lines.
         """
         by_step: dict[int, Record] = {}
         torn = 0

@@ -1,4 +1,4 @@
-"""One Markdown page of the results of studies, from their folders, failures included."""
+"""A Markdown page of the results of studies, those with failed controls included."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ HEAD = ["arm", "base", "controls", "of", "effect", "95 % interval", "p", "verdic
 
 
 def verdicts(folders: Sequence[Path]) -> str:
-    """Return a section for each study: question, seeds, cost, and a table of its main comparisons.
+    """Return Markdown with a section for each study: its title, number of seeds, time, and a table
+    of its main comparisons.
 
     Raises UserError for a folder without a readable study.json.
     """

@@ -1,4 +1,4 @@
-"""Studies: many runs, paired by seed and test image, with a table and verdicts; see `study.py`."""
+"""Studies (`study.py`): experiments of many runs on questions about GANs and classifiers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from duetgan.studies.images import StudyConfig
     from duetgan.studies.subject import Subject
 
-# name -> question. A new study is a file studies/NAME.py, with CONFIG, a StudyConfig, and SUBJECT,
-# a class of (config, folder, device), and a line here.
+# Name of a study -> its question. A new study needs a line here and a file studies/NAME.py with
+# CONFIG, a subclass of StudyConfig, and SUBJECT, a subclass of Subject.
 SUBJECTS = {
     "augment": "do a generator's samples help the classifier?",
     "cas": "how good a training set are samples, and what makes them better?",

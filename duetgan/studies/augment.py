@@ -26,22 +26,22 @@ REAL, HELD_BACK_ARM = "real only", "held-back real images"
 CLASSIC, SYNTHETIC = "classic", "synthetic"
 CONTROL = "control"
 BASE, BEST = "best classic arm", "best arm with samples"
-SAMPLES, SELECTED = "samples", "selected samples"  # jobs
+SAMPLES, SELECTED = "samples", "selected samples"  # jobs that write files of samples
 NOISE = "untrained samples"
 AGAINST_REAL = Comparison(REAL, group=GROUPS, family="all arms")
 
 
 class SelectionConfig(Drawing):
-    """Selection of the samples of the arms `selected`."""
+    """Criteria that select the samples of the arms with selection."""
 
     recognised: bool = True
     confidence: Band | None = (0.5, 1.0)
-    pool: PositiveInt = 4  # candidates for each sample
+    pool: PositiveInt = 4  # candidates that are drawn for each requested sample
 
 
 class AugmentConfig(StudyConfig):
     ratios: list[PositiveFloat] = [0.25, 0.5, 1.0, 2.0]  # samples per real image
-    selected: list[bool] = [False, True]  # without and with selection
+    selected: list[bool] = [False, True]  # false: arms with all samples; true: with selected ones
     selection: SelectionConfig = SelectionConfig()
     control_ratio: PositiveFloat = 1.0  # added images per real image in the controls
     # overrides of the classifier's recipe for the arm "stronger augmentation"
@@ -50,8 +50,8 @@ class AugmentConfig(StudyConfig):
         "augment.cutmix": 1.0,
         "augment.mix_prob": 0.5,
     }
-    # overrides of the classifier's recipe for all arms with samples but the controls, such as
-    # data.sampling
+    # overrides of the classifier's recipe, such as data.sampling, for the arms with samples, except
+    # the controls
     mixing: dict[str, Any] = {}
 
     def check(self) -> None:
@@ -71,20 +71,21 @@ def file_of(place: Path, ratio: float) -> Path:
 
 
 def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[int]:
-    """Return the number of samples of each class at a ratio, rounded up.
+    """Return the number of samples of each class, rounded up.
 
-    All classes get equally many, or with `fill` in proportion to what they lack of the largest
-    class, as `data.synthetic.balance fill` mixes them in.
+    All classes get equally many, or with `fill` in proportion to their difference from the largest
+    class, as training with `data.synthetic.balance: fill` needs. `counts` are the real images of
+    each class, `ratio` is samples per real image.
     """
     parts = max(counts) - np.array(counts, np.float64) if fill else np.ones(len(counts))
     return [int(count) for count in np.ceil(ratio * sum(counts) * parts / parts.sum() - 1e-9)]
 
 
 class Augment(Subject):
-    """Compares classifiers with samples to classic methods, all with the same number of steps.
+    """A comparison of classifiers trained with samples against classic methods.
 
-    A ratio is the fraction of every batch that consists of added images. The best arms are chosen
-    on held-out images and compared on the test images.
+    All arms have the same number of steps. A ratio is the number of added images per real image in
+    every batch. The best arms are chosen on held-out images and compared on test images.
     """
 
     title = "Do samples help the classifier?"
@@ -93,10 +94,10 @@ class Augment(Subject):
     def declare(self) -> None:
         config, control = self.config, self.config.control_ratio
         self.tail = not even(expected_counts(config.data))
-        # False if the arms with samples mix in equally many of each class
+        # True if rare classes get more samples; False if all classes get equally many.
         self.fill = self.tail and config.mixing.get("data.synthetic.balance", "fill") == "fill"
         generator, untrained = self.generators()
-        # the selector sees the training images alone, all classes equally often
+        # The selector is trained on the training images alone, with all classes equally often.
         selector = self.selector(config.classifier, {"data.sampling": "balanced"})
 
         def draw(
@@ -106,7 +107,7 @@ class Augment(Subject):
             drawing: Drawing | None,
             *,
             tail: bool,
-            selection: tuple[int, Path] | None = None,  # pool and selector
+            selection: tuple[int, Path] | None = None,  # candidates per sample, selector's run
         ) -> None:
             pool, chosen_selector = selection or (None, None)
             self.add(
@@ -196,7 +197,9 @@ class Augment(Subject):
         self._arm(arm, {}, HELD_BACK_ARM, control)
 
     def _arm(self, arm: Job, overrides: Settings, job: str = "", ratio: float = 0.0) -> None:
-        """Declare an arm with overrides, and with the images of a job mixed in."""
+        """Declare an arm with `overrides` and, if a job is named, with `ratio` of the job's images
+        per real image.
+        """
         used = None
         if job:
             file = file_of(self.place(job), ratio)
@@ -214,12 +217,12 @@ class Augment(Subject):
     def _draw(
         self, place: Path, seed: int, ratios: Sequence[float], tail: bool, **options: Any
     ) -> Settings:
-        """Write a file of samples for each ratio.
+        """Write a file of samples for each ratio into the folder `place`.
 
         Returns:
             `kept`, the fraction of candidates of each class that the selection accepts; `counts`,
             the number of samples of each class in each file, fewer than requested if the pool has
-            too few; and `figures`, the numbers of samples divided by the requested numbers.
+            too few; and `figures`, each file's number of samples divided by the requested number.
         """
         files = {
             file_of(place, ratio): sample_counts(self.counts(TRAIN), ratio, fill=tail)

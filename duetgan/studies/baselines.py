@@ -1,6 +1,6 @@
 """Baselines that train no network: logistic regression on features, and label spreading.
 
-Images without labels count, too: their features standardise those of the labelled images.
+Images without labels are used too: features are standardised over all images.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,9 +22,9 @@ from duetgan.training.classifier.network import load_discriminator
 from duetgan.training.classifier.probe import fit
 from duetgan.utils.seeding import forked
 
-SIDE = 32  # px to which images are scaled down if their pixels are the features
+SIDE = 32  # side in px to which larger images are scaled if their pixels are the features
 
-Features = Callable[[Dataset], Tensor]  # -> float32 [n, F]
+Features = Callable[[Dataset], Tensor]  # images -> their features, float32 [n, F]
 # (features [n, F], labels int64 [n], some UNKNOWN, queries [m, F], number of classes) -> predicted
 # classes of the queries, int64 [m]
 Learner = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -33,7 +33,7 @@ Labelled = Callable[..., np.ndarray]
 
 
 def pixels(dataset: Dataset) -> Tensor:
-    """Return the values of all pixels, of images scaled down to SIDE px."""
+    """Return the pixel values of all images, scaled down to SIDE px, float32 [n, F]."""
     side = min(SIDE, dataset.spec.side)
     parts = (
         read_batch(dataset, rows).images.float() for rows in blocks(len(dataset), dataset.spec.side)
@@ -42,12 +42,12 @@ def pixels(dataset: Dataset) -> Tensor:
 
 
 def before_training(dataset: Dataset, **model: Any) -> Tensor:
-    """Return the features of a classifier's network before its first step.
+    """Return the features of a classifier network before its training, float32 [n, F].
 
-    The network, of these keys of ModelConfig, is initialised by the key (0, "init", "classifier"),
-    or is a discriminator.
+    `model` holds keys of ModelConfig. The weights are random, by the key (0, "init", "classifier"),
+    or those of a discriminator.
     """
-    # ModelConfig requires that the run of a discriminator exists
+    # ModelConfig is built only here, because it requires that the discriminator's run exists.
     config = ModelConfig(**model | {"weights": model["weights"] and str(model["weights"])})
     with forked(0, "init", "classifier"):
         classifier = Classifier(
@@ -60,7 +60,7 @@ def before_training(dataset: Dataset, **model: Any) -> Tensor:
 
 
 def readout(features: Tensor, labels: Tensor, queries: Tensor, classes: int) -> Tensor:
-    """Predict by logistic regression, with the regularisation chosen by cross-validation."""
+    """Predict by logistic regression; cross-validation chooses its regularisation."""
     labelled = labels != UNKNOWN
     probe = fit(features[labelled, None], labels[labelled], classes, unlabelled_features=features)
     return F.linear(queries, probe.weight, probe.bias).argmax(1)
@@ -72,7 +72,7 @@ def spread(features: Tensor, labels: Tensor, queries: Tensor, classes: int) -> T
 
 
 def baselines(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
-    """Return the description, features and learner of each baseline, by name."""
+    """Return baselines: name -> (description, function that computes features, learner)."""
     return {
         "pixels": ("a logistic regression on the pixels", pixels, readout),
         "untrained features": (
@@ -91,14 +91,9 @@ def hits_of(
     learner: Learner,
     labelled: Labelled | None,
 ) -> dict[str, np.ndarray]:
-    """Return which images of each file a learner predicts correctly, bool [n].
+    """Return for each of the packed `files` True where an image is predicted correctly, bool [n].
 
-    Args:
-        training: File of the training images.
-        files: Files of the images to predict, by name.
-        features: The features.
-        learner: The learner.
-        labelled: Chooses the training images whose labels are used; None: all.
+    `labelled` chooses the training images whose labels are used; None: all.
     """
     with Dataset(training) as dataset:
         x = features(dataset)

@@ -1,7 +1,8 @@
 """Study `cas`: how good a training set are samples?
 
-The study measures the classification accuracy score (Ravuri and Vinyals 2019, 1905.10887), its gap
-to equally many real images, and the effect of a selection.
+It measures the accuracy of classifiers trained on samples alone (classification accuracy score,
+Ravuri and Vinyals 2019, 1905.10887), the gap to equally many real images, and the effect of
+selecting samples.
 """
 
 from pathlib import Path
@@ -16,24 +17,24 @@ from duetgan.studies.subject import Job, Subject
 from duetgan.utils.config.model import PositiveInt
 from duetgan.utils.errors import UserError
 
-# arms
+# names of arms
 REAL, CONTROL = "real", "real again"
 PLAIN, TOGETHER = "plain", "together"
 NOISE = "untrained"
-GAP, EFFECT = "gap to real images", "effect of an ingredient"  # families of answers
+GAP, EFFECT = "gap to real images", "effect of an ingredient"  # families of comparisons
 
 
 class CasConfig(StudyConfig):
     # training images of each classifier; null: as many as the held-back images allow
     n: PositiveInt | None = None
-    # the classifier that selects samples, trained on the training images; without a config it has
-    # the recipe `classifier`
+    # recipe of the classifier that selects samples, which is trained on the training images; if its
+    # `config` is empty, the recipe `classifier` is used
     selector: Recipe = Recipe()
-    drawing: Drawing = Drawing()  # criteria of selection: an arm for each alone, and one for all
+    drawing: Drawing = Drawing()  # criteria of selection; one arm for each, and one for all of them
 
 
 class Cas(Subject):
-    """Compares classifiers trained on samples alone with those trained on equally many real images."""
+    """A comparison of classifiers trained on samples alone and on equally many real images."""
 
     title = "How good a training set are samples?"
 
@@ -79,7 +80,9 @@ class Cas(Subject):
     def _arm(
         self, arm: Job, source: Path, drawing: Drawing | None = None, selector: Path | None = None
     ) -> None:
-        """Declare an arm with images of a file, or with samples of a generator's run."""
+        """Declare an arm with images of the packed file `source`, or, with `drawing`, with samples
+        of the generator in the run folder `source`.
+        """
         images = {"n": self.config.n, "source": source, "drawing": drawing, "selector": selector}
         self.add(arm, self._make, recipe=self.config.classifier, **images)
         self.captions[arm.name] = f"{arm.name}, seed {self.config.first_seed}"
@@ -87,7 +90,7 @@ class Cas(Subject):
     def _make(
         self, place: Path, seed: int, source: Path, recipe: Recipe, n: int | None, **options: Any
     ) -> Result:
-        file = place / "images.lmdb"  # after an interruption the same images are drawn again
+        file = place / "images.lmdb"  # An interrupted job draws the same images again.
         accepted = self.draw(
             {file: self._class_counts()}, source, seed=seed, stream=("study", "sample"), **options
         )
@@ -99,7 +102,7 @@ class Cas(Subject):
         return result
 
     def _class_counts(self) -> list[int]:
-        """Return the number of images of each class, the same for all arms, `n` together.
+        """Return the number of images of each class on which every arm trains, `n` in all.
 
         The class frequencies are those of the training images. Raises UserError if there are too
         few held-back images.

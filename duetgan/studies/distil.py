@@ -1,4 +1,4 @@
-"""Study `distil`: can samples carry what a teacher knows to a student without the training images?"""
+"""Study `distil`: can a student without the training images learn from a teacher by samples?"""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from duetgan.studies.samples import Drawing
 from duetgan.studies.subject import Job, Settings, Subject
 from duetgan.utils.config.model import PositiveInt, Probability
 
-# jobs
+# names of jobs and arms
 TEACHER = "teacher"
 SAMPLES, NOISE = "samples", "untrained samples"
 UNSEEN = "other real images"
@@ -30,18 +30,19 @@ FEW, BASE = "few real images", "best without samples"
 
 
 class DistilConfig(StudyConfig):
-    per_class: PositiveInt = 10  # labelled real images of each class that a student has
-    share: Probability = 0.9  # fraction of a student's batches that are other images, if it has any
+    per_class: PositiveInt = 10  # labelled real images of each class on which a student trains
+    # fraction of a student's batches that are samples or other real images, in the arms with these
+    share: Probability = 0.9
     student: Recipe = Recipe(config="configs/quickstart_classifier.yaml")
     # overrides of the student's recipe for all arms with a teacher
     taught: dict[str, Any] = {"loss.temperature": 2.0}
 
 
 class Distil(Subject):
-    """Compares students that learn from a teacher by samples, or by other images.
+    """A comparison of students that learn a teacher's predictions on samples or on other images.
 
-    Teacher and generator are trained on all training images. A student has a few of them, drawn for
-    each seed, or none.
+    Teacher and generator are trained on all training images. A student has a few of them, which
+    differ between seeds, or none.
     """
 
     title = "Can samples carry what a teacher knows?"
@@ -126,7 +127,7 @@ class Distil(Subject):
             UNSEEN,
         )
 
-    # --- what jobs and arms do
+    # --- functions that make jobs and arms
 
     def _draw(self, place: Path, seed: int, source: Path, drawing: Drawing | None) -> Settings:
         counts = np.minimum(self.counts(TRAIN), self.counts(HELD_BACK)).tolist()
@@ -135,7 +136,7 @@ class Distil(Subject):
         return {}
 
     def _few(self, place: Path, seed: int, count: int, recipe: Recipe, images: Path) -> Result:
-        """Draw the images of a seed, for the arms that follow, and train on them."""
+        """Write a seed's few labelled images to few.lmdb, for all arms, and train on them."""
         with Dataset(images) as dataset:
             write_subset(
                 dataset,

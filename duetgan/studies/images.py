@@ -1,7 +1,8 @@
-"""The config that all studies have, and the division of a study's images.
+"""The config keys that all studies have, and the division of a study's images.
 
-A recipe configs/study_*.yaml sets only what differs from the defaults here. A seed divides the
-images of one file into training, held-out and held-back images; the test images are another file.
+A recipe configs/study_*.yaml sets only the keys that differ from the defaults here. The images of
+one file are divided at random into training, held-out and held-back images; the test images are
+another file.
 """
 
 import json
@@ -33,26 +34,23 @@ Tail = Annotated[float, Interval(ge=1, le=1e6)]
 
 
 class StudyData(Config):
-    """The images of a study.
+    """The images of a study: two packed files, or the name of a data set."""
 
-    The images of `path` are divided into training, held-out and held-back images; some may stay
-    unused. The test images are not divided.
-    """
-
-    path: str | None = None  # packed training images
-    test_path: str | None = None  # packed test images
-    # instead of the paths: a named dataset, which the study packs
+    # packed images, which are divided into training, held-out and held-back images
+    path: str | None = None
+    test_path: str | None = None  # packed test images, which are not divided
+    # name of a data set that the study packs, instead of path and test_path
     source: Literal["sample", "fashion-mnist", "cifar10"] | None = None
-    root: str | None = None  # folder of its files
-    size: Annotated[int, Ge(4)] | None = None  # px at which a source is packed
-    held_out: InnerFraction = 0.1  # fraction of each class, for choices
-    held_back: InnerFraction = 0.3  # smallest fraction of each class, for controls alone
-    # limit of the training images of a class; null: no limit
+    root: str | None = None  # folder of that data set's files
+    size: Annotated[int, Ge(4)] | None = None  # side in px at which that data set is packed
+    held_out: InnerFraction = 0.1  # fraction of each class on which choices are made
+    held_back: InnerFraction = 0.3  # smallest fraction of each class that only controls use
+    # largest number of training images of a class; null: no limit
     largest: PositiveInt | None = None
     # ratio of the largest to the rarest class; sizes fall exponentially in the order of the
-    # classes; 1: sizes as they are
+    # classes; 1: sizes stay as they are
     long_tail: Tail = 1.0
-    seed: int = 0  # of the division
+    seed: int = 0  # seed of the division
 
     def check(self) -> None:
         if self.held_out + self.held_back >= 1:
@@ -62,16 +60,16 @@ class StudyData(Config):
 
 
 class Recipe(Config):
-    """How to get a trained network: by a recipe of configs/ with overrides, or from a run."""
+    """The source of a trained network: a recipe of configs/ with overrides, or an existing run."""
 
-    config: str = ""  # a recipe for train.py
-    overrides: dict[str, Any] = {}  # by dotted keys, such as optimizer.lr: 0.1
-    # a run to use instead of a training, trained on exactly this study's training images
+    config: str = ""  # recipe for train.py
+    overrides: dict[str, Any] = {}  # dotted key -> value, such as optimizer.lr: 0.1
+    # run folder to use instead of a training; trained on exactly the study's training images
     run: str | None = None
 
     @property
     def file(self) -> Path:
-        """The recipe's file; recipes of configs/ are found from any folder."""
+        """The path of the recipe, which is found in configs/ from any working directory."""
         return Path(recipe_file(self.config))
 
     def key(self) -> Document:
@@ -83,24 +81,24 @@ class Recipe(Config):
         return self.model_dump() | {"recipe": recipe}
 
     def settings(self) -> RunConfig:
-        """Build the config of the run; raise UserError if it is invalid."""
+        """Return the config of a run of this recipe; raise UserError if it is invalid."""
         return build_run_config(read_yaml(self.file), tokens(self.overrides), str(self.file))
 
 
 class StudyConfig(Config):
-    """Keys of all studies."""
+    """The config keys that all studies have."""
 
-    seeds: PositiveInt = 5  # trainings of each arm
+    seeds: PositiveInt = 5  # trainings of each arm, with successive seeds
     first_seed: NonNegativeInt = 0
-    # patterns of names of arms to try, such as "*readout of D", with the arms that they are
-    # compared with; empty: all arms
+    # patterns of names of arms to run, such as "*readout of D", together with the arms that they
+    # are compared with; empty: all arms
     only: list[str] = []
     # true: keep the checkpoints of finished arms; a run without checkpoints takes kilobytes
     keep_runs: bool = False
     data: StudyData = StudyData()
     classifier: Recipe = Recipe()
     gan: Recipe = Recipe()
-    # values that --quick sets, by dotted keys; a mapping is merged into an existing one
+    # dotted key -> value that --quick sets; a mapping is merged into an existing one
     quick: dict[str, Any] = {}
 
     def check(self) -> None:
@@ -126,7 +124,7 @@ class StudyConfig(Config):
 
 
 def quickened(tree: Document) -> Document:
-    """Set the keys of a recipe's section `quick`; raise UserError if it is missing or empty."""
+    """Return a recipe with the values of its section `quick`; raise UserError if it has none."""
     quick = tree.get("quick")
     if not isinstance(quick, dict) or not quick:
         raise UserError(
@@ -138,13 +136,16 @@ def quickened(tree: Document) -> Document:
 
 
 def tokens(overrides: Mapping[str, object]) -> list[str]:
-    """Return overrides, by dotted keys, as options of train.py."""
+    """Return overrides (dotted key -> value) as options of train.py."""
     return [f"--{key}={_text(value)}" for key, value in overrides.items()]
 
 
 def _text(value: object) -> str:
-    """Return a value as YAML on one line; a bool becomes on or off, which suits `mode: off`, too."""
-    if isinstance(value, str):  # config keys of type str take the text unquoted
+    """Return a value as YAML on one line.
+
+    A bool becomes `on` or `off`, because YAML reads the mode `off` as a bool.
+    """
+    if isinstance(value, str):  # Options of type str take the text unquoted.
         return value
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -155,16 +156,17 @@ def _text(value: object) -> str:
 PARTS = "parts"  # name of the job that divides the images
 TRAIN, TEST = "train", "test"
 HELD_OUT, HELD_BACK = "held_out", "held_back"
-ROUNDING = 1e-6  # an integral power may be computed slightly too small
-EVEN_SOURCE = 10**6  # assumed size of each class of a named source, whose classes are even
-EVEN = 1.5  # largest ratio of class sizes that counts as even
+ROUNDING = 1e-6  # added before rounding down, because powers may be computed slightly too small
+EVEN_SOURCE = 10**6  # assumed size of each class of a named data set; these are equally large
+EVEN = 1.5  # largest ratio of class sizes at which classes count as equally large
 
 
 def make_parts(data: StudyData, place: Path) -> Document:
-    """Write the files of all four parts; return `classes`, and the `counts` by class of each part.
+    """Write packed files of the training, held-out, held-back and test images into `place`.
 
-    Raises UserError if the images have no classes, or training and test images have different
-    classes, or images do not have one size.
+    Returns `classes`, the class names, and `counts`, the number of images of each class by part.
+    Raises UserError if there are no classes, if training and test images have different ones, or if
+    the images differ in size.
     """
     train, test = _sources(data, place)
     with Dataset(train) as dataset, Dataset(test) as test_dataset:
@@ -205,7 +207,7 @@ def make_parts(data: StudyData, place: Path) -> Document:
 
 
 def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
-    """Return the files of training and test images, after packing a named source."""
+    """Return the packed files of training and test images; pack a named data set into `place`."""
     if data.path is not None and data.test_path is not None:
         return Path(data.path), Path(data.test_path)
     files = place / "whole-train.lmdb", place / "whole-test.lmdb"
@@ -216,9 +218,9 @@ def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
 
 
 def usable(dataset: Dataset, test_dataset: Dataset) -> np.ndarray:
-    """Return the records of a dataset without duplicates, and without those in the test dataset.
+    """Return the record numbers, ascending, of a data set's images that are not in the test set.
 
-    Duplicates are equal pixel for pixel; the first one stays.
+    Of images that are equal pixel for pixel, only the first is returned.
     """
     digests = dataset.signatures()["digest"]
     first = np.zeros(len(digests), bool)
@@ -229,10 +231,10 @@ def usable(dataset: Dataset, test_dataset: Dataset) -> np.ndarray:
 def divide(
     records: np.ndarray, labels: np.ndarray, classes: int, data: StudyData
 ) -> dict[str, np.ndarray]:
-    """Divide records into held-out, training and held-back ones, each ascending.
+    """Divide record numbers into held-out, training and held-back ones, each ascending.
 
-    The images of a class are in the order of the key (seed, "study", class). The first ones are
-    held out, then follow as many for training as `training_counts` says. All others are held back.
+    The images of a class are shuffled by the key (seed, "study", class). The first ones are held
+    out, the next ones are for training, and all others are held back.
 
     Raises UserError if a class is too small.
     """
@@ -264,7 +266,7 @@ def _limits(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int
 
 
 def expected_counts(data: StudyData) -> list[int]:
-    """Return the training images of each class as if there were no duplicates, before packing."""
+    """Return the expected number of training images of each class, duplicates included."""
     if data.path is None:
         return training_counts([EVEN_SOURCE] * 10, data.changed(largest=None))
     with Dataset(data.path) as dataset:
@@ -272,7 +274,7 @@ def expected_counts(data: StudyData) -> list[int]:
 
 
 def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
-    """Return the number of training images of each class, at most `largest`.
+    """Return the number of training images of each class, at most `available` and `data.largest`.
 
     With a long tail, class k of K has largest * ratio ** (-k / (K - 1)) images, rounded down, at
     least one (Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples", section
@@ -288,7 +290,7 @@ def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
 
 
 def write_subset(dataset: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
-    """Write records into a file of raw images, which replaces an existing one."""
+    """Write the images of some records, uncompressed, to the packed file `out`, and replace it."""
     source = f"{len(records)} images of {dataset.meta.source}"
     images = (dataset, records, dataset.labels()[records])
     return write_labelled(
@@ -297,7 +299,9 @@ def write_subset(dataset: Dataset, records: Sequence[int] | np.ndarray, out: Pat
 
 
 def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> None:
-    """Write `counts` images of each class of a file, drawn by (seed, "study", "real", class)."""
+    """Write `counts` images of each class of the packed file `source` to `out`, drawn at random
+    with the key (seed, "study", "real", class).
+    """
     with Dataset(source) as dataset:
         chosen = []
         for label, count in enumerate(counts):
@@ -308,15 +312,11 @@ def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> No
 
 
 def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[int]]:
-    """Return the labels of each group of classes, then of each class, by name.
+    """Return name -> labels, first for groups of classes, then for each single class.
 
-    The groups are `all` and, if the classes are not even, `many`, `medium` and `few`: a third of
-    the classes each, by the number of training images (`medium` has the remainder). A class whose
-    name is that of a group is called "class NAME".
-
-    Args:
-        counts: Number of training images of each class.
-        classes: Class names.
+    The groups are `all` and, unless the classes are `even`, `many`, `medium` and `few`: a third of
+    the classes each, by their training images `counts`. A class with the name of a group is called
+    "class NAME".
     """
     groups = {"all": list(range(len(counts)))}
     order = sorted(groups["all"], key=lambda label: (-counts[label], label))
@@ -333,5 +333,5 @@ def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[i
 
 
 def even(counts: Sequence[int]) -> bool:
-    """Return True if the sizes of classes count as even."""
+    """Return True if the largest class has at most EVEN times as many images as the smallest."""
     return max(counts) <= EVEN * min(counts)

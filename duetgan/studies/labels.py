@@ -25,14 +25,14 @@ ALL = "all labels"
 PSEUDO, RANDOM = "pseudo-labels", "labels by chance"
 READOUT, SPREAD = "readout of D", "spread by D"
 FINETUNED, CONSISTENT = "from D on", "consistency from D"
-OF_UNTRAINED = "untrained"  # suffix of controls with an untrained D
-BASE = "best without"  # the best of the arms without another model
-BATCH = 250  # images that are labelled at a time
+OF_UNTRAINED = "untrained"  # suffix of the controls whose discriminator D is untrained
+BASE = "best without"  # the best of the arms that use no second model
+BATCH = 250  # images per batch when pseudo-labels are predicted
 
 
 class LabelsConfig(StudyConfig):
-    per_class: list[PositiveInt] = [10, 50]  # numbers of labels of each class
-    threshold: Probability = 0.95  # smallest probability of a pseudo-label
+    per_class: list[PositiveInt] = [10, 50]  # numbers of labels per class, each with its own arms
+    threshold: Probability = 0.95  # smallest predicted probability that makes a pseudo-label
     # overrides of the classifier's recipe for the arms that start from the discriminator
     discriminator: dict[str, Any] = {
         "model.stem": "imagenet",
@@ -54,10 +54,10 @@ def arm_name(per_class: int, method: str = "") -> str:
 
 
 class Labels(Subject):
-    """Compares methods of learning from a few labelled and many unlabelled images.
+    """A comparison of methods that learn from a few labelled and many unlabelled images.
 
-    Each seed draws its own labelled images. The generator uses no labels, so that one generator
-    serves all arms.
+    Each seed draws its own labelled images. One generator serves all arms, because it is trained
+    without labels.
     """
 
     title = "What do images without labels add?"
@@ -106,7 +106,9 @@ class Labels(Subject):
         return Comparison(arm_name(count, BASE), controls=controls, asked=True)
 
     def _pseudo_labels(self, count: int, first: Path, *, is_control: bool) -> None:
-        """Declare the arm with pseudo-labels of the supervised arm `first`, and with random ones."""
+        """Declare an arm with pseudo-labels of the supervised arm in the folder `first`, and an arm
+        with random labels, which must not help if `is_control`.
+        """
         pseudo = Job(
             arm_name(count, PSEUDO),
             "and all others that it is sure of",
@@ -130,9 +132,9 @@ class Labels(Subject):
     def _from_discriminator(
         self, count: int, first: Path, run: Path, images: Path, suffix: str = ""
     ) -> None:
-        """Declare the arms that use the discriminator of a run.
+        """Declare the arms that use the discriminator of a GAN's run.
 
-        With a suffix, which is added to their names, they are controls.
+        With a `suffix`, which is added to their names, they are controls.
         """
 
         def arm(method: str, description: str) -> Job:
@@ -163,7 +165,7 @@ class Labels(Subject):
             arm(SPREAD, "labels spread over neighbours, by D's maps"), maps, spread, labelled
         )
 
-    # --- what jobs and arms do
+    # --- functions that make jobs and arms
 
     def _unlabelled(self, place: Path, _seed: int, images: Path) -> Settings:
         with Dataset(images) as dataset:
@@ -180,10 +182,10 @@ class Labels(Subject):
     def _first(
         self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path
     ) -> Result:
-        """Train on few labelled images, and write the files for the arms that follow.
+        """Train on few labelled images, and write files of images that other arms use.
 
-        `few.lmdb` has the labelled images. `guessed.lmdb` also has images with pseudo-labels,
-        `wrong.lmdb` the same images with random labels.
+        `few.lmdb` has the labelled images. `guessed.lmdb` also has images with pseudo-labels;
+        `wrong.lmdb` has the same images with random instead of pseudo-labels.
         """
         with Dataset(images) as dataset:
             labels, classes = dataset.labels(), dataset.classes

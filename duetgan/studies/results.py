@@ -1,4 +1,4 @@
-"""Results of a study's arms: differences between arms, Holm's correction, verdicts and controls."""
+"""Comparison of a study's arms: differences, Holm's correction, verdicts and controls."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,39 +15,39 @@ from duetgan.studies.images import HELD_OUT, TEST
 GROUPS, CLASSES = "each group", "each class"  # values of Comparison.group
 HELPS, HURTS = "helps", "hurts"
 OPEN, EMPTY = "cannot tell", "not tried"
-ACCEPTED = {"helps": (HELPS,), "not helps": (HURTS, OPEN), "same": (OPEN,)}  # by `expected`
-MIN_SEEDS = 5  # for the verdict `helps`
-MIN_USED = 0.05  # fraction of the images that an arm should use, below which it was not tried
+# Comparison.expected -> the verdicts with which a control passes
+ACCEPTED = {"helps": (HELPS,), "not helps": (HURTS, OPEN), "same": (OPEN,)}
+MIN_SEEDS = 5  # smallest number of seeds for the verdict `helps`
+MIN_USED = 0.05  # fraction of its samples or labels below which an arm counts as not tried
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A test if the second arm is better than the first one and than all `controls`.
+    """A test of whether the second arm is better than the first one and than all `controls`.
 
-    With `expected`, it is a control of the study, which is void if a control comes out differently.
-    `helps`: the second arm must be significantly better; `not helps`: it must not be; `same`: it
-    must be neither better nor worse.
+    With `expected` it is a control: the study is void unless the second arm is significantly better
+    (`helps`), is not better (`not helps`), or is neither better nor worse (`same`).
     """
 
     first: str
-    second: str = ""  # the arm that declares it
-    # a group of classes, a class, GROUPS or CLASSES (a comparison for each); ignored for a figure
+    second: str = ""  # the arm that declares this comparison
+    # a group of classes, a class, or GROUPS or CLASSES for a comparison of each; not for a `figure`
     group: str = "all"
     controls: Sequence[str] = ()  # arms that lack the supposed cause of the effect
-    figure: str | None = None  # a metric of the runs; None: hits
+    figure: str | None = None  # metric to compare; None: mean recall of the group's classes
     larger_is_better: bool = True
     family: str = "main"  # Holm's correction is over all comparisons of a family
-    asked: bool = False  # True: it is one of the study's verdicts
+    asked: bool = False  # True if the result is a verdict of the study
     expected: Literal["helps", "not helps", "same"] | None = None
     why: str = ""  # the purpose of a control, for the report
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run."""
+    """The metrics and the correct predictions of one run."""
 
-    figures: dict[str, float | None] = field(default_factory=dict)
-    # split -> True for correct predictions, bool [n], in the file's order
+    figures: dict[str, float | None] = field(default_factory=dict)  # name of a metric -> value
+    # split -> True for each image that is predicted correctly, bool [n], in the file's order
     hits: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -56,17 +56,18 @@ class Results:
     """The results of all arms for the same seeds."""
 
     seeds: Sequence[int]
-    by_arm: dict[str, list[Result]]  # in the order of the seeds
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of each split, int64 [n]
-    # labels of each group of classes, then of each class alone
+    by_arm: dict[str, list[Result]]  # arm -> results in the order of the seeds
+    # split -> labels of its images, int64 [n]
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    # name -> labels, first for groups of classes, then for single classes
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def hits(self, arm: str, split: str = TEST) -> np.ndarray:
-        """Return correct predictions by seed and image, bool [seeds, n]."""
+        """Return True for each correct prediction, bool [seeds, n]."""
         return np.stack([result.hits[split] for result in self.by_arm[arm]])
 
     def figures(self, arm: str, name: str) -> list[float | None]:
-        """Return a metric of an arm at each seed."""
+        """Return the metric `name` of an arm for each seed."""
         return [result.figures.get(name) for result in self.by_arm[arm]]
 
     def mean_figure(self, arm: str, name: str) -> float | None:
@@ -75,17 +76,17 @@ class Results:
         return float(np.mean(values)) if values else None
 
     def weights(self, group: str, split: str = TEST) -> np.ndarray:
-        """Return the weight of each image in the group's mean recall, float64 [n], of sum 1."""
+        """Return each image's weight in the group's mean recall, float64 [n], of sum 1."""
         labels = self.labels[split]
         chosen = np.isin(labels, self.groups[group])
         return chosen / (max(1, len(np.unique(labels[chosen]))) * np.bincount(labels)[labels])
 
     def mean(self, arm: str, group: str, split: str = TEST) -> float:
-        """Return the mean recall of the group's classes over all seeds."""
+        """Return the recall of an arm, averaged over the group's classes and all seeds."""
         return float(self.hits(arm, split).mean(0) @ self.weights(group, split))
 
     def choose(self, name: str, arms: Sequence[str]) -> str:
-        """Add an arm that has, for each seed, the results of the best of `arms`.
+        """Add an arm `name` that has, for each seed, the results of the best of `arms`.
 
         The best arm has the largest mean recall on held-out images; of equal ones it is the first.
         Returns a text that lists the chosen arms with their numbers of seeds.
@@ -103,7 +104,9 @@ class Results:
 def difference(
     results: Results, first: str, second: str, group: str, figure: str | None
 ) -> Difference | None:
-    """Return the second arm's metric minus the first one's; None if a metric is missing."""
+    """Return the second arm's metric `figure` (None: mean recall of the group's classes) minus the
+    first one's; None if a value is missing.
+    """
     if figure is None:
         return by_seeds_and_images(
             results.hits(first), results.hits(second), results.weights(group)
@@ -137,9 +140,9 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Docume
     verdict is `not tried`.
 
     Returns:
-        Of each comparison its fields, `first_value`, `second_value`, `difference`, its 95 %
-        `interval`, `p` (corrected after Holm within the family), `method`, `unbeaten` (controls
-        that are as good) and `verdict`.
+        For each comparison its fields, `first_value`, `second_value`, `difference`, its 95 %
+        `interval`, `p` (corrected after Holm within the family), `method`, `unbeaten` (the controls
+        that the second arm does not beat) and `verdict`.
     """
     rows: list[Document] = []
     for comparison in comparisons:
@@ -183,9 +186,9 @@ def checked(results: Results, controls: Sequence[Comparison]) -> list[Document]:
     """Test the controls of a study.
 
     Returns:
-        Of each control its fields, `difference`, `interval`, `p` (not corrected), the verdict
-        `found`, and `ok`, which is None if one seed is too few to tell. A control whose metrics are
-        missing has failed.
+        For each control its fields, `difference`, `interval`, `p` (not corrected), the verdict
+        `found`, and `ok`: True if it passed, None if one seed is too few to tell. A control whose
+        metrics are missing has failed.
     """
     rows = []
     for control in controls:
@@ -214,7 +217,7 @@ def checked(results: Results, controls: Sequence[Comparison]) -> list[Document]:
 
 
 def in_words(row: Document) -> str:
-    """Return the text of a row of `compared`."""
+    """Return one line of text about a comparison that `compared` tested."""
     name = row["figure"]
     scale, unit = 1, ""
     if name is None:
@@ -233,12 +236,12 @@ def in_words(row: Document) -> str:
 
 
 def packed(result: Result) -> Document:
-    """Return a result ready for JSON, with each hit as a digit."""
+    """Return a result as a JSON object, in which correct predictions are digits 1, others 0."""
     hits = {name: "".join(map(str, bits.astype(int))) for name, bits in result.hits.items()}
     return {"figures": result.figures, "hits": hits}
 
 
 def unpacked(tree: Document) -> Result:
-    """Return the result that `packed` made ready for JSON."""
+    """Return the result in a JSON object that `packed` returned."""
     hits = {name: np.array([*bits]) == "1" for name, bits in tree["hits"].items()}
     return Result(tree["figures"], hits)

@@ -1,6 +1,6 @@
-"""The runner of studies: makes the missing runs and writes study.json after each one.
+"""The runner of studies, which makes the missing runs and writes study.json after each one.
 
-study.json depends on the results alone, not on how often the study was stopped.
+study.json does not depend on how often the study was interrupted.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ VOID = "void: a control came out wrong, so the metrics below prove nothing"
 
 
 def means(subject: Subject, results: Results) -> Document:
-    """Return the table of all arms, with means over the seeds.
+    """Return a table with a row for each arm and means over the seeds.
 
-    Columns are the mean recalls of groups of classes on each split, those of each class on the test
-    images, and all other metrics.
+    The columns are the mean recall of each group of classes on each split, the recall of each class
+    on the test images, and the other metrics.
     """
     first_runs = [runs[0] for runs in results.by_arm.values()]
     recalls: list[tuple[str, str]] = []  # (split, group)
@@ -72,9 +72,8 @@ def document(
 ) -> Document:
     """Return the content of study.json.
 
-    The keys are `subject`, `title`, `complete`, `runs`, `seeds`, `arms`, `choices`, `comparisons`,
-    `controls`, `void` (None while no seed is complete), `verdicts` (by arm and group), `words`,
-    `tables`, `pictures` and `notes`.
+    Comparisons use only the `seeds` for which all arms have results; `void` is None while there is
+    no such seed.
     """
     done, planned = sum(map(len, results.values())), len(results) * len(seeds)
     complete_seeds = [seed for seed in seeds if all(seed in runs for runs in results.values())]
@@ -116,7 +115,7 @@ def document(
         file = subject.picture(picture)
         if complete_seeds and file.is_file():
             pictures.append({"file": f"pictures/{file.name}", "caption": caption})
-    # the subject's notes need divided images
+    # The subject's notes read the divided images, which may not exist before.
     notes = list(subject.notes) if complete_seeds else []
     if subject.left_out:
         notes.append(LEFT_OUT.format("; ".join(subject.left_out)))
@@ -145,8 +144,7 @@ def document(
 
 DISCARDED = "checkpoints"  # folders of a run that are removed after its evaluation
 
-# If seeds are added because of the results so far, errors are more likely than the intervals and p
-# say.
+# Adding seeds because of earlier results makes wrong verdicts more likely than p says.
 SEEDS_CHANGED = (
     "Results were made when the study was of {} seeds; now it is of {}. If that was changed because of them, p is too "
     "small. A study in earnest fixes its seeds before."
@@ -154,9 +152,9 @@ SEEDS_CHANGED = (
 
 
 class Study:
-    """Makes a subject's jobs and runs in a folder.
+    """A runner of a subject's jobs and arms in the subject's folder.
 
-    All arms of a seed are made before the next seed, so that an unfinished study has a complete
+    It runs all arms of a seed before the next seed, so that an unfinished study has a complete
     table for fewer seeds.
     """
 
@@ -171,8 +169,7 @@ class Study:
     def run(self, minutes: float | None = None) -> Document:
         """Make all missing runs, write study.json after each, and return its content.
 
-        Stops after `minutes`, if given. Raises StoppedBySignal after a signal, with everything
-        saved.
+        Stops after `minutes`, if given. Raises StoppedBySignal after a signal, when all is saved.
         """
         check_writable(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -195,10 +192,10 @@ class Study:
     # --- jobs and runs
 
     def _perform(self, job: Job, seed: int, title: str = "") -> bool:
-        """Do a job, after the jobs that it needs, and write its outcome to a file.
+        """Do a job or an arm's run, after the jobs that it needs, and write its outcome to a file.
 
-        Returns False if the outcome exists already. Raises UserError if the job's folder has files
-        that were made with other settings, except logs.
+        Returns False if the outcome exists already. Raises UserError if the job's folder has files,
+        other than logs, that were made with other settings.
         """
         place, key = of_seed(job.place, seed), self._key(job, seed)
         file, note = record(place), place.with_name(f"{place.name}.key")
@@ -213,7 +210,8 @@ class Study:
             return False
         for needed in job.needs:
             self._perform(self.subject.jobs[needed], seed)
-        if time.monotonic() > self.end:  # a training in its last step ignores the signal
+        # A training that is in its last step when the signal comes ends normally.
+        if time.monotonic() > self.end:
             raise StoppedBySignal("the minutes are over")
         place.mkdir(parents=True, exist_ok=True)
         write_atomic(note, key.encode())
@@ -235,7 +233,7 @@ class Study:
         return True
 
     def _key(self, job: Job, seed: int) -> str:
-        """Return the hash of a job's settings and of those of the jobs it needs."""
+        """Return a hash of the settings of a job and of the jobs that it needs."""
         needs = [self._key(self.subject.jobs[place], seed) for place in job.needs]
         content = [job.key, of_seed(job.place, seed).name, needs]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -272,7 +270,7 @@ class Study:
 
 @contextmanager
 def _stopping(minutes: float | None) -> Iterator[None]:
-    """Raise StoppedBySignal on signals and after `minutes`; a training saves before."""
+    """Raise StoppedBySignal after a signal or `minutes`; a training saves a checkpoint first."""
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         raise StoppedBySignal(f"{signal.Signals(signum).name}; the same command goes on")
@@ -289,7 +287,7 @@ def _stopping(minutes: float | None) -> Iterator[None]:
 
 
 def _read(file: Path) -> Document:
-    """Read an outcome that `_perform` has written; raise UserError if it is damaged."""
+    """Read a file that `_perform` has written; raise UserError if it is damaged."""
     remedy = "remove it, and it is made again"
     with explained(
         (ValueError, KeyError, TypeError),

@@ -1,6 +1,5 @@
-"""Files of samples for training, all or selected by a classifier (as in GaFi, Lampis et al. 2023).
-
-The paper is 2305.10118.
+"""Packed files of a generator's samples for training, all of them or those that a classifier
+selects (as in GaFi, Lampis et al. 2023, 2305.10118).
 """
 
 import itertools
@@ -27,16 +26,17 @@ from duetgan.utils.config.model import Config
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar
 
-BLOCK = 64  # samples of a batch; fixed, because rounding depends on the batch
-MIN_ACCEPTED = 0.02  # fraction of the samples that a rule must accept
+BLOCK = 64  # samples per batch; fixed, because rounding depends on the batch size
+MIN_ACCEPTED = 0.02  # smallest fraction of the samples that a selection must accept
 Band = tuple[float, float]
 
 
 class Drawing(Config):
-    """Selection of samples; by default all are taken."""
+    """Criteria for the selection of samples by a classifier; by default all are used."""
 
-    recognised: bool = False  # only those that the selector predicts as requested
-    confidence: Band | None = None  # only those whose class has a probability in this range
+    recognised: bool = False  # use only samples that are predicted as the requested class
+    # use only samples whose requested class has a predicted probability in this range
+    confidence: Band | None = None
 
     def check(self) -> None:
         if self.confidence is not None and not 0 <= self.confidence[0] < self.confidence[1] <= 1:
@@ -49,19 +49,19 @@ class Drawing(Config):
         return self.recognised or self.confidence is not None
 
     def __str__(self) -> str:
-        """Return the text for the table and the samples' provenance; "as drawn" for all samples."""
+        """Return the criteria as text for the report and the samples' provenance."""
         parts = ["recognised as asked"] if self.recognised else []
         if self.confidence is not None:
             parts.append(f"confidence {self.confidence[0]:g} to {self.confidence[1]:g}")
         return ", ".join(parts) or "as drawn"
 
     def alone(self) -> dict[str, "Drawing"]:
-        """Return a drawing with each of the criteria alone, by the criterion's name."""
+        """Return name of a criterion -> a Drawing with only this criterion."""
         criteria = self.model_dump(exclude_defaults=True)
         return {name: Drawing(**{name: value}) for name, value in criteria.items()}
 
     def accepts(self, classifier: Classifier, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
-        """Return which images are accepted, bool [n], and their probabilities of the label, [n]."""
+        """Return True for accepted images, bool [n], and their probability of `label`, float64."""
         probabilities = logits_of(classifier, images).double().softmax(1)
         low, high = self.confidence or (0.0, 1.0)
         confidence = probabilities[:, label]
@@ -73,28 +73,27 @@ class Drawing(Config):
 
 def draw_samples(
     files: Mapping[Path, Sequence[int]],  # file -> number of samples of each class
-    run: Path,  # of a generator
+    run: Path,  # run folder of a generator
     classes: Sequence[str],  # class names of the study's images
     *,
     seed: int,
     drawing: Drawing,
-    # (images, label=) -> accepted bool [n], score of each [n]
+    # (images, label=) -> True for accepted images, bool [n], and their scores [n]; None: accept all
     rule: Callable[..., tuple[Tensor, Tensor]] | None = None,
     # largest number of candidates for each requested sample; None: no limit
     pool: int | None = None,
-    # prefix of the draws' keys; None: the samples of generate.py
+    # prefix of the random keys; None: draw the same samples as generate.py
     stream: tuple[str, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[float | None]:
     """Write packed files of samples; return the fraction of accepted candidates of each class.
 
     For each class, a smaller file has the first samples of a larger file. Existing files are
-    replaced. If too few of the at most `pool` candidates are accepted, a class gets fewer samples,
-    but at least the one with the best score.
+    replaced. If too few candidates are accepted, a class gets fewer samples, but at least the one
+    with the best score.
 
-    Raises:
-        UserError: If the generator is unconditional or has other classes, or a rule without a pool
-            accepts less than `MIN_ACCEPTED`.
+    Raises UserError if the generator is unconditional or has other classes, or if a rule without a
+    pool accepts less than MIN_ACCEPTED of the samples.
     """
     content = load(resolve(str(run)))
     generator = generator_from(content, device)
@@ -148,7 +147,7 @@ def _accepted(
     pool: int | None,
     fractions: list[float | None],
 ) -> Iterator[Tensor]:
-    """Yield `total` samples that the rule accepts, then append the accepted fraction."""
+    """Yield up to `total` accepted samples, then append the accepted fraction to `fractions`."""
     drawn = accepted = 0
     best_score = -1.0
     best = torch.empty(0)

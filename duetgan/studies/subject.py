@@ -1,7 +1,7 @@
-"""Parts of a study: jobs, arms and the base class of subjects.
+"""Jobs and arms of a study, and the base class of subjects.
 
-A subject declares its jobs and arms, with the comparisons of each arm. The base class has what all
-subjects need: the folder with the images, trainings, and the evaluation of classifiers.
+A subject is the definition of a study: it declares jobs, arms and comparisons of arms. The base
+class divides the images, trains networks, and evaluates classifiers.
 """
 
 import fnmatch
@@ -48,11 +48,12 @@ from duetgan.utils.runlog.run_folder import is_finished
 GENERATOR, UNTRAINED = "generator", "untrained generator"  # jobs
 SELECTOR = "selector"
 SELECTOR_SEED = 1000  # above the seeds of the arms, so that no arm is trained as the selector is
-SEED = 0  # of jobs that are made once
-OF_SEED = "-s{seed}"  # suffix of an arm's folder, where `{seed}` stands for any seed in settings
+SEED = 0  # seed of jobs that are made once
+# Suffix of an arm's folder. Settings contain it as it is; `of_seed` inserts a seed.
+OF_SEED = "-s{seed}"
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
-# values may be paths inside the study's folder, sections of its config, and functions
+# Values may be paths in the study's folder, sections of its config, and functions.
 Settings = Mapping[str, Any]
 
 
@@ -60,36 +61,36 @@ Settings = Mapping[str, Any]
 class Job:
     """A job that is made once, such as image files, a generator or a file of samples, or an arm.
 
-    A job with a family is an arm, a row of the table. It is made for each seed, and its outcome is
-    a Result. `Subject.add` sets `make` and the fields that follow it.
+    A job with a family is an arm: it is made for each seed, its outcome is a Result, and it is a
+    row of the report's table. `Subject.add` sets `make` and the fields below it.
     """
 
     name: str
     description: str = ""  # a line for the report
-    family: str = ""
-    against: Sequence[Comparison] = ()  # the comparisons of an arm
-    # (folder, which may have files of an interrupted start; seed) -> outcome
+    family: str = ""  # name of a group of arms; empty if the job is no arm
+    against: Sequence[Comparison] = ()  # comparisons with other arms
+    # (folder, perhaps with files of an interrupted start; seed) -> outcome
     make: Callable[[Path, int], object] = field(repr=False, default=print)
-    key: str = ""  # JSON of the settings that define it
-    needs: Sequence[Path] = ()  # places of the jobs that must be made first
-    place: Path = Path()  # its folder; an arm's ends in OF_SEED
+    key: str = ""  # JSON of the settings that define the job
+    needs: Sequence[Path] = ()  # folders of the jobs that must be made first
+    place: Path = Path()  # folder of the job; an arm's ends in OF_SEED
 
 
 class Subject(ABC):
-    """The subject of a study: its jobs and arms for a config and a folder."""
+    """The definition of a study: its jobs, its arms and their comparisons."""
 
     title: str
-    splits: tuple[str, ...] = (TEST,)  # images on which classifiers are evaluated
-    notes: Sequence[str] = ()  # on the method, for the report
+    splits: tuple[str, ...] = (TEST,)  # parts of the images on which classifiers are evaluated
+    notes: Sequence[str] = ()  # remarks on the method, for the report
     left_out: Sequence[str] = ()  # names of arms that `only` excludes
 
     def __init__(self, config: Any, folder: Path, device: str | None = None) -> None:
         self.config = config
         self.folder = folder
         self.device = device
-        self.jobs: dict[Path, Job] = {}  # by their places
+        self.jobs: dict[Path, Job] = {}  # folder -> job or arm
         self.comparisons: list[Comparison] = []
-        # name of an arm -> family, of which it is the best arm at each seed, on held-out images
+        # name -> family whose best arm, chosen for each seed on held-out images, it stands for
         self.choices: dict[str, str] = {}
         self.captions: dict[str, str] = {}  # name of a picture -> caption
         self.add(
@@ -105,20 +106,17 @@ class Subject(ABC):
 
     @abstractmethod
     def declare(self) -> None:
-        """Declare all jobs and arms, whether they are made already or not.
-
-        A job is made when an arm needs it.
-        """
+        """Declare all jobs and arms of the study. A job is made when an arm needs it."""
 
     @property
     def arms(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.family and job.name not in self.left_out]
 
     def _included(self) -> set[str]:
-        """Return the names of the arms to try.
+        """Return the names of the arms to run.
 
-        These are the arms that match `only`, controls that must come out, and all arms that these
-        are compared with. If such an arm is the best of a family, it is the whole family.
+        These are the arms that match `only`, the controls that must help or be the same, and all
+        arms that these are compared with: for the best arm of a family, the whole family.
 
         Raises UserError for a pattern that matches no arm.
         """
@@ -151,7 +149,9 @@ class Subject(ABC):
         return [arm.name for arm in self.arms if arm.family == family]
 
     def compared(self, results: Results) -> list[Comparison]:
-        """Return the comparisons, with one for each group in place of GROUPS and of CLASSES."""
+        """Return the comparisons. One that is for GROUPS or CLASSES is repeated for each group of
+        classes or for each class.
+        """
         class_groups = self.class_groups(results)
         groups = {GROUPS: class_groups, CLASSES: tuple(results.groups)[len(class_groups) :]}
         comparisons = []
@@ -169,7 +169,7 @@ class Subject(ABC):
         return labels
 
     def groups(self) -> dict[str, list[int]]:
-        """Return groups of classes by name, see `groups_of`; the images must be divided already."""
+        """Return name -> labels of groups and classes; the images must be divided already."""
         return groups_of(self.counts(TRAIN), self.classes())
 
     def class_groups(self, results: Results) -> tuple[str, ...]:
@@ -183,11 +183,11 @@ class Subject(ABC):
         return self.folder / "jobs" / slug(job)
 
     def part(self, name: str) -> Path:
-        """Return the packed file of a part of the images."""
+        """Return the path of the packed file of a part of the images, such as "train"."""
         return self.place(PARTS) / f"{name}.lmdb"
 
     def picture(self, name: str) -> Path:
-        """Return the file of a picture, which the report shows if it exists."""
+        """Return the path of a picture, which the report shows if the file exists."""
         return self.folder / "pictures" / f"{slug(name)}.png"
 
     def outcome(self, place: Path) -> Document:
@@ -204,13 +204,13 @@ class Subject(ABC):
         """Return the number of images of each class in a part of the divided images."""
         return list(self.outcome(self.place(PARTS))["counts"][part])
 
-    # --- what is declared
+    # --- declarations
 
     def add(self, job: Job, make: Callable[..., object], **settings: object) -> Path:
-        """Declare a job or an arm, which `make(place, seed, **settings)` makes; return its place.
+        """Declare a job or an arm, which `make(place, seed, **settings)` makes; return its folder.
 
-        The settings identify it: an outcome of other settings is refused. If they have a path in
-        the study's folder, its job is made first.
+        An existing outcome with other settings is refused. If the settings have a path in the
+        folder of another job, that job is made first.
         """
         needs: dict[Path, None] = {}
 
@@ -234,7 +234,7 @@ class Subject(ABC):
         return place
 
     def best(self, name: str, family: str, against: Sequence[Comparison] = ()) -> None:
-        """Declare an arm that is at each seed the best of a family on held-out images."""
+        """Declare an arm that is, for each seed, the best of a family on held-out images."""
         self.choices[name] = family
         self.comparisons += [replace(row, second=name) for row in against]
 
@@ -244,12 +244,12 @@ class Subject(ABC):
         recipe: Recipe,
         overrides: Settings = MappingProxyType({}),  # dotted keys of the recipe
         *,
-        images: Path | None = None,  # None: the training images
+        images: Path | None = None,  # packed images; None: the training images
         fixed: int = SEED,  # seed of a job that is no arm
-        steps: int | None = None,  # None: the recipe's
-        # place of an arm or job, and the name of its metric that is this arm's metric `used`
+        steps: int | None = None,  # number of steps; None: as in the recipe
+        # folder of a job, and the name of its metric that becomes this arm's metric `used`
         used: tuple[Path, str] | None = None,
-        **settings: object,  # further settings that identify it
+        **settings: object,  # further settings that define the job
     ) -> Path:
         """Declare a training, or the use of the run that `gan.run` names; return the run folder."""
         overrides = {"data.path": images or self.part(TRAIN), **overrides}
@@ -276,7 +276,7 @@ class Subject(ABC):
     def generators(self, images: Path | None = None) -> tuple[Path, Path]:
         """Declare a generator and an untrained one; return their run folders.
 
-        The generator is trained on the training images by default.
+        The generator is trained on the packed `images`; None: the training images.
         """
         gan = self.config.gan
         overrides = {} if images else {"data.val_path": self.part(HELD_OUT)}
@@ -291,14 +291,13 @@ class Subject(ABC):
     def bases(
         self, template: Job, images: Path | None = None, labelled: Labelled | None = None
     ) -> None:
-        """Declare the baselines without the other model: cheap learners, and from scratch.
+        """Declare arms that use no second model: cheap learners, and training from scratch.
 
         Args:
-            template: A job whose name, family and comparisons the arms take; the name of the
-                baseline is appended.
-            images: File of the labelled training images; None: all training images.
-            labelled: Function of (labels, seed=) that returns the labelled ones among the training
-                images, those in `images`; None: all.
+            template: job with the arms' family and comparisons; their names begin with its name.
+            images: packed labelled training images; None: all training images.
+            labelled: function of (labels, seed=) that returns the indices of the images in `images`
+                among all training images; None: all.
         """
         recipe = self.config.classifier
         model = recipe.settings().model
@@ -316,9 +315,9 @@ class Subject(ABC):
     def learning(
         self, arm: Job, features: Features, learner: Learner, labelled: Labelled | None
     ) -> None:
-        """Declare an arm that learns from features of an untrained or fixed network, see `hits_of`.
+        """Declare an arm that applies a learner to pixels or to features of a fixed network.
 
-        `labelled` is as for `bases`.
+        `labelled` is a function of (labels, seed=) that chooses the images with labels; None: all.
         """
 
         def make(_: Path, seed: int, images: Path, **_settings: object) -> Result:
@@ -335,7 +334,7 @@ class Subject(ABC):
         job = Job(SELECTOR, "training the classifier that selects samples")
         return self.training(job, recipe, overrides, fixed=SELECTOR_SEED)
 
-    # --- what jobs and arms do
+    # --- functions that make jobs and arms
 
     def draw(
         self,
@@ -346,15 +345,11 @@ class Subject(ABC):
         selector: Path | None,
         **options: Any,  # of `draw_samples`
     ) -> list[float | None]:
-        """Write files of a generator's samples, see `draw_samples`.
+        """Write packed files of samples, selected by `drawing` with the classifier `selector`.
 
-        Args:
-            files: File -> number of samples of each class.
-            generator: Run of the generator; without `drawing`, a packed file, whose images are
-                written instead.
-            drawing: The selection.
-            seed: Seed of the samples.
-            selector: Run of the classifier that selects samples.
+        `files` are file -> number of samples of each class. Without `drawing`, `generator` is a
+        packed file whose images are written instead. Returns the fraction of accepted candidates of
+        each class.
         """
         if drawing is None:
             for file, counts in files.items():
@@ -369,7 +364,7 @@ class Subject(ABC):
         )
 
     def show(self, name: str, file: Path) -> None:
-        """Save a picture of a packed file, with a row for each class, unless it exists."""
+        """Save a picture of a packed file's images, a row for each class, unless it exists."""
         if not self.picture(name).is_file():
             with LMDBReader(file) as reader:
                 save_grid(reader, self.picture(name))
@@ -382,13 +377,14 @@ class Subject(ABC):
         seed: int,
         max_steps: int | None = None,
     ) -> None:
-        """Train or resume a run of a recipe, unless it has ended; its output goes to FOLDER.log.
+        """Train a recipe in `folder`, or resume the run, unless it is finished; log to FOLDER.log.
 
         Raises StoppedBySignal after saving, and the exceptions of training.
         """
         if is_finished(folder, max_steps):
             return
-        grids = 10**9 if recipe is self.config.gan else 0  # at the end alone, or none
+        # A GAN saves samples only at its end.
+        grids = 10**9 if recipe is self.config.gan else 0
         quiet = {"log.tensorboard": False, "log.samples_every": grids, "data.val_path": None}
         settings = {**quiet, **recipe.overrides, **overrides, "seed": seed}
         for key, value in overrides.items():
@@ -409,7 +405,7 @@ class Subject(ABC):
             )
 
     def judge(self, run: Path) -> Result:
-        """Return the correct predictions and accuracies of a run's EMA classifier on each split."""
+        """Return the correct predictions and the accuracy of a run's EMA weights on each split."""
         checkpoint = load(resolve(str(run)))
         classifier = classifier_from(checkpoint, choose_device(self.device))
         hits = {}
@@ -421,27 +417,27 @@ class Subject(ABC):
 
 
 def scored(hits: dict[str, np.ndarray]) -> Result:
-    """Return a result with hits and the accuracy of each split."""
+    """Return a result with the correct predictions `hits` and the accuracy on each split."""
     return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
 
 
 def of_seed(path: Path, seed: int) -> Path:
-    """Return a path of the settings for a seed."""
+    """Return a path from a job's settings with OF_SEED replaced by the suffix of a seed."""
     return Path(str(path).replace(OF_SEED, OF_SEED.format(seed=seed)))
 
 
 def record(place: Path) -> Path:
-    """Return the file of a job's outcome, which exists once the job is done."""
+    """Return the path of a job's outcome, a file that exists once the job is done."""
     return place.with_name(f"{place.name}.json")
 
 
 def slug(name: str) -> str:
-    """Return a name as part of a file name."""
+    """Return a name in lower case, with only the characters a-z, 0-9, `.` and `-`."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def require_trained_on(run: str, images: Path) -> None:
-    """Raise UserError unless a run was trained on exactly these images.
+    """Raise UserError unless a run was trained on exactly the packed `images`.
 
     Another run may have been trained on the images for evaluation.
     """

@@ -1,6 +1,6 @@
 """Study `teach`: what does a classifier's loss do to a generator?
 
-The classifier is a teacher, or a head on the discriminator.
+The classifier is a trained network, the teacher, or an additional head on the discriminator.
 """
 
 from pathlib import Path
@@ -33,21 +33,22 @@ WRONG_TEACHER, WRONG_LABELS = "teacher by chance", "labels by chance"
 CHOSEN, CHEAP = "chosen by the teacher", ("chosen by chance", "truncated by class")
 CAPTION = "{}: the first seed's samples, a row for each class"
 PLAIN, SHORT = "no classifier", "no classifier, stopped early"
-FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # True: larger is better
+# metric -> True if larger values are better
+FIGURES = {"recognised": True, "frechet": False, "diversity": True}
 MAX_CLASSES, COLUMNS = 10, 12  # classes in the pictures, and samples of each
 
 
 class TeachConfig(StudyConfig):
-    teacher: list[PositiveFloat] = [1.0]  # loss.classifier_weight, an arm each
-    head: list[PositiveFloat] = [1.0]  # loss.auxiliary_weight, an arm each
-    # true: each head has a second arm, with loss.auxiliary_fakes
+    teacher: list[PositiveFloat] = [1.0]  # values of loss.classifier_weight, one arm each
+    head: list[PositiveFloat] = [1.0]  # values of loss.auxiliary_weight, one arm each
+    # true: each value of `head` has a second arm, with loss.auxiliary_fakes
     head_learns_samples: bool = True
-    n: PositiveInt = 2000  # samples and test images of a distance
-    extractor: str = JUDGE  # of the distance: judge, resnet50 or inception
+    n: PositiveInt = 2000  # samples, and test images, for the Frechet distance
+    extractor: str = JUDGE  # network whose features give the distance: judge, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
-    short: InnerFraction = 0.1  # share of the steps after which the control stops
+    short: InnerFraction = 0.1  # fraction of the steps after which the control is stopped early
     pool: PositiveInt = 4  # candidates for each sample that a classifier chooses
-    # truncation towards a class's mean, in the control without a classifier
+    # truncation of samples towards the mean of their class, in a control without a classifier
     psi: InnerFraction = 0.7
 
     def check(self) -> None:
@@ -59,7 +60,7 @@ class TeachConfig(StudyConfig):
 
 
 def answers(*controls: str) -> list[Comparison]:
-    """Return the comparisons of an arm with the plain recipe, one for each metric."""
+    """Return comparisons with the arm PLAIN and with `controls`, one for each metric."""
     return [
         Comparison(PLAIN, controls=controls, figure=figure, larger_is_better=larger, asked=True)
         for figure, larger in FIGURES.items()
@@ -69,7 +70,7 @@ def answers(*controls: str) -> list[Comparison]:
 class Chosen(ImageGenerator):
     """A generator that returns the first of `pool` samples that a classifier predicts as requested.
 
-    If there is none, it returns the last one. Samples are truncated to `psi`.
+    If there is no such sample, it returns the last one. All are drawn with the truncation `psi`.
     """
 
     def __init__(
@@ -109,10 +110,10 @@ class Chosen(ImageGenerator):
 
 
 class Teach(Subject):
-    """Compares generators of one recipe with and without a classifier's loss.
+    """A comparison of generators of one recipe with and without a classifier's loss.
 
-    The judge is a classifier of images on which neither the generators nor their teachers were
-    trained.
+    The judge that evaluates them is a classifier of images on which neither the generators nor
+    their teachers were trained.
     """
 
     title = "What does a classifier's loss do to a generator?"
@@ -218,7 +219,7 @@ class Teach(Subject):
         psi: float,
         **_settings: object,
     ) -> Result:
-        """Evaluate chosen samples of another arm's run."""
+        """Evaluate chosen or truncated samples of another arm's generator."""
         device = choose_device(self.device)
         checkpoint = load(resolve(str(of_seed(generator, seed))))
         network = None
@@ -235,8 +236,8 @@ class Teach(Subject):
     def judged(self, checkpoint: Checkpoint, place: Path, generator: ImageGenerator) -> Result:
         """Evaluate a generator by the judge, and save a picture of samples.
 
-        The latents of the picture are the same for all arms. Raises UserError if the judge is not
-        independent of the generator, which the checkpoint describes.
+        All arms have the same latents in their pictures. Raises UserError if the judge is not
+        independent of the generator, whose training `checkpoint` describes.
         """
         config, run = self.config, str(self.run)
         device = choose_device(self.device)

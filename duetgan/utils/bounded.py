@@ -54,7 +54,7 @@ class FileLimit:
         )
 
 
-# Pillow's limit of pixels, at 24 bits each, uncompressed.
+# The uncompressed size of an RGB image of as many pixels as Pillow allows.
 IMAGE = FileLimit("an image file", 256, "DUET_MAX_IMAGE_MIB")
 UPLOAD = FileLimit("an image sent by a browser", 32, "DUET_MAX_UPLOAD_MIB")
 # idx and CIFAR-10 files, which are read into memory whole.
@@ -124,7 +124,9 @@ def read_file(path: str | Path, kind: FileLimit) -> bytes:
 
 
 def read_stream(stream: IO[bytes] | io.BufferedIOBase, kind: FileLimit) -> bytes:
-    """Return the remaining bytes of a stream. Raises OSError; Refused beyond the kind's limit."""
+    """Return the remaining bytes of a stream. Raises OSError, which is Refused if they exceed the
+    limit of `kind`.
+    """
     parts = []
     size = 0
     limit = kind.limit
@@ -139,7 +141,8 @@ def read_stream(stream: IO[bytes] | io.BufferedIOBase, kind: FileLimit) -> bytes
 def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
     """Return the unpacked bytes of a gzip file.
 
-    Raises OSError, also for a damaged file; Refused beyond the kind's limit.
+    Raises OSError, also for a damaged file; Refused if the unpacked bytes exceed the limit of
+    `kind`.
     """
     damaged = explained((EOFError, zlib.error), lambda error: Refused(str(error), path))
     with damaged, open_file(path, kind) as file, gzip.GzipFile(fileobj=file) as unpacked:
@@ -148,7 +151,7 @@ def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
 
 @contextmanager
 def reading(path: object, remedy: str, *faults: type[Exception]) -> Iterator[None]:
-    """Turn an OSError, or one of `faults`, into a UserError `PATH cannot be read (REASON); REMEDY`."""
+    """Turn an OSError, or one of `faults`, into UserError: PATH cannot be read (REASON); REMEDY."""
     expected: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         yield

@@ -20,9 +20,9 @@ class Expected(Exception):
 
     def __init__(self, message: str, *, rank_specific: bool = False, quiet: bool = False) -> None:
         super().__init__(message)
-        # The other ranks do not raise this error, so any rank prints it.
+        # True if the other ranks do not raise this error, so that any rank must print it
         self.rank_specific = rank_specific
-        self.quiet = quiet  # another process tells the user
+        self.quiet = quiet  # True if another process tells the user
 
 
 class UserError(Expected, ValueError):
@@ -41,7 +41,7 @@ class StoppedBySignal(Expected):
 
 
 class TrainingHalted(Expected, RuntimeError):
-    """Training cannot continue (non-finite cap, lost rank, memory, disk).
+    """Training cannot continue: too many non-finite values, a lost rank, no memory, or a full disk.
 
     The last checkpoint is intact.
     """
@@ -54,10 +54,9 @@ def explained(
     faults: type[Exception] | tuple[type[Exception], ...],
     words: str | Callable[[Any], str | Exception],
 ) -> Iterator[None]:
-    """Turn one of `faults` into another error.
+    """Turn one of the exceptions `faults` into another error.
 
     Args:
-        faults: the exceptions to replace.
         words: the message of a UserError, or a function of the exception that returns the message
             or the new exception.
     """
@@ -71,7 +70,9 @@ def explained(
 
 
 def refuse(*problems: tuple[object, str]) -> None:
-    """Raise UserError with the message of the first condition that holds."""
+    """Raise UserError with the message of the first pair (condition, message) whose condition
+    holds.
+    """
     for holds, message in problems:
         if holds:
             raise UserError(message)

@@ -54,9 +54,9 @@ def replaceable(path: Path) -> Path:
 
 
 def hold(file: IO[bytes] | IO[str] | int, *, wait: bool = False) -> bool:
-    """Lock a file until it is closed; return False if another process holds the lock.
+    """Lock a file until it is closed. If another process holds the lock, wait or return False.
 
-    Prints a warning, and returns True, where the file system has no locks. Raises OSError.
+    Where the file system has no locks, print a warning and return True. Raises OSError.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +94,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `path` atomically, see `replacing`. Raises OSError."""
+    """Write `content` to `path` atomically, by way of `replacing`. Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
@@ -115,9 +115,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
-    """Make missing folders for a result that the user asked for; turn failures into UserError.
+    """Create the parent folders of a result at `path`; turn failures into UserError.
 
-    Applies to an OSError, or one of `faults`, that is raised inside the block.
+    Failures are an OSError, or one of `faults`, inside the block.
     """
     words = "cannot write {}: {}; choose another place or make room"
     with explained(
@@ -130,19 +130,22 @@ def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def building(path: Path) -> Iterator[Path]:
-    """Yield a temporary file as `replacing` does, with the errors of `writing`."""
+    """Yield a temporary file that replaces `path` when the block ends without an error.
+
+    Creates missing folders. Raises UserError for failures.
+    """
     with writing(path), replacing(path) as temporary:
         yield temporary
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file atomically, see `building`. Raises UserError."""
+    """Write a file atomically and create missing folders. Raises UserError if that fails."""
     with building(Path(path)) as temporary:
         temporary.write_bytes(content)
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UserError if `folder` cannot be created or written, before long work fills it.
+    """Raise UserError if `folder` cannot be created or written. To be called before long work.
 
     Leaves no file behind.
     """

@@ -34,7 +34,7 @@ MOST_CHANNELS = 32
 class PixelFormat(Stored):
     """The pixel format of images that are not 8-bit grey or RGB, in packed files and checkpoints.
 
-    `low` and `high` are the values that networks see as -1 and 1; None: the depth's in RANGES.
+    `low` and `high` are the values that networks see as -1 and 1; None: the limits in RANGES.
     """
 
     alpha: bool = False  # the last channel is transparency, not multiplied into the others
@@ -68,7 +68,7 @@ class ImageSpec:
     channels: int  # alpha is one of them
     height: int  # px
     width: int
-    alpha: bool = False  # as in PixelFormat
+    alpha: bool = False  # True if the last channel is transparency
     depth: Depth = "uint8"
     low: float = 0.0
     high: float = 255.0
@@ -133,8 +133,8 @@ class ImageSpec:
 
     @property
     def deep(self) -> bool:
-        """Return True if values have more than 8 bits. Augmentations then work on `to_float`'s
-        values.
+        """Return True if values have more than 8 bits. Augmentations then work on the result of
+        `to_float`.
         """
         return self.depth != "uint8"
 
@@ -155,7 +155,7 @@ class ImageSpec:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[C, H, W]."""
+        """Channels, height and width."""
         return self.channels, self.height, self.width
 
     @property
@@ -168,7 +168,7 @@ class ImageSpec:
         return self.values * BYTES[self.depth]
 
     def at(self, side: int) -> "ImageSpec":
-        """Return the spec scaled to another shorter side.
+        """Return the spec scaled to a shorter side of `side` px.
 
         Raises ValueError if the longer side would not be a whole number.
         """
@@ -207,7 +207,7 @@ class ImageSpec:
         """Convert a file's values [n, C, H, W] to [-1, 1] in torch's default dtype, on their
         device.
 
-        Colours are multiplied by alpha, see `premultiplied`.
+        Colours are multiplied by alpha (`premultiplied`).
         """
         import torch
 
@@ -243,7 +243,7 @@ class ImageSpec:
         return values.clamp(self.low, self.high).to(getattr(torch, self.depth))
 
     def to_uint8(self, images: "Tensor") -> "Tensor":
-        """Scale a file's values from `low`..`high` to uint8; 8-bit values are returned unchanged."""
+        """Scale a file's values from `low`..`high` to uint8; return 8-bit values unchanged."""
         import torch
 
         if self.depth == "uint8":

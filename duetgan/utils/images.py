@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and duet pack does not need 
     from torch import Tensor
 
 TEXT, LINE = 11, 14  # px: font size, and line height
-WIDEST_NAME = 150  # px of a row's head
-CELL = 96  # px that a table's smaller images are enlarged to
+WIDEST_NAME = 150  # px; wider row heads are shortened
+CELL = 96  # px; a table's smaller images are enlarged to about this size
 PADDING = 4  # px between a table's images
 LIGHT, DARK = 255, 204  # grey values of the checkerboard
 CAPTION = 112  # px, smallest width of a caption
@@ -52,8 +52,9 @@ FALLBACK_FONTS = [  # common fonts that cover many scripts, in order of preferen
 def visible(images: Picture, spec: ImageSpec | None, ground: int | None = None) -> Any:
     """Convert a file's values [..., C, H, W] to uint8 [..., 1 or 3, H, W] for display.
 
-    Deep values are scaled from `low`..`high`. More than three channels: the first three become red,
-    green and blue; two: the first becomes grey. Transparent pixels are drawn on a checkerboard.
+    Deep values are scaled from `low`..`high`. Of more than three channels, the first three become
+    red, green and blue; of two, the first becomes grey. Transparent pixels are drawn on a
+    checkerboard.
 
     Args:
         spec: the format of `images`; None: they are returned unchanged.
@@ -82,8 +83,7 @@ def grid(
 ) -> np.ndarray:
     """Return a uint8 grid [H', W', 1 or 3] of images [n, C, H, W], row by row.
 
-    The grid is about square unless `columns` is given; empty places are white. `spec`: see
-    `visible`.
+    The grid is about square unless `columns` is given; empty places are white.
     """
     from torchvision.utils import make_grid
 
@@ -139,9 +139,9 @@ def save_captioned(
     path: str | Path,
     *,
     columns: int = 6,
-    spec: ImageSpec | None = None,  # see `visible`
+    spec: ImageSpec | None = None,  # pixel format; None: uint8 grey or RGB
 ) -> None:
-    """Draw one or more images [C, H, W] of one size, each with a caption of up to two lines below.
+    """Draw one or more images [C, H, W] of one size, each above a caption of up to two lines.
 
     A caption line that is wider than its image's cell loses its middle.
     """
@@ -170,12 +170,11 @@ def save_rows(
     columns: int,
     # names of rows, drawn on the left; empty: no margin for them
     captions: Sequence[str] = (),
-    spec: ImageSpec | None = None,  # see `visible`
+    spec: ImageSpec | None = None,  # pixel format; None: uint8 grey or RGB
 ) -> None:
     """Write images [C, H, W] as a grid with a row for each class; a single row is wrapped.
 
-    A class with fewer than `columns` images leaves white places. A single row gets no caption,
-    because there is nothing to distinguish.
+    A class with fewer than `columns` images leaves white places. A single row gets no caption.
     """
     if len(rows) == 1:
         (images,), captions = rows, ()
@@ -193,7 +192,7 @@ def save_table(
     cell: int = CELL,  # px to which smaller images are enlarged
     gap: int = PADDING,  # px between images
     margin: int | None = None,  # px after the first row and column (default: `gap`)
-    spec: ImageSpec | None = None,  # see `visible`
+    spec: ImageSpec | None = None,  # pixel format; None: uint8 grey or RGB
 ) -> None:
     """Write images as a table with row heads and column heads; a head that is too wide loses its
     middle.

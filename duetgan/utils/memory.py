@@ -28,7 +28,7 @@ REFUSED = (
     "'out of memory'",
 )
 
-# names of <malloc.h> and <sys/mman.h>
+# constants of <malloc.h> and <sys/mman.h>
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
@@ -43,7 +43,7 @@ def _container_limit() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that can be used without swapping.
+    """Return the number of bytes that can be used without swapping.
 
     This is the machine's free memory, or the container's (cgroup 2) if that is less.
     """
@@ -63,7 +63,7 @@ def available_bytes() -> int:
 def total_bytes(device: "torch.device", *, several: bool = False) -> int:
     """Return the total memory of an accelerator, or of the machine or container for the CPU.
 
-    `several`: the sum over all accelerators that this process sees.
+    If `several`, return the sum over all accelerators that this process sees.
     """
     if device.type != "cpu":
         import torch
@@ -74,7 +74,7 @@ def total_bytes(device: "torch.device", *, several: bool = False) -> int:
 
 
 def peak_bytes(device: "torch.device") -> int:
-    """Return the peak memory of this process: its tensors on GPUs, or all resident memory on a CPU."""
+    """Return the peak memory of this process: its tensors on GPUs, or resident memory on a CPU."""
     if device.type != "cpu":
         import torch
 
@@ -82,7 +82,7 @@ def peak_bytes(device: "torch.device") -> int:
             torch.accelerator.max_memory_allocated(index)
             for index in range(torch.accelerator.device_count())
         )
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
@@ -128,8 +128,8 @@ def tune_malloc(reserve: int = 1024 * MIB) -> bool:
     Returns False without glibc, where this cannot be set. Training on the CPU frees and allocates
     the same blocks of a few MiB in every step. glibc returns them to the system, which hands out
     other pages, zeroed and one by one: 11,000 page faults per step of a small GAN, 5 to 10 % of its
-    time. The reserved memory is not in use before it is touched. Call this once, early, where
-    training begins.
+    time. The reserved memory is not in use before it is touched. Call this once, before training
+    begins.
     """
     libc = ctypes.CDLL(None)
     if not all(
@@ -157,7 +157,7 @@ def tune_malloc(reserve: int = 1024 * MIB) -> bool:
 
 
 def upload(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
-    """Return a tensor on `device`; a copy from main memory is asynchronous, through pinned memory."""
+    """Return a tensor on `device`; main memory is copied asynchronously, through pinned memory."""
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -17,7 +17,7 @@ from duetgan.utils import threads
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
 from duetgan.utils.text import printable, shorten
 
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
@@ -34,7 +34,7 @@ def die_with_parent(parent: int) -> None:
 def process_state(pid: int) -> str | None:
     """Return the state letter in /proc/PID/stat ("T": stopped, "Z": ended).
 
-    None: there is no such process, or no /proc.
+    Returns None without such a process, or without /proc.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -62,16 +62,16 @@ _threads_left = False
 def leave_threads() -> None:
     """Have `leave` end this process at once, because threads of a library are still running.
 
-    This applies, for example, to threads of a process group that is not destroyed. A thread that
-    asks for Python's lock while the interpreter ends is unwound inside C++, which aborts the
-    process ("terminate called without an active exception").
+    Such threads belong, for example, to a process group that is not destroyed. A thread that asks
+    for Python's lock while the interpreter ends is unwound inside C++, which aborts the process
+    ("terminate called without an active exception").
     """
     global _threads_left
     _threads_left = True
 
 
 def leave(code: int) -> NoReturn:
-    """End this process; at once after `leave_threads`."""
+    """End this process with exit code `code`; after `leave_threads` at once, without clean-up."""
     if _threads_left:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -87,14 +87,14 @@ GONE = (errno.EIO, errno.ENXIO)  # errors of a closed terminal, which nobody rea
 def _code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     try:
         return main(argv) or EXIT_OK
-    except SystemExit as end:  # of --help
+    except SystemExit as end:  # raised by --help
         if isinstance(end.code, str):
             raise
         return int(end.code or EXIT_OK)
 
 
 def exit_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
-    """Run `run_cli` and end this process with its exit code."""
+    """Call `run_cli` and end this process with its exit code."""
     try:
         code = run_cli(main, argv)
     except Exception:  # a bug in Duet
@@ -118,7 +118,7 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _code_of(main, argv)
-        sys.stdout.flush()  # here, where a closed pipe is recognised
+        sys.stdout.flush()  # flushed here, so that a closed pipe is noticed below
         if reason := stdout_error():
             print(
                 f"error: standard output: {reason}; the output is incomplete",
@@ -181,7 +181,7 @@ class _Tolerant(io.FileIO):
 
 
 def guard() -> None:
-    """Replace both streams by ones whose writes raise nothing but stdout's BrokenPipeError.
+    """Replace stdout and stderr by streams whose writes raise nothing but stdout's BrokenPipeError.
 
     A stream that was closed before the start gets /dev/null, because another file would get its
     number, and libraries would print into that file. Streams that were replaced already (by tests)
@@ -250,7 +250,7 @@ def _interrupt(_signum: int, frame: types.FrameType | None) -> NoReturn:
 
 
 def handle_interrupts() -> None:
-    """Print one line for Ctrl-C, until a command handles it: while it imports packages.
+    """Print one line instead of a traceback for Ctrl-C while a command imports its packages.
 
     Does nothing if SIGINT is ignored or has a handler already.
     """

@@ -17,11 +17,11 @@ STAT = Path("/proc/stat")
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # environment variable, set by the user or a launcher
 # fraction of a core that other programs may use before Duet leaves that core to them
 TOLERATED_LOAD = 0.3
-SHORTEST = 0.1  # seconds of a measurement, because the system counts in hundredths
+SHORTEST = 0.1  # seconds of a measurement at least, because the system counts in hundredths
 
 
 class ProgramLoad:
-    """The use of this machine's cores by other programs, from one call of `busy_cores` to the next."""
+    """The use of the machine's cores by other programs between two calls of `busy_cores`."""
 
     def __init__(self) -> None:
         self._previous = _clocks()
@@ -30,8 +30,8 @@ class ProgramLoad:
     def busy_cores(self) -> float:
         """Return the number of cores that other programs used since the last call.
 
-        0 where the system does not report it. A call less than SHORTEST after the last one repeats
-        its result.
+        Returns 0 where the system does not report it. A call within SHORTEST s repeats the last
+        result.
         """
         current = _clocks()
         seconds, busy, process = (
@@ -44,7 +44,7 @@ class ProgramLoad:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Return seconds: wall clock, busy time of all cores, time of this process on them.
+    """Return seconds: wall clock, busy time of all cores, and time of this process on them.
 
     The busy time includes time that the host takes from a virtual machine.
     """
@@ -79,7 +79,7 @@ def is_adjustable() -> bool:
 
 
 def fitting(busy_cores: float) -> int:
-    """Return the number of threads that have a core each while other programs use `busy_cores`."""
+    """Return how many threads can have a core each while other programs use `busy_cores` cores."""
     if not is_adjustable():
         return max_threads()
     free_cores = int((os.cpu_count() or 1) - busy_cores + TOLERATED_LOAD)
@@ -108,7 +108,7 @@ def busy_since_start() -> float:
 
 
 def settle() -> None:
-    """Let torch use as many threads as have free cores, if a script has called `start_measuring`.
+    """Set torch's threads to the number of free cores, if a script has called `start_measuring`.
 
     A program that uses Duet as a library keeps its own number of threads.
     """

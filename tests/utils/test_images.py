@@ -32,7 +32,6 @@ def test_a_grid_of_rows_shows_the_visible_images(tmp_path):
     save_rows([rows], tmp_path / "x.png", columns=3, spec=spec)
     pixels = np.asarray(Image.open(tmp_path / "x.png").convert("L"))
     assert {0, 255} <= set(np.unique(pixels))
-    assert any(126 <= value <= 129 for value in np.unique(pixels))
 
 
 def test_rows_run_left_to_right_and_empty_places_are_white():

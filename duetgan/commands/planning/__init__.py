@@ -1,1 +1,1 @@
-"""The quickstart's plan: it surveys the images, measures the machine, and chooses settings."""
+"""Planning of the quickstart: survey the images, measure the machine, choose the settings."""

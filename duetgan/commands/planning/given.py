@@ -1,4 +1,4 @@
-"""The inputs of a plan: a survey of the images, and the machine's speed."""
+"""Inputs of a quickstart's plan: a survey of the user's images, and the machine's speed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,26 +7,26 @@ from duetgan.utils.config.model import Stored
 
 
 class Survey(Stored):
-    """A summary of a source of images."""
+    """Properties of the user's images."""
 
-    source: str  # as the user named it
-    options: list[str] = []  # options that describe a table's columns
-    count: int  # training images, and held-out ones unless the source has them separately
-    held_out: int  # images of the source's own held-out part; 0: it has none
-    unlabelled: int = 0  # images in a folder of that name, not in `count`
-    classes: int  # 0: unlabelled
-    smallest_class: int  # images
+    source: str  # path or name of the images, as the user typed it
+    options: list[str] = []  # command-line options that name the columns of a table
+    count: int  # images, without the source's own held-out ones
+    held_out: int  # the source's own held-out images
+    unlabelled: int = 0  # images in folders called `unlabelled`, not in `count`
+    classes: int  # 0 if the images have no labels
+    smallest_class: int  # images of the rarest class
     largest_class: int
     side: int  # px: median of the shorter sides of the decoded images
     oblong: float = 0.0  # fraction of the decoded images that are far from square
-    channels: int  # 1: all decoded images are grey
+    channels: int  # 1 if all decoded images are grey, else 3
     transparent: bool  # True if some have an alpha channel
-    deep: bool = False  # True if some have more than 8 bits
-    unreadable: str  # the first image that cannot be read, or empty
-    seconds: float  # to read and decode one image
+    deep: bool = False  # True if some have more than 8 bits per channel
+    unreadable: str  # name and error of the first image that cannot be read, or empty
+    seconds: float  # time to read and decode one image
 
     def text(self) -> str:
-        """Return the summary as a line for people."""
+        """Return the survey as one line of text for the user."""
         text = f"{self.count:,} images"
         if self.held_out:
             text += f", and {self.held_out:,} held out"
@@ -52,22 +52,22 @@ class Speed(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A file of ImageNet weights and the network that it belongs to."""
+    """A file of ImageNet weights, and the name of the network that they are for."""
 
     file: str
     network: str
-    he_strides: bool  # the stride of 2 is in the first convolution of a block, as in He's network
+    he_strides: bool  # True if a block's first convolution has the stride of 2, as in He's ResNet
 
 
 class Machine:
-    """The machine that a plan is for, not measured; for `--quick`, where lengths do not matter."""
+    """A machine with an assumed speed, for `--quick`, whose few steps need no measurement."""
 
-    start = 0.0  # seconds that each training and evaluation takes in addition to its work
+    start = 0.0  # seconds that a training or evaluation takes to start and to finish
     cores = 1
     weights: Sequence[Weights] = ()  # ImageNet weights on this machine
-    # images/s through ResNet-50 for the Frechet distance; 0: its weights are missing
+    # images/s through ResNet-50 for the Frechet distance; 0 if its weights are missing
     features_per_second = 0.0
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
-        """Return the training speed of a recipe on images like `images`, scaled to `side` px."""
+        """Return the training speed of a recipe on images of `side` px, otherwise like `images`."""
         return Speed("auto", 1000.0)

@@ -1,7 +1,7 @@
-"""Survey the images, measure this machine, and make the plan of a quickstart.
+"""Survey the images, measure this machine, and write the plan of a quickstart.
 
-The command is `duet quickstart-plan SOURCE --out F`. It runs in a process of its own, so that the
-memory of the measured networks is free before training begins.
+The command is `duet quickstart-plan SOURCE --out F`. It runs in a separate process, whose end frees
+the memory of the measured networks before training begins.
 """
 
 import functools
@@ -29,15 +29,15 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.text import columns, duration
 
-DECODED = 200  # images to decode, evenly spaced
+DECODED = 200  # images that a survey decodes, evenly spaced
 SQUARE = 0.8  # shorter side / longer side; below it a square crop removes more than a fifth
-FEWEST = 10  # images; fewer cannot be split into training and held-out images
-NOISE = 64  # images per file of noise, on which speeds are measured
-NETWORKS = 3  # networks in torch's cache to compare, at most
-SMALL = 125_000_000  # bytes of their files, at most; ResNet-50's is smaller
-# ResNet-50's features are also those of the Frechet distance.
+FEWEST = 10  # fewer images cannot be split into training and held-out images
+NOISE = 64  # images per file of random pixels, on which speeds are measured
+NETWORKS = 3  # largest number of pretrained networks to compare
+SMALL = 125_000_000  # largest file of weights in torch's cache to use, in bytes
+# Weights to download. The Frechet distance uses ResNet-50's features, too.
 DEFAULT_NETWORK, DEFAULT_WEIGHTS = "resnet50", "IMAGENET1K_V1"
-# Seconds that a command takes after its work: the last checkpoint, curves, the report.
+# Seconds that a command takes at its end: the last checkpoint, curves, the report.
 CLOSING = 4.0
 
 
@@ -45,9 +45,9 @@ CLOSING = 4.0
 
 
 def survey(spec: str, options: Namespace | None = None) -> Survey:
-    """Return a survey of the images that `spec` names (see `data.sources.open_source`).
+    """Return a survey of the images in `spec`, a folder, zip or table.
 
-    Raises UserError if they are unsuitable.
+    `options` may name the columns of a table. Raises UserError if the images are unsuitable.
     """
     chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
     with open_source(spec, **chosen) as source:
@@ -61,7 +61,7 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, DECODED).astype(int)).tolist()
-        # each image's format, its sorted sides, True if it is grey
+        # of each image: its format, its sides in ascending order, and True if it is grey
         decoded: list[tuple[ImageSpec, list[int], bool]] = []
         unreadable = ""
         for row in rows:
@@ -115,13 +115,13 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
 
 
 class ThisMachine(Machine):
-    """This machine, whose speeds are measured once and then remembered.
+    """The machine that runs this process. Each speed is measured once and then cached.
 
     Args:
-        folder: folder for files of random images, on which speeds are measured.
-        weights: files of `--weights`.
-        tuning: True if pretrained weights may be used.
-        side: side of the images in px.
+        folder: folder for files of random images.
+        weights: the user's files of ImageNet weights.
+        tuning: True if the classifier may be fine-tuned.
+        side: side in px of the images that measure `features_per_second`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ThisMachine(Machine):
         return len(images) / (time.perf_counter() - started)
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
-        """Measure the speed of a few training steps on noise of that shape, and print it."""
+        """Measure and print the speed of a few training steps on noise of `side` px."""
         from duetgan.training.engine.speed import measure_recipe, times
 
         key = (config, *overrides, side, images.channels, images.classes)
@@ -164,7 +164,7 @@ class ThisMachine(Machine):
             noise = str(self._noise(side, images.channels, images.classes))
             data = ["--data.path", noise, "--data.val-path", "null"]
             data += ["--unlabelled.path", noise] if config == FEW_LABELS else []
-            if "--model.weights" in overrides:  # noise trains as fast without them
+            if "--model.weights" in overrides:  # The speed does not depend on the weights.
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
             self._speeds[key] = Speed(measured.precision, measured.images_per_second)
@@ -200,12 +200,14 @@ class ThisMachine(Machine):
 
 
 def weights_at_hand(requested: Sequence[str]) -> list[Weights]:
-    """Return ImageNet weights for fine-tuning.
+    """Return the ImageNet weights from which the classifier may be fine-tuned.
 
-    These are the requested files. If there are none, these are the file of `find_weights` and files
-    of torchvision in torch's cache up to SMALL bytes, best on ImageNet first, NETWORKS in all. If
-    there are none either, torchvision's weights of DEFAULT_NETWORK are downloaded; without a
-    network the reason is printed. Raises UserError for a requested file of an unknown network.
+    These are the `requested` files. Without any, these are up to NETWORKS files on this machine:
+    ResNet-50's weights for the Frechet distance, then files of up to SMALL bytes in torch's cache,
+    the most accurate on ImageNet first. If there are none, torchvision's weights of DEFAULT_NETWORK
+    are downloaded; if that fails, the reason is printed.
+
+    Raises UserError for a requested file of an unknown network.
     """
     from torchvision.models import get_model_weights
 
@@ -252,8 +254,8 @@ def weights_at_hand(requested: Sequence[str]) -> list[Weights]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Return the plan as lines to print: choices with reasons, lengths and expected times, but not
-    the description of the images.
+    """Return the lines that print a plan: settings with reasons, lengths and expected times, but
+    not the survey.
     """
     if plan.quick:
         return [*plan.notes, "only a few training steps of each (--quick)"]
@@ -285,7 +287,7 @@ def make_plan(
     quick: bool,
     options: Namespace | None = None,
 ) -> Plan:
-    """Survey the images, measure the machine, and choose. Raises UserError."""
+    """Survey the images, measure this machine unless `quick`, and plan. Raises UserError."""
     images = survey(source, options)
     print(f"images: {images.text()}", flush=True)
     if quick:

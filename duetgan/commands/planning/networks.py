@@ -1,8 +1,7 @@
-"""Choose the pretrained network that suits the images: `duet quickstart-networks plan.json
-TRAIN.lmdb`.
+"""Choose the best of a quickstart plan's pretrained networks for the images.
 
-The plan then has this network alone. Only training images are used, so that the choice does not
-depend on held-out ones.
+`duet quickstart-networks plan.json TRAIN.lmdb` changes plan.json. It uses only training images, so
+that the choice does not depend on held-out ones.
 """
 
 import json
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def look(training: Training, images: Path) -> tuple[float, int]:
-    """Return the cross-validated accuracy of a regression on the network's features, and its number
-    of images.
+    """Return the cross-validated accuracy of a logistic regression on the features of a pretrained
+    network, and the number of images used.
     """
     from duetgan.training.base.data import open_training
     from duetgan.training.classifier.probe import PREVIEW_PER_CLASS, look_alike_groups

@@ -1,6 +1,6 @@
-"""The quickstart's plan for the images, the machine and the time: resolution, recipes, lengths.
+"""The choice of a quickstart's recipes, resolutions and lengths of training.
 
-Nothing is measured here. A `Machine` returns speeds, so that tests can plan for any machine.
+Nothing is measured here: a `Machine` returns the speeds, so that tests can plan for any machine.
 """
 
 from functools import partial
@@ -25,44 +25,47 @@ from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
-# Better in the same time if there are many classes and images (docs/measurements/quickstart.md).
+# A GAN that is better in the same time with many classes and images
+# (docs/measurements/quickstart.md).
 PAIRS = "configs/gan_32_pairs.yaml"
 STARTED = "configs/gan_64_cpu.yaml"  # a GAN that starts from START's networks
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
 FEW_LABELS = "configs/few_labels.yaml"
 BATCH = {GAN: 32, PAIRS: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32, FEW_LABELS: 32}
-FILLED = 0.93  # fraction of the time that is planned, because measured speeds are not exact
-# fraction of held-out images; VAL_SHARE_FEW applies to fewer than FEW images
+FILLED = 0.93  # fraction of --minutes that a plan uses, because measured speeds are not exact
+# Fraction of the images to hold out; VAL_SHARE_FEW applies to fewer than FEW images.
 VAL_SHARE, VAL_SHARE_FEW = 0.1, 0.2
 FEW = 500
-OBLONG_FROM = 0.05  # fraction of images far from square that is worth a note
-# ADA augments the discriminator's images below this number (2006.06676, figure 1).
+OBLONG_FROM = 0.05  # smallest fraction of images far from square that is worth a note
+# The GAN uses ADA with fewer training images than this (2006.06676, figure 1).
 ADA_BELOW = 10_000
-EVALUATION = 0.1  # fraction of the time for the GAN's evaluation, at most
-SEARCHED_LESS = 2000  # training images to search for copies if time is short
+EVALUATION = 0.1  # largest fraction of --minutes for the GAN's evaluation
+SEARCHED_LESS = 2000  # training images to search for copies of samples if time is short
 # Sample grids, checkpoints and an evaluation on pixels add 2 % to the time of a GAN's training.
 GRIDS = 1.02
-SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # fraction of the training time for the classifier, at most
-# px of the images of a classifier whose layers are all fine-tuned
-TUNED_SIDE = 128
-SCRATCH_FROM = 5000  # images that suffice without pretrained weights
-# With few labels: images to see; px, at most; images over which labels are spread, at most.
+# Largest fraction of the training time for a classifier from scratch, and for a fine-tuned one.
+SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35
+TUNED_SIDE = 128  # largest side in px if all layers of the classifier are fine-tuned
+SCRATCH_FROM = 5000  # training images that suffice without pretrained weights
+# For a classifier that starts from the GAN: length of training in images, largest side in px, and
+# most images to which labels are spread.
 FEW_IMAGES = 153_600
 FEW_SIDE, FEW_SPREAD = 64, 50_000
-LAST_STEPS = 10  # smallest number of steps, which follow a regression
-TUNED_FROM = 1000  # images from which all layers are fine-tuned, if there is time
+LAST_STEPS = 10  # smallest number of steps of a head that starts from a logistic regression
+TUNED_FROM = 1000  # training images from which all layers are fine-tuned, if there is time
 HEAD_ALONE = "[backbone]"  # value of finetune.freeze if there is only time for the head
-LOOK = 500  # training images on which networks are compared, at most
-FEATURES, EPOCHS = 0.8, 10  # fraction of the time for features, and epochs, at most
-PACKING = 2.5  # seconds of packing in addition to reading the images
-STEPS = {"classifier": 60, "gan": 200}  # smallest numbers of steps, however short the time
+LOOK = 500  # training images on which pretrained networks are compared
+# Limits of a training behind frozen stages: fraction of its time for the features; epochs.
+FEATURES, EPOCHS = 0.8, 10
+PACKING = 2.5  # seconds that packing takes in addition to reading the images
+STEPS = {"classifier": 60, "gan": 200}  # smallest number of steps of each training
 
 
 class Training(Stored):
     """The plan of one training."""
 
-    config: str
-    overrides: list[str]
+    config: str  # recipe file
+    overrides: list[str]  # command-line options
     steps: int
     batch_size: int
     resolution: int  # px
@@ -75,38 +78,38 @@ class Training(Stored):
 
     @property
     def weights(self) -> str:
-        """The file from which the classifier is fine-tuned, or empty."""
+        """The file of weights that the classifier is fine-tuned from; empty if there is none."""
         return dict(pairwise(self.overrides)).get("--model.weights", "")
 
     @property
     def judging(self) -> float:
-        """Estimated seconds to classify an image in fp32: a third of a training step per image."""
+        """Estimated seconds to classify an image in fp32: a third of its training time."""
         slowdown = 2.0 if self.precision == "bf16" else 1.0
         return slowdown / (3 * self.images_per_second) + 2.0 * self.features
 
 
 class Plan(Stored):
-    """The work of a quickstart. It is stored in plan.json, so that a resume does the same."""
+    """The settings of a quickstart, which plan.json stores for a resume."""
 
     survey: Survey
     minutes: float
     quick: bool
-    seed: int = 0  # of the split and both trainings
-    size: int  # px of the packed images
-    smallest: int  # px of the smallest size that is packed too, for the GAN
-    val_share: float | None  # None: the source has a held-out part
+    seed: int = 0  # seed of the choice of held-out images and of both trainings
+    size: int  # side in px of the packed images
+    smallest: int  # side in px of the smallest scaled copies in the packed files
+    val_share: float | None  # fraction to hold out; None if the source has a held-out part
     training_images: int
     held_out: int
     classifier: Training | None
     gan: Training
-    evaluation: list[str]  # options of the GAN's evaluation
-    seconds: dict[str, float]  # expected, by part
-    notes: list[str]  # the choices with their reasons
-    pooled: bool = False  # the GAN learns from all images, without labels
-    from_gan: bool = False  # the classifier begins with the GAN's discriminator
-    # the classifier's training with each available network, until `settled` chooses one
+    evaluation: list[str]  # command-line options of the GAN's evaluation
+    seconds: dict[str, float]  # step, such as "train gan" -> expected seconds
+    notes: list[str]  # the settings with their reasons
+    pooled: bool = False  # True if the GAN learns from all images, without labels
+    from_gan: bool = False  # True if the classifier starts from the GAN's discriminator
+    # the classifier's training with each pretrained network, until one is chosen
     choices: list[Training] = []
-    # the first plan's `gan_steps` and `seconds`, if changed
+    # the original steps of the GAN and total seconds, if `replan` changed them
     replanned: dict[str, float] | None = None
 
     @property
@@ -126,11 +129,11 @@ class Plan(Stored):
 def choose(
     survey: Survey, machine: Machine, *, minutes: float, quick: bool = False, spent: float = 0.0
 ) -> Plan:
-    """Return the plan.
+    """Return the plan of a quickstart.
 
     Args:
-        quick: lengths do not matter; a few steps of the smallest size are trained.
-        spent: seconds until now.
+        quick: True to train a few steps of the smallest size, whatever the time.
+        spent: seconds that the survey and measurements took.
     """
     return _Choice(survey, machine, minutes, quick).plan(spent)
 
@@ -157,7 +160,7 @@ class _Choice:
         self.gan_survey = survey.model_copy(update={"classes": 0}) if self.pooled else survey
         self.gan_images = self.images + survey.unlabelled * self.pooled
         self.ada = self.gan_images < ADA_BELOW
-        # px: the largest size for which the images have details
+        # side in px above which samples would have more detail than the images
         self.gan_side = side_for(survey.side, FEW_SIDE if self.from_gan else SIZES[0].side)
         if self.val_share is None:
             self.notes = [f"held out: the source's own {survey.held_out:,} images"]
@@ -191,7 +194,7 @@ class _Choice:
     def plan(self, spent: float) -> Plan:
         """Plan the classifier, which needs less time, then the GAN with the remaining time.
 
-        If the classifier starts from the GAN, the GAN's size is chosen first.
+        If the classifier starts from the GAN's discriminator, the GAN's size is chosen first.
         """
         survey = self.survey
         start = self.machine.start
@@ -203,7 +206,7 @@ class _Choice:
         seconds["pack"] = packing + PACKING * (2 if survey.held_out else 1)
         left = FILLED * 60 * self.minutes - sum(seconds.values())
         left -= start * (4 if self.labelled else 2)
-        most = EVALUATION * 60 * self.minutes  # for the GAN's evaluation
+        most = EVALUATION * 60 * self.minutes  # largest time of the GAN's evaluation
         judging = 0.0
         choices: list[Training] = []
         size_and_speed = None
@@ -296,12 +299,13 @@ class _Choice:
     def _classifier(self, budget: float, gan: Size | None, weights: Weights | None) -> Training:
         """Return the classifier's training.
 
-        With pretrained weights all layers are fine-tuned, or the head if time is short; otherwise
-        it is trained from scratch. It sees its target number of images, up to three times as many
-        if there is time, within its fraction of the budget.
+        Pretrained weights are fine-tuned in all layers, or in the last ones if there are few images
+        or little time. The training uses a target number of images, or up to three times as many if
+        these take at most half of its time.
 
         Args:
-            gan: size of the GAN whose discriminator the classifier starts from.
+            budget: seconds for the GAN's and the classifier's trainings.
+            gan: size of the GAN whose discriminator the classifier starts from, or None.
         """
         form: list[str] = []
         if gan is not None:
@@ -314,7 +318,7 @@ class _Choice:
                 f"architecture: stylegan2, resolution: {side}, "
                 f"channels: {self.survey.channels}, config: {network}"
             )
-            # Speed is measured with this description, because the GAN's run does not exist yet.
+            # The speed is measured with these options, because the GAN's run does not exist yet.
             form = ["--model.discriminator", f"{{{gan_config}}}"]
             target_images: float = FEW_IMAGES
             options += ["--unlabelled.spread", "0"] if self.gan_images > FEW_SPREAD else []
@@ -371,10 +375,10 @@ class _Choice:
     def _behind_frozen(
         self, budget: float, options: list[str], name: str, reason: str
     ) -> Training | None:
-        """Return a training of only the last stage or the head, which starts from a logistic
-        regression on the features; None if there is no time to compute them.
+        """Return a training of only the last stage or the head of a pretrained network; None if
+        there is no time for it.
 
-        The features of the frozen stages are computed once.
+        Features of the frozen stages are computed once; the head starts from a logistic regression.
         """
         from duetgan.models.registry import backbone_of  # imports torch
 
@@ -392,7 +396,7 @@ class _Choice:
             return self.machine.speed(LAST, options, side, self.survey)
 
         uncached = ["--finetune.cache", "0"]
-        # seconds for one view of every image at 128 px
+        # seconds to compute the features of one view of every image at 128 px
         seconds = self.images / speed([*sized(128, 1), *uncached]).images_per_second
         for inside, views in LADDER:
             if views * seconds * (inside / 128) ** 2 < FEATURES * budget:
@@ -403,7 +407,7 @@ class _Choice:
         whole = speed([*options, *uncached]).images_per_second
         behind = speed(options)
         features = max(0.0, 1 / whole - 1 / behind.images_per_second)
-        # This includes the trained stages.
+        # The preparation includes a pass through the trained stages.
         preparation = views * self.images * (features + 1 / (3 * behind.images_per_second))
         left = max(0.0, budget - preparation)
         images = min(EPOCHS * self.images, left * behind.images_per_second)
@@ -418,14 +422,16 @@ class _Choice:
     # --- the GAN
 
     def _gan_size(self, budget: float) -> tuple[Size, Speed]:
-        """Return the largest size whose samples become recognisable in the time, and its speed."""
+        """Return the largest size whose samples become recognisable within `budget` seconds of
+        training, and its training speed.
+        """
         sizes = [size for size in SIZES if size.side <= self.gan_side] or [SIZES[-1]]
         base = next((size for size in sizes if size.side <= 32 or self._starts(size)), sizes[-1])
         base_rate = 0.0 if self.quick else self._gan_speed(base).images_per_second
         for size in sizes[:-1]:
             estimate = base_rate * work(base) / work(size) * budget
             kimg = size.started if self._starts(size) else size.kimg
-            if self.quick or estimate < 600 * kimg:  # not worth measuring
+            if self.quick or estimate < 600 * kimg:  # The size is far too slow to be measured.
                 continue
             speed = self._gan_speed(size)
             if speed.images_per_second * budget >= 1000 * kimg:
@@ -433,8 +439,8 @@ class _Choice:
         return sizes[-1], self._gan_speed(sizes[-1])
 
     def _of_width(self, size: Size, budget: float) -> tuple[Size, Speed]:
-        """Return the size with the network width that is expected to give the best samples in the
-        time `budget`, and its speed.
+        """Return `size` with the network width that should give the best samples after `budget`
+        seconds of training, and its speed.
         """
         candidates: list[tuple[float, Size, Speed]] = []
         for wide in (size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS):
@@ -452,14 +458,14 @@ class _Choice:
         return self.machine.speed(*self._recipe(size), size.side, self.gan_survey)
 
     def _starts(self, size: Size) -> bool:
-        """Return True if a GAN of this size starts from START: for few images in colour, as
-        measured.
+        """Return True if a GAN of this size starts from START, which was measured to be better for
+        few images in colour.
         """
         return bool(size.started) and self.survey.channels == 3 and self.ada
 
     def _gan(self, size: Size, speed: Speed, budget: float) -> Training:
-        """Return the GAN's training: as long as there is time, and as long as it makes a
-        difference.
+        """Return the GAN's training, which lasts `budget` seconds, or less if more training would
+        make no visible difference.
         """
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
         reason = f"{size.side} px, "
@@ -501,10 +507,11 @@ class _Choice:
     def _evaluation(
         self, size: Size, speed: Speed, judging: float, most: float
     ) -> tuple[list[str], float]:
-        """Return options of the GAN's evaluation, and its seconds, at most `most`.
+        """Return the command-line options of the GAN's evaluation, and its expected seconds.
 
-        To save time fewer images are evaluated, then fewer extractors. A sample costs about a
-        quarter of a training image, in fp32; ResNet-50 sees images above 64 px at 224 px.
+        If they would exceed `most` seconds, fewer training images are searched for copies, then
+        ResNet-50's features are left out, then fewer images are evaluated. `judging` is the
+        classifier's time for an image. ResNet-50 processes images above 64 px at 224 px.
         """
         features, judged = self.machine.features_per_second, self.labelled and not self.from_gan
         features /= (224 / 64) ** 2 if size.side > 64 else 1

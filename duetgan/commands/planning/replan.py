@@ -1,7 +1,8 @@
-"""Change a plan after it was made: by the network that suits the images, or by the time spent.
+"""Change a quickstart's plan: choose the classifier's network, or fit the GAN's training to the
+remaining time.
 
-`duet quickstart-replan FOLDER` measures the GAN's speed again, before its training begins, and
-changes the plan in FOLDER.
+`duet quickstart-replan FOLDER` measures the GAN's speed again before its training begins, and
+changes FOLDER/plan.json.
 """
 
 import json
@@ -21,12 +22,12 @@ LONGER = 1.05  # smallest factor by which a GAN's training is extended
 
 
 def settled(plan: Plan, accuracies: Mapping[str, float], images: int) -> Plan:
-    """Return the plan with the classifier whose network's features separate the classes best.
+    """Return the plan with only the classifier whose pretrained network suits the images best.
 
     Args:
-        accuracies: weights file -> cross-validated accuracy of a regression; the first of equals
-            wins.
-        images: number of training images of the regression.
+        accuracies: weights file -> cross-validated accuracy of a logistic regression on the
+            network's features. The first of equal ones is chosen.
+        images: number of training images on which the networks were compared.
     """
     best = max(plan.choices, key=lambda training: accuracies[training.weights])
     texts = [f"{accuracy:.3f} of {Path(file).name}" for file, accuracy in accuracies.items()]
@@ -52,13 +53,13 @@ def settled(plan: Plan, accuracies: Mapping[str, float], images: int) -> Plan:
 
 
 def spent_before_gan(plan: Plan, timings: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds that the plan's parts before the GAN took.
+    """Return the seconds of each part of the plan that precedes the GAN's training.
 
-    The source is timings.json; a part without an entry has its planned seconds.
+    `timings` is the content of timings.json. A part without an entry has its planned seconds.
     """
     spent = {}
     for part in takewhile(lambda part: part != "train gan", plan.seconds):
-        # Packing may be two steps.
+        # Packing may be several steps, such as `pack train`.
         steps = [step["seconds"] for name, step in timings.items() if name.startswith(part)]
         spent[part] = sum(steps) if steps else plan.seconds[part]
     return spent
@@ -69,13 +70,13 @@ def replanned(
 ) -> Plan:
     """Return the plan with a new length of the GAN's training, which has not begun yet.
 
-    If the training would exceed the plan's minutes, it is shortened to fit. If clearly more time is
-    left than planned, it is extended. Otherwise the plan is returned unchanged.
+    If the quickstart would exceed the plan's minutes, the training is shortened to fit. If clearly
+    more time is left than planned, it is extended. Otherwise the plan is returned unchanged.
 
     Args:
-        spent: seconds that the parts before the GAN took.
-        pace: factor by which the machine is slower now than planned.
-        measuring: seconds that measuring the speed took.
+        spent: seconds of each part of the plan that precedes the GAN's training.
+        pace: planned speed of the machine divided by its present speed.
+        measuring: seconds that measuring the present speed took.
     """
     planned = plan.seconds
     gan = plan.gan
@@ -88,7 +89,7 @@ def replanned(
     rate = gan.images_per_second / pace
 
     def fitting(seconds: float) -> int:
-        """Return the steps that end `seconds` after the quickstart's start."""
+        """Return the number of the GAN's steps with which the quickstart takes `seconds` in all."""
         steps = int((seconds - other_seconds) * rate / GRIDS / gan.batch_size)
         return max(STEPS["gan"], min(steps, gan.most or gan.steps))
 

@@ -1,20 +1,20 @@
-"""Sizes that the quickstart chooses from: of GANs, and of a classifier behind frozen stages."""
+"""Network and image sizes from which the quickstart chooses those of its GAN and classifier."""
 
 import math
 from typing import NamedTuple
 
-START = "configs/drawings_64.pt"  # trained networks to start from: configs/drawings_64.md
+START = "configs/drawings_64.pt"  # trained GAN to start from; configs/drawings_64.md describes it
 
 
 class Size(NamedTuple):
-    """A GAN's size, and the images it must see before its samples can be recognised."""
+    """A GAN's size, and the numbers of images, in thousands, that its training needs."""
 
     side: int  # px
     channel_base: int  # channels at a resolution: base / resolution, at most channel_max
     channel_max: int
-    kimg: int  # thousand images, at least
-    most: int  # thousand images after which more training makes no visible difference
-    # thousand images, at least, if training starts from START; 0: START has another size
+    kimg: int  # thousands of images after which samples can be recognised
+    most: int  # thousands of images after which more training makes no visible difference
+    # as `kimg`, if training starts from START; 0 if START has another size
     started: int = 0
 
 
@@ -29,46 +29,49 @@ SIZES = (
 )
 
 WIDTHS = (512, 1024, 2048)  # channel_base at 32 px
-# Images up to which gan_32_pairs keeps Muon. It is better than Adam after 155,000 images and worse
-# after 640,000; the range between was not tried
-# (docs/measurements/small-gan-recipe.md#muon-for-filters)
+# Longest training, in images, for which gan_32_pairs uses Muon, which is better than Adam after
+# 155,000 images and worse after 640,000; no length between these was tried
+# (docs/measurements/small-gan-recipe.md#muon-for-filters).
 MUON = 200_000
 
-# Training behind frozen stages: input size in px, and views per image. With two views (mirrored)
-# the last stage is trained, otherwise only the head.
+# Settings of a classifier behind frozen stages, the slowest first: input size in px, and views per
+# image. With two views, one of them mirrored, the last stage is trained, otherwise only the head.
 LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
-# Options of a ResNet whose head alone is trained: better than pooled means
-# (docs/measurements/folders.md)
+# Options for a ResNet of which only the head is trained; a head on averaged features is less
+# accurate (docs/measurements/folders.md).
 READOUT = ["--model.head", "readout", "--model.readout-stages", "2", "--model.readout-parts", "1"]
 
 
 def work(size: Size) -> float:
-    """Return the relative work of one image: products of the convolutions, plus a term per pixel."""
+    """Return the relative cost of training on one image: the convolutions' multiplications plus a
+    term for each pixel.
+    """
     sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
     channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
     return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
 
 
 def nearness(size: Size, images: float) -> float:
-    """Return a number that grows as the distance expected after `images` at 32 px shrinks.
+    """Return a score of a 32 px GAN after training on `images` images: the higher, the smaller its
+    expected distance.
 
-    The distance is 1.82 + 2,280 channels^-0.55 kimg^-1.00 times its floor
+    The expected distance divided by its floor is 1.82 + 2,280 channels^-0.55 kimg^-1.00
     (docs/measurements/small-gan-recipe.md#width-and-time).
     """
     return (size.channel_base // size.side) ** 0.55 * images
 
 
 def side_for(side: int, most: int) -> int:
-    """Return the power of two, from 16 to `most`, to which images of `side` px are scaled: the
-    smallest that is at least two thirds of `side`.
+    """Return the side in px to which images of `side` px are scaled: the smallest power of two of
+    at least two thirds of `side`, but from 16 to `most`.
     """
     return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
 
 
 def cadence(steps: int, seconds: float, *, evaluations: int) -> list[str]:
-    """Return options for a training's length, evaluations, and saves about every two minutes.
+    """Return the command-line options for the length, evaluations and checkpoints of a training.
 
-    `seconds` is the time of a step.
+    A step takes `seconds`; a checkpoint is saved about every two minutes.
     """
     evaluation_interval = max(1, math.ceil(steps / evaluations))
     save_interval = max(10, min(evaluation_interval, int(120 / seconds)))

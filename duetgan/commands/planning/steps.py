@@ -1,6 +1,6 @@
-"""Run the quickstart's plan: each step is one of Duet's commands, which is printed before it runs.
+"""Run a quickstart's plan, whose steps are commands of Duet.
 
-Finished steps are not repeated at a later start.
+Each command is printed before it runs. A later start repeats no finished step but evaluations.
 """
 
 import functools
@@ -29,25 +29,27 @@ from duetgan.utils.text import duration, listed
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "quickstart.py").is_file()  # False if Duet was installed by pip
 SAMPLE = "sample"
-# Training steps and images of --quick, which are too few to learn anything.
+# Training steps and evaluated images with --quick, which are too few to learn anything.
 QUICK_STEPS, QUICK_IMAGES = 12, 120
 WEEK = 7 * 24 * 60  # largest --minutes
 ANOTHER = "give another folder with --dir, or remove this one"
-STEADY = 0.02  # fraction of the minutes by which the parts before the GAN may differ from the plan
+# Difference from the plan, as a fraction of --minutes, above which the GAN's speed is measured
+# again before its training.
+STEADY = 0.02
 CLIPPED_METRICS = ("clipped_density", "clipped_coverage")
 INTERVALS = ("recognised", "diversity_ratio", *CLIPPED_METRICS)
-# optional metrics of summary.json
+# Metrics of the GAN that summary.json may lack.
 OPTIONAL_METRICS = (*CLIPPED_METRICS, *(f"{name}_interval" for name in INTERVALS))
 
 
 class Step(NamedTuple):
     name: str
     command: list[str]  # a command of Duet with its arguments
-    done: bool  # True if an earlier start has done it
+    done: bool  # True if an earlier start of the quickstart has finished this step
 
 
 class Quickstart:
-    """The steps of a plan. timings.json holds the time of each step, over interruptions.
+    """The runner of a quickstart's plan. It adds up the time of each step in timings.json.
 
     Args:
         folder: folder of the results.
@@ -76,11 +78,11 @@ class Quickstart:
         self.commands: list[str] = []
 
     def run(self) -> int:
-        """Run every step; return the exit code of the first that fails, else 0."""
-        started = {"plan"}  # parts of the plan
+        """Run all steps, then classify new images, if any. Return the first exit code above 0."""
+        started = {"plan"}  # keys of `plan.seconds`
         for step in self.steps():
             self.commands.append(typed(step.command))
-            # Packing may be two steps of one part.
+            # Packing may be several steps, such as `pack train`.
             part = next((part for part in self.plan.seconds if step.name.startswith(part)), "")
             planned = self.plan.seconds.items()
             remaining = {name: seconds for name, seconds in planned if name not in started}
@@ -103,7 +105,7 @@ class Quickstart:
         return 0 if self.new_images is None else self.predict(self.new_images)
 
     def predict(self, images: Path) -> int:
-        """Classify new images; return the exit code, 2 if some images could not be read."""
+        """Classify images; return the exit code, which is 2 if an image could not be read."""
         command = ["predict", str(images), "--checkpoint", display_path(self.folder / "classifier")]
         command += ["--csv", display_path(self.folder / "predictions.csv")]
         command += ["--errors", display_path(self.folder / "unreadable.csv")]
@@ -111,8 +113,8 @@ class Quickstart:
         return call(command)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps in order. Each step is checked for earlier completion when its turn
-        comes.
+        """Yield the steps in order. The `done` of a step is determined after the previous ones have
+        run.
         """
         yield from self.packing()
         if "compare networks" in self.plan.seconds:
@@ -131,9 +133,8 @@ class Quickstart:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
     def drifted(self) -> bool:
-        """Return True if the parts before the GAN took another time than planned.
-
-        False if the GAN's training has begun.
+        """Return True if the GAN's speed must be measured again: its training has not begun, and
+        the steps before it took clearly more or less time than planned.
         """
         plan = self.plan
         if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
@@ -143,7 +144,9 @@ class Quickstart:
         return abs(sum(spent.values()) - planned) > STEADY * 60 * plan.minutes
 
     def packing(self) -> Iterator[Step]:
-        """Yield the steps that pack: both parts of a source, or one step that holds images out."""
+        """Yield the steps that pack images: one for each part of a source with its own held-out
+        part, otherwise one that holds images out. A pooled plan also packs all images.
+        """
         plan = self.plan
         images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
         if plan.smallest < plan.size:
@@ -211,7 +214,10 @@ class Quickstart:
         return command
 
     def evaluation(self, task: str) -> list[str]:
-        """Return the command that evaluates a task; the classifier judges the GAN."""
+        """Return the command that evaluates the run of a task, "gan" or "classifier".
+
+        The classifier judges the GAN unless it is `unfit`.
+        """
         command = [
             "evaluate",
             "--checkpoint",
@@ -241,12 +247,12 @@ class Quickstart:
         return [*command, *options]
 
     def timed(self, step: Step) -> int:
-        """Run a step and record its time, which accumulates over interruptions."""
+        """Run a step, add its time to timings.json, and return its exit code."""
         previous = self.timings.get(step.name, {"seconds": 0.0, "done": False})
         spent = 0.0
         if not previous["done"]:
             spent = previous["seconds"]
-            # A killed training has its time in its status alone.
+            # The time of a killed training is recorded only in the run's own status.json.
             status = self.folder / step.name.removeprefix("train ") / "status.json"
             if status.is_file():
                 spent = max(spent, json.loads(status.read_text()).get("seconds", 0.0))
@@ -287,7 +293,9 @@ class Quickstart:
 
 
 def in_sentences(folder: Path, plan: Plan) -> list[str]:
-    """Return the results for people: the images, the answers of the evaluations, and the next step."""
+    """Return sentences for the user: about the images, the results of the evaluations, and the
+    command to run next.
+    """
     from duetgan.metrics.tables import credible
     from duetgan.reporting.answers import advice, answers
 
@@ -340,10 +348,8 @@ def read_evaluations(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
-    """Return the content of summary.json.
-
-    It has both evaluations with their 95 % intervals, the distance of the first extractor, and the
-    plan.
+    """Return the content of summary.json: the main metrics of both evaluations with their 95 %
+    intervals, and the plan. The distance is that of the first extractor.
     """
     from duetgan.metrics.tables import credible
 
@@ -387,7 +393,7 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def summarise_training(run: Path, training: Training, quick: bool) -> dict[str, Any]:
-    """Return a training's plan with the precision in the run's own config.yaml."""
+    """Return the plan of a training for summary.json, with the precision that the run used."""
     document = training.model_dump()
     if quick:
         document |= {"steps": QUICK_STEPS, "images_per_second": None, "seconds": None}
@@ -404,19 +410,19 @@ def seeded(plan: Plan) -> list[str]:
 
 
 def working_folder() -> Path:
-    """Return the folder in which the commands run: the checkout, else the current folder."""
+    """Return the folder in which the steps run: the checkout of Duet, else the current folder."""
     return ROOT if CHECKOUT else Path.cwd()
 
 
 def display_path(path: Path) -> str:
-    """Return a path as text for a command line, relative to the working folder if it is inside."""
+    """Return a path as text for a command line, relative to `working_folder` if it is inside."""
     folder = working_folder()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def typed(command: list[str]) -> str:
-    """Return a command as the user types it: `python train.py ...` if the checkout has that script,
-    otherwise `duet pack ...`.
+    """Return a command as a user types it: `python NAME.py ...` if the checkout has that script,
+    otherwise `duet NAME ...`.
     """
     name, *arguments = command
     if CHECKOUT and (ROOT / f"{name}.py").is_file():
@@ -425,7 +431,7 @@ def typed(command: list[str]) -> str:
 
 
 def complete(file: Path) -> bool:
-    """Return True if a packed file has its completion record."""
+    """Return True if a packed file was written to its end; print the reason otherwise."""
     from duetgan.data.reading.dataset import Dataset
 
     try:
@@ -437,8 +443,8 @@ def complete(file: Path) -> bool:
 
 
 def unfit(run: Path, test: Path) -> str:
-    """Return the reason why a run's classifier cannot judge samples, see `metrics.lineage`; empty
-    if it can.
+    """Return the reason why a run's classifier cannot judge a GAN on the `test` images; empty if it
+    can.
     """
     from duetgan.data.reading.dataset import Dataset
     from duetgan.metrics import lineage
@@ -454,10 +460,11 @@ def call(command: list[str]) -> int:
 
 
 def run_python(arguments: list[str]) -> int:
-    """Run Python in a new process and return its exit code, 128 + n if signal n ended it.
+    """Run Python in a child process and return its exit code, 128 + n if signal n ended it.
 
-    The process has its own session. This process forwards signals to it, Ctrl-C included, so that
-    each reaches it once, and waits until it has saved its state. It ends if this process is killed.
+    The child has its own session. This process forwards signals to it, Ctrl-C included, so that
+    each reaches it once, and waits for it to save its state. The child ends if this process is
+    killed.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -473,7 +480,9 @@ def run_python(arguments: list[str]) -> int:
 
 
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
-    """Return the folder's plan, or make one; return an exit code if that fails. Raises UserError."""
+    """Return the plan in a folder of results, which is made if it is missing, or the exit code if
+    that fails. Raises UserError.
+    """
     file = folder / "plan.json"
     source = options.source
     # Paths become absolute, because the commands may run in another folder.
@@ -500,7 +509,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
 
 
 def existing_plan(file: Path, source: str, options: Namespace) -> Plan:
-    """Return the plan of an earlier start. Raises UserError if it is for other settings."""
+    """Return the plan that an earlier start wrote. Raises UserError if it is for other settings."""
     with explained(
         ValueError, lambda error: f"{file}: is no plan of this version ({error}); {ANOTHER}"
     ):
@@ -536,7 +545,9 @@ def existing_plan(file: Path, source: str, options: Namespace) -> Plan:
 
 
 def default_folder(source: str, quick: bool) -> Path:
-    """Return quickstart in the folder of runs for the sample, else quickstart_NAME."""
+    """Return the default folder of results: runs/quickstart for the sample images, else
+    runs/quickstart_NAME, followed by `_quick` for --quick.
+    """
     name = ""
     if source != SAMPLE:
         name = "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)

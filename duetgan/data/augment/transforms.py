@@ -28,24 +28,24 @@ ERASE_AREA = (0.02, 0.33)
 ERASE_ASPECT = (0.3, 3.3)  # height / width
 
 
-# Augmentations of user code: (images uint8 or float [n, C, H, W], uniform draws [n, 8]) -> images
-# of the same type and shape
+# Augmentations of user code by name: (images uint8 or float [n, C, H, W], uniform draws [n, 8]) ->
+# images of the same type and shape
 AUGMENTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 
 
 class Augment(Config):
     """Augmentation of training images. Raises UserError for values out of range."""
 
-    # left-right, with probability 1/2; alternating: each image in every second epoch, from the
-    # first or second on
+    # true: mirror left-right with probability 1/2; alternating: mirror each image in every second
+    # epoch, from the first or second on
     flip: bool | Literal["alternating"] = False
-    # px: padded by so many on all sides, cropped at random
+    # px: pad images by this number on all sides, then crop the original size at a random place
     shift: Annotated[int, Interval(ge=0, le=512)] = 0
-    # what it is padded with; reflect: mirrored at its edge
+    # padding of `shift`; reflect: the image mirrored at its edge
     shift_edge: Literal["black", "reflect"] = "black"
     trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened
-    # names that imported code has added (docs/extending.md), in this order, at the end
+    # names of augmentations of imported code (docs/extending.md), applied last, in this order
     own: list[str] = []
 
     def check(self) -> None:
@@ -65,7 +65,7 @@ def random_flip(
     images: torch.Tensor,  # [n, C, H, W]
     flips: torch.Tensor,  # bool [n]
 ) -> torch.Tensor:
-    """Mirror the images left-right where `flips` is true."""
+    """Mirror the images left-right for which `flips` is true."""
     if images.device.type != "cpu":
         # `where` does not wait for the device, as `nonzero` does.
         return torch.where(flips[:, None, None, None], images.flip(3), images)
@@ -108,9 +108,9 @@ def random_erase(
 
 
 def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """Return True for pixels of images [n, C, H, W] in their boxes: bool [n, 1, H, W].
+    """Return True for pixels inside their image's box: bool [n, 1, H, W].
 
-    The boxes are int64 [n, 4] as those of `random_erase`.
+    `boxes` is int64 [n, 4]: top, left, height, width. `images` is [n, C, H, W].
     """
     top, left, height, width = (boxes[:, column, None] for column in range(4))
     rows = torch.arange(images.shape[2], device=images.device)
@@ -123,9 +123,9 @@ def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
 def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int) -> torch.Tensor:
     """Turn uniform draws [n, 5] into boxes for `random_erase`, int64 [n, 4].
 
-    The draws of an image are for, in this order: erase or not, area, aspect, row, column. The area
-    is uniform in ERASE_AREA, and the logarithm of the aspect between those of ERASE_ASPECT. Sides
-    are limited to those of the image.
+    The five draws of an image decide on erasing, area, aspect, row and column. The area is uniform
+    in ERASE_AREA, the logarithm of the aspect between those of ERASE_ASPECT. Sides are limited to
+    those of the image.
     """
     area = (ERASE_AREA[0] + draws[:, 1] * (ERASE_AREA[1] - ERASE_AREA[0])) * height * width
     low, high = math.log(ERASE_ASPECT[0]), math.log(ERASE_ASPECT[1])
@@ -138,18 +138,16 @@ def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int
 
 
 def draw_and_apply(
-    images: torch.Tensor,  # uint8 or float [n, C, H, W]: rows of the global batch
+    images: torch.Tensor,  # uint8 or float [n, C, H, W]: a part of the global batch
     config: Augment,
     *,
     seed: int,
     step: int,
-    start: int,  # position of the first row in the global batch
+    start: int,  # position of the first image in the global batch
     global_batch: int,  # images of all ranks
     phase: str | None = None,  # part of the key, if a step has several batches
 ) -> torch.Tensor:
-    """Augment images with draws of the key (seed, "augment", step), or (seed, "augment", step,
-    phase).
-
+    """Augment images with draws of the key (seed, "augment", step[, phase]).
     The draws are made for the whole global batch on the images' device, and rows [start, start + n)
     of them are used, so that the result does not depend on the number of ranks. Each augmentation
     has its own draws, which do not depend on the other settings. The loader makes alternating flips
@@ -208,7 +206,7 @@ def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
 
 
 def _reflected(positions: torch.Tensor, side: int) -> torch.Tensor:
-    """Reflect positions outside 0..side-1, by less than a side: -1 to 1, `side` to side - 2."""
+    """Reflect positions less than `side` outside 0..side-1: -1 to 1, `side` to side - 2."""
     return (side - 1) - ((side - 1) - positions.abs()).abs()
 
 
@@ -221,7 +219,7 @@ class MixingAugment(Augment):
     range.
     """
 
-    # alpha of mixup (1710.09412); 0: off. The share of an image is drawn from Beta(alpha, alpha)
+    # alpha of mixup (1710.09412); 0: off. An image's weight is drawn from Beta(alpha, alpha)
     mixup: float = 0.0
     # alpha of CutMix (1905.04899); 0: off. With both, each image gets one of them, at random
     cutmix: float = 0.0
@@ -298,7 +296,7 @@ def cut_boxes(
     height: int,
     width: int,
 ) -> Tensor:
-    """Return CutMix's boxes (1905.04899, equation 2), int64 [n, 4].
+    """Return CutMix's boxes (1905.04899, equation 2): top, left, height, width, int64 [n, 4].
 
     They have the image's aspect and are clipped at its borders.
     """

@@ -16,7 +16,7 @@ from torchvision.transforms.v2.functional import autocontrast, equalize, rgb_to_
 from duetgan.utils.memory import upload
 from duetgan.utils.seeding import Key, numpy_generator
 
-BINS = 31  # strengths of an operation
+BINS = 31  # number of strengths of an operation
 # Operations with positive or negative strength, and its maximum (table 1 of the paper, column
 # "wide", as in torchvision). The geometric ones are contiguous: they are applied in one pass.
 SIGNED = {
@@ -36,16 +36,16 @@ STRENGTHS = (
     .double()
     .numpy()
 )
-# bits that are kept
+# number of bits that posterize keeps
 STRENGTHS[KINDS.index("posterize")] = (
     8 - torch.arange(BINS, dtype=FLOAT) / ((BINS - 1) / 6)
 ).round()
-# fraction of the range above which values are inverted
+# fraction of the range above which solarize inverts values
 STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS, dtype=FLOAT)
 
 
 class Draws(NamedTuple):
-    """The operation of each image. The arrays are on the host, so that the images of an operation
+    """The operation for each image. The arrays are on the host, so that the images of an operation
     are counted without waiting for the device.
     """
 
@@ -68,7 +68,9 @@ def trivial_augment(
     images: Tensor,  # uint8 [n, 1 or 3, H, W]
     draws: Draws,
 ) -> Tensor:
-    """Apply its operation to each image: uint8 [n, C, H, W]. Raises ValueError for another type."""
+    """Apply the drawn operation to each image: uint8 [n, C, H, W]. Raises ValueError for images of
+    another type.
+    """
     if images.dtype != torch.uint8:
         raise ValueError(f"TrivialAugment takes uint8 images, not {images.dtype}")
     order = np.argsort(draws.kinds, kind="stable")
@@ -99,7 +101,9 @@ def trivial_augment(
 
 
 def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[list[float]]:
-    """Return the map to the source of a pixel, [2, 3]: (x, y, 1) -> (x', y'), px from the centre."""
+    """Return the matrix [2, 3] that maps a pixel (x, y, 1) of the result to its source (x', y'), in
+    px from the centre.
+    """
     match kind:
         case "shear_x":  # about the upper left corner
             return [[1, strength, strength * height / 2], [0, 1, 0]]
@@ -115,7 +119,7 @@ def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[li
 
 
 def _warp(images: Tensor, maps: Tensor) -> Tensor:
-    """Sample every pixel at the nearest neighbour of its mapped position; black outside."""
+    """Sample every pixel at the nearest neighbour of its mapped position, black outside."""
     height, width = images.shape[2:]
     x = torch.arange(width, device=images.device, dtype=torch.float32) - (width - 1) / 2
     y = torch.arange(height, device=images.device, dtype=torch.float32) - (height - 1) / 2
@@ -175,7 +179,7 @@ _COLOUR = {
     "color": _color,
     "contrast": _contrast,
     "sharpness": _sharpness,
-    # the highest `bits`
+    # keeps the highest `bits` bits
     "posterize": lambda images, bits: images & (256 - torch.exp2(8 - bits)).to(torch.uint8),
     "solarize": lambda images, level: torch.where(images >= 255 * level, 255 - images, images),
     "autocontrast": lambda images, _: autocontrast(images),

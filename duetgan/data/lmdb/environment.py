@@ -1,6 +1,4 @@
-"""Open LMDB files for reading: checked before the first read, with one handle per process and file,
-and safe under fork.
-
+"""Open LMDB files for reading, and check them before the first read.
 py-lmdb refuses to open a file twice in one process, and a handle must not be used across a fork.
 Therefore the readers of a process share one handle per file, which is closed with its last
 reference, and a forked child opens its own.
@@ -33,9 +31,9 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
-# of one gather: NumPy makes an intermediate copy, which should stay in the CPU's cache
+# copied at a time: NumPy makes an intermediate copy, which should stay in the CPU's cache
 GATHER_BYTES = 512 << 10
-MAGIC = bytes.fromhex("dec0efbe")  # LMDB's, little-endian, 16 bytes into its first page
+MAGIC = bytes.fromhex("dec0efbe")  # at byte 16 of an LMDB file, little-endian
 
 
 class RawBlocks:
@@ -47,11 +45,11 @@ class RawBlocks:
 
     def __init__(self, item: np.dtype, count: int) -> None:
         self.item = item  # a whole image is one item, so that NumPy copies it at once
-        # of the first byte of each block; -1: not verified yet
+        # address of the first byte of each block; -1: not verified yet
         self.addresses = np.full(count, -1, np.int64)
         # the records of a block that do not match their checksums
         self.damaged: dict[int, frozenset[int]] = {}
-        # first and last address, images
+        # first address and end of the added blocks, and an image from each byte in between
         self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))
 
     def add(self, block: int, pixels: np.ndarray) -> None:
@@ -79,9 +77,9 @@ class RawBlocks:
         out: np.ndarray,
         positions: np.ndarray | None = None,
     ) -> None:
-        """Copy images of verified blocks into `out`, `item` [n].
+        """Copy images of verified blocks into `out`, an array [n] of type `item`.
 
-        Image i, row `rows[i]` of block `blocks[i]`, is copied to `positions[i]` (default: i).
+        Image `rows[i]` of block `blocks[i]` is copied to `out[positions[i]]` (default: `out[i]`).
         """
         offsets = self.addresses[blocks] + rows * self.item.itemsize
         # Read after the addresses: another thread may add a block in between.
@@ -96,8 +94,7 @@ class RawBlocks:
 class Handle:
     """An open file of this process.
 
-    Views into the file are valid as long as the handle exists. A user of a view must keep a
-    reference to the handle.
+    Views into the file are valid while the handle exists: their users must keep a reference to it.
     """
 
     def __init__(self, environment: lmdb.Environment) -> None:
@@ -111,8 +108,8 @@ class Handle:
 
 
 _lock = threading.RLock()
-# By (device, inode). No __del__ closes a file: another thread could acquire the handle while it
-# runs.
+# Open files by (device, inode). A handle has no __del__ that closes its file: another thread could
+# acquire the handle while it runs.
 _handles: dict[tuple[int, int], tuple[weakref.ref[Handle], lmdb.Environment]] = {}
 
 
@@ -248,7 +245,7 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
 
 
 def _forked_child() -> None:
-    """Close the parent's files in the child. This unmaps the child's copy only."""
+    """Close the parent's files in a forked child. This unmaps the child's copy only."""
     global _lock
     _lock = threading.RLock()
     for _, environment in list(_handles.values()):

@@ -23,7 +23,7 @@ VERSION = 1
 FORMAT_KEY = b"format"
 META_KEY = b"meta"
 COMPLETE_KEY = b"complete"
-SIGNATURES = 4096  # signatures in a record, and names in a record
+SIGNATURES = 4096  # images whose signatures, or names, are in one LMDB record
 Encoding = Literal["raw", "jpeg", "png", "source"]
 ENCODINGS = get_args(Encoding)
 
@@ -31,8 +31,8 @@ BLOCK_IMAGES = 4096  # images per block at most
 # bytes of pixels per raw block at most (an image larger than this has a block of its own)
 BLOCK_BYTES = 8 << 20
 
-# How a payload is decoded: by the rules of data/values.py, or by a faster decoder if the file needs
-# no rule.
+# Decoders of a payload, an image's stored bytes: the rules of data/values.py, or a faster decoder
+# if the file needs no rule.
 CODEC_RULES = 0
 CODEC_JPEG = 1
 CODEC_PNG = 2
@@ -61,8 +61,8 @@ SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 # It is stored instead of the image's bytes.
 LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
 
-# Keys. The first number is that of a block (of images, or of SIGNATURES images) or an image; the
-# second one is a resolution.
+# Keys. The first number is the index of a block, a group of SIGNATURES images, or an image; the
+# second is a resolution.
 PIXELS_KEY = b"pixels/%08d/%05d"  # a raw block of images: uint8 [n, C, H, W]
 IMAGE_KEY = b"picture/%010d/%05d"  # an encoded image: its entry, then the file's bytes
 INDEX_KEY = b"index/%08d/%05d"  # a block's index: INDEX_HEAD, then an ENTRY per image
@@ -73,13 +73,13 @@ Side = Annotated[int, Interval(ge=0, le=MOST_SIDE)]  # px
 
 
 class Split(Stored):
-    """The draw of a file's images from a larger set (data/packing)."""
+    """The split of a larger data set of which a file has one part (data/packing)."""
 
     part: Literal["train", "val"]
-    share: Probability
+    share: Probability  # held-out fraction
     seed: Whole
-    whole: str  # fingerprint of all images
-    images: PositiveInt  # of the larger set
+    whole: str  # fingerprint of the larger data set
+    images: PositiveInt  # in the larger data set
 
 
 class Shard(Stored):
@@ -87,11 +87,11 @@ class Shard(Stored):
 
     path: str
     size: Count  # bytes
-    changed: Whole  # ns since 1970
+    changed: Whole  # modification time, ns since 1970
 
 
 class Completion(Stored):
-    """The record that is written last."""
+    """The LMDB record that is written last and marks a complete file."""
 
     meta_checksum: Annotated[int, Interval(ge=0, lt=2**32)]
     count: Any = None
@@ -104,14 +104,15 @@ class Meta(Stored):
     `mean` and `std` are per channel over all pixels of all images at the largest resolution, scaled
     so that the pixel format's range, low to high, becomes [0, 1]. `resolutions` has the shorter
     sides of the images in ascending order (several: a pyramid), or 0 for images of individual sizes
-    (encoding "source"). `size` is the largest size of images that are not square.
+    (encoding "source"). `size` is the size, at the largest resolution, of images that are not
+    square.
 
-    A record's label is the index of a class. If an image may have several classes or none, it is
-    the index of one of `sets`, each an ascending list of classes.
+    An image's label is the index of a class. If images may have several classes or none, the label
+    is the index of one of `sets`, each an ascending list of class indices.
 
-    `split` describes the draw from a larger set (data/packing), `passport` the generator that made
-    the images (utils/provenance.py), and `shards` the tar files that hold the images' bytes
-    (data/reading/several_files.py).
+    `split` is set for a part of a larger data set (data/packing). `passport` describes the
+    generator of the images (utils/provenance.py), and `shards` the tar files that hold the images'
+    bytes (data/reading/several_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -125,8 +126,8 @@ class Meta(Stored):
     histogram: list[Count]  # images per label; empty: unlabelled
     mean: list[float]
     std: list[float]
-    resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
-    source: str  # what was packed, for people
+    resize_filter: str  # how images were resized: "none", "zero-pad", "centre-crop+lanczos"
+    source: str  # name of the packed source, for people
     fingerprint: str  # hash of the source's images and labels; empty: not computed
     content_hash: str
     # images per block, one number for each resolution
@@ -141,7 +142,7 @@ class Meta(Stored):
 
     @classmethod
     def from_json(cls, record: bytes) -> "Meta":
-        """Parse a metadata record. Unknown keys, of later minor changes, are ignored.
+        """Parse a metadata record. Unknown keys, from later minor changes, are ignored.
 
         Raises ValueError for contradictory fields, and RecursionError for deep nesting.
         """
@@ -183,7 +184,7 @@ class Meta(Stored):
         check_encoding(self.spec, self.encoding)
 
     def hash_of(self, digests: Mapping[int, Iterable[bytes]]) -> str:
-        """Return the SHA-256 of a data set: of its head and the digests of all blocks.
+        """Return the SHA-256 of a data set's classes, format and blocks.
 
         Args:
             digests: digests of the blocks by resolution. A block's digest is the SHA-256 of its
@@ -212,7 +213,7 @@ class Meta(Stored):
 
     @property
     def labels(self) -> int:
-        """Number of possible labels: classes, or label sets; 0: unlabelled."""
+        """Number of classes, or with `sets` of label sets; 0 if unlabelled."""
         return len(self.classes if self.sets is None else self.sets)
 
     @property
@@ -223,9 +224,9 @@ class Meta(Stored):
         return multi_hot(self.sets, len(self.classes))
 
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Return the input of conditional networks for labels int64 [n].
+        """Convert labels int64 [n] to the input of conditional networks.
 
-        It is the labels themselves, or with `sets` multi-hot vectors, float32 [n, K].
+        It is the labels themselves, or with `sets` multi-hot vectors, float32 [n, classes].
         """
         if self.sets is None:
             return np.asarray(labels)
@@ -241,7 +242,7 @@ class Meta(Stored):
 
     @property
     def label_names(self) -> list[str]:
-        """Name of each label: that of the class, or those of the set's classes, joined."""
+        """Name of each label: of its class, or the joined names of its classes."""
         return self.classes if self.sets is None else set_names(self.classes, self.sets)
 
     def check_room(self, size: int, entries: int) -> None:
@@ -288,7 +289,7 @@ def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:
 
 
 def check_encoding(image: ImageSpec, encoding: str) -> None:
-    """Raise ValueError if `encoding` cannot store images like `image`."""
+    """Raise ValueError if `encoding` cannot store images of this format."""
     png = encoding == "png" and image.channels in (1, 3, 4) and image.depth != "float32"
     if encoding not in ENCODINGS or not (image.plain or encoding == "raw" or png):
         raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")
@@ -304,5 +305,5 @@ def make_entry(
 
 
 def entry_checksum(entry: np.void, payload: bytes | memoryview) -> int:
-    """Return the CRC-32 of size, label, shape and codec, then the payload."""
+    """Return the CRC-32 of an entry's size, label, shape and codec, followed by the payload."""
     return zlib.crc32(payload, zlib.crc32(entry.tobytes()[4:]))

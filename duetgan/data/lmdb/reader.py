@@ -49,7 +49,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False
     ) -> None:
         self.path, self.tolerant = Path(path), tolerant
-        # Number of the first record in a data set of several files, for DamageError
+        # index of this file's first record in a data set of several files, for DamageError
         self.first = 0
         self._handle: Handle | None = acquire(self.path)
         self._labels: np.ndarray | None = None
@@ -135,10 +135,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return names
 
     def _read_groups(self, key: bytes, content: str) -> Iterator[tuple[range, bytes]]:
-        """Read the values of `key`, each for a group of SIGNATURES images.
+        """Read the values of `key`, each of which is for a group of SIGNATURES images.
 
-        Yields the images of a group and the value without its checksum; b"" if it is missing.
-        `content` is its name in messages.
+        Yields the records of a group and its value without the checksum, b"" if there is none.
+        `content` names the value in messages.
         """
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):
@@ -154,7 +154,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return -(-len(self) // self.block)
 
     def block_range(self, block: int) -> range:
-        """Return the records of a block."""
+        """Return the indices of a block's records."""
         return range(block * self.block, min(len(self), (block + 1) * self.block))
 
     def index_record(self, transaction: lmdb.Transaction, block: int) -> tuple[np.void, np.ndarray]:
@@ -181,9 +181,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return head, entries
 
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
-        """Return the images of a raw block, a view into the file: [n, C, H, W].
+        """Return the images of a raw block, [n, C, H, W], as a view into the file.
 
-        It is valid within the transaction.
+        The view is valid within the transaction.
         """
         records = self.block_range(block)
         shape = (len(records), *self.spec.shape)
@@ -222,7 +222,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 raise self.damage([index], str(error)) from None
 
     def _of_tar(self, shards: list[Shard], size: int, link: memoryview) -> memoryview:
-        """Read an image's bytes in a tar. Raises ImageError, and UserError for a changed tar."""
+        """Read `size` bytes of an image from the position `link` (LINK) in a tar file.
+
+        Raises ImageError, and UserError for a changed tar.
+        """
         if len(link) != LINK.itemsize:
             raise ImageError("its place in the shards is missing")
         number, start = np.frombuffer(link, LINK, 1)[0].tolist()
@@ -263,7 +266,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return {**self.__dict__, "_handle": None, "_labels": None}
 
     def handle(self) -> Handle:
-        """Return this process's handle. Raises UserError if a file opened again has changed."""
+        """Return this process's handle, opened if need be. Raises UserError if the file changed."""
         handle = self._handle
         if handle is None or handle.pid != os.getpid():
             handle = acquire(self.path)
@@ -275,9 +278,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return handle
 
     def _get(self, transaction: lmdb.Transaction, key: bytes, records: range) -> memoryview:
-        """Return the value of a key, a view into the file; empty if the key is missing.
+        """Return the value of a key as a view into the file, empty if the key is missing.
 
-        Raises DamageError with `records`, those of the value.
+        `records` are those that the value describes, for DamageError.
         """
         try:
             return memoryview(transaction.get(key, b""))
@@ -301,11 +304,11 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():
                 self._verify(handle, raw, block, rows[blocks == block])
-        # An image of any type is one item.
+        # Here each image of `out` is a single item of an array [n].
         raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], positions)
 
     def raw_image(self, record: int) -> np.ndarray:
-        """Return a raw image: [H, W, C]. Raises DamageError as `gather` does."""
+        """Return a raw image: [H, W, C]. Raises DamageError if it, or its block, is damaged."""
         image = np.empty((1, *self.spec.shape), self.spec.depth)
         self.gather(np.array([record]), image)
         return image[0].transpose(1, 2, 0)
@@ -313,7 +316,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
         """Compare the checksum of a raw block at its first use.
 
-        Raises DamageError if the block is damaged, with `tolerant` only if one of `rows` is.
+        Raises DamageError for any damage in the block, with `tolerant` only for damaged `rows`.
         """
         if raw.addresses[block] < 0:
             with handle.lock:

@@ -19,7 +19,7 @@ class Layout:
     spec: ImageSpec  # at the largest resolution; without a size for images of individual sizes
     resolutions: tuple[int, ...]  # shorter sides in px, ascending, each twice the previous one
     encoding: str = "raw"
-    ranged: bool = True  # low and high are given; if not, the writer sets them (`value_range`)
+    ranged: bool = True  # False: the writer finds low and high of `spec` (`value_range`)
 
     def __post_init__(self) -> None:
         check_sides(self.resolutions, self.encoding, self.spec)
@@ -33,7 +33,7 @@ class Layout:
         smallest: int | None = None,
         ranged: bool = True,
     ) -> "Layout":
-        """Return the layout of such images; with `smallest`, px, of a pyramid down to that side.
+        """Return the layout for images like `image`, with a pyramid down to the side `smallest` px.
 
         Raises ValueError if the images cannot be halved down to `smallest`.
         """
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def document(self) -> dict[str, Any]:
-        """Fields of Meta."""
+        """The layout as fields of Meta."""
         size, pixels = self.spec.resolution, self.spec.pixel_format
         return {
             "channels": self.spec.channels,
@@ -59,14 +59,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Record:
-    """An image ready to be stored."""
+    """An image encoded at every resolution, with its statistics."""
 
     label: int
     entries: np.ndarray  # ENTRY [resolutions]
     payloads: tuple[bytes, ...]  # one for each resolution
     # [2, C]: sums of the values and of their squares, at the largest resolution; int64, or float64
     sums: np.ndarray
-    pixels: int  # in those sums
+    pixels: int  # number of pixels in `sums`
     signature: np.ndarray  # SIGNATURE [1]
     digest: bytes = b""  # SHA-256 of the image in its source; empty: not computed
     enlarged: bool = False  # True if the image in the source was smaller
@@ -77,7 +77,7 @@ class Record:
 
 
 def value_ends(image: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest value of a deep image.
+    """Return the smallest and the largest value of an image of 16 bits or floats.
 
     For floats these are the quantiles 0.001 and 0.999 over all channels.
     """
@@ -88,10 +88,10 @@ def value_ends(image: np.ndarray) -> tuple[float, float]:
 
 
 def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
-    """Return the low and high of a file with `value_ends` from `low` to `high`.
+    """Return the range of a file's pixel format from the smallest and largest value of its images.
 
-    For integers these are 0 and the largest number of the same number of bits, so that for example
-    12 bits give the same range in each part of a data set. For floats they are unchanged.
+    For integers it is 0 to the largest number of as many bits, so that for example 12 bits give the
+    same range in each part of a data set. For floats it is unchanged.
     """
     if depth == "uint16":
         return 0.0, float((1 << max(1, int(high).bit_length())) - 1)

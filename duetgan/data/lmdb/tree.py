@@ -1,5 +1,5 @@
-"""Check LMDB's pages before the library reads them. The library trusts a page, and one that was
-zeroed or has a wrong number ends the process (SIGABRT, SIGBUS).
+"""Check LMDB's pages before the library reads them, because a page that was zeroed or has a wrong
+number makes it end the process (SIGABRT, SIGBUS).
 
 The format is that of lmdb 0.9 (`mdb.c`: MDB_page, MDB_node, MDB_meta) on little-endian 64-bit
 machines. A page starts with its number (u64), u16, flags (u16), and the start and end of its free
@@ -27,7 +27,7 @@ META_AT = HEAD + 24 + 48 + 6
 
 
 def check_tree(descriptor: int, page_size: int, size: int) -> None:
-    """Check every page of the tree, once: 4 KiB for about a hundred records. Records are not read.
+    """Check the pages of a file's tree, 4 KiB for about a hundred records. Records are not read.
 
     Raises ValueError for damage.
     """
@@ -68,7 +68,7 @@ def _check_pages(pages: np.ndarray, numbers: np.ndarray, branch: bool, size: int
     Raises ValueError for damage.
     """
     count, end = pages.shape
-    words = np.ndarray((pages.size - 1,), "<u2", pages, strides=(1,))  # one starts at each byte
+    words = np.ndarray((pages.size - 1,), "<u2", pages, strides=(1,))  # a word from each byte
     heads = pages[:, :HEAD].copy().view("<u2").astype(np.int64)
     flags, lower, upper = heads[:, 5:8].T
     wrong = (pages[:, :8].copy().view("<u8")[:, 0] != numbers) | (

@@ -49,7 +49,7 @@ FIRST_MAP = 64 << 20  # bytes; doubled when it is full
 
 
 class _Level:
-    """The incomplete block at one resolution."""
+    """The images of the incomplete block at one resolution."""
 
     def __init__(self, side: int, layout: Layout) -> None:
         self.side = side
@@ -73,8 +73,8 @@ def _remove_empty(folder: Path) -> None:
 class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     """Write images one by one. `finish` completes the file and gives it its name.
 
-    Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with`
-    block without `finish` removes it. The next run overwrites a file left by a killed process.
+    Until then it is called `.NAME.partial` and has no completion record. Leaving the `with` block
+    without `finish` removes it. The next run overwrites a file left by a killed process.
 
     Raises:
         UserError: if the target exists and `overwrite` is false, if another process is writing it,
@@ -88,13 +88,13 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         layout: Layout,
         *,
         classes: Sequence[str],  # names by label; empty: unlabelled
-        # classes by label; None: a label is a class
+        # class indices of each label; None: a label is a class
         label_sets: Sequence[Sequence[int]] | None = None,
         resize_filter: str = "none",
         source: str = "",
-        passport: Provenance | None = None,  # of generated images
+        passport: Provenance | None = None,  # origin of generated images
         split: Split | None = None,
-        # tar files with the images: the file becomes their index
+        # tar files with the images, if the file is their index
         shards: list[Shard] | None = None,
         overwrite: bool = False,
     ) -> None:
@@ -121,12 +121,12 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         # int64 is exact for up to 10**14 pixels of 8 bits
         dtype = np.float64 if layout.spec.deep else np.int64
         self._sums = np.zeros((2, layout.spec.channels), dtype)
-        self._pixels = 0  # number of pixels in the sums
+        self._pixels = 0  # in `_sums`
         self._ends = (math.inf, -math.inf)  # smallest and largest value added
         self._signatures: list[np.ndarray] = []  # not written yet
         self._names: list[str] = []  # not written yet
         self._partial = partial_path(self.path)
-        self._undo = contextlib.ExitStack()  # removes the file
+        self._undo = contextlib.ExitStack()  # removes an incomplete file
         try:
             self._open()
         except BaseException:
@@ -159,8 +159,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     ) -> None:
         """Append an image.
 
-        `name` is its name in the source. An index stores `place`, its position in the shards
-        (LINK), instead of its bytes. Raises ValueError for a label without a class.
+        `name` is the image's name in the source. An index of tar files stores `place` (LINK), the
+        image's position in them, instead of its bytes. Raises ValueError for an unknown label.
         """
         if not 0 <= record.label < max(1, self.labels):
             raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
@@ -248,8 +248,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         return meta
 
     def complete(self, split: Split | None = None) -> Meta:
-        """Do all of `finish` except for the renaming by `publish`, so that several files can appear
-        together. Raises ValueError if no image was added.
+        """Write metadata and completion record, and sync. `publish` renames the file, so that
+        several files can appear together. Raises ValueError if no image was added.
         """
         if not self.count:
             raise ValueError("no images were added")

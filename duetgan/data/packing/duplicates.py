@@ -20,17 +20,17 @@ from duetgan.utils.files import write_atomic
 from duetgan.utils.images import save_captioned
 from duetgan.utils.text import listed
 
-MAX_DRAWN = 20  # pairs in a PNG
-CELL = 128  # px of an image in it
-LISTED = 5  # groups, pairs, and members of a group in the text report
+MAX_DRAWN = 20  # most pairs in a PNG
+CELL = 128  # px: side of an image in the PNG
+LISTED = 5  # most groups, pairs, and images of a group in the text report
 
-Name = Callable[[int], str]  # record -> its name for the user
+Name = Callable[[int], str]  # number of a record -> name of the record for the user
 
 
 @dataclass(frozen=True)
 class Group:
-    """Exact duplicates: ascending records of the first file, and of the second file if there is
-    one.
+    """A group of exact duplicates: ascending numbers of records in the first file, and in the
+    second file if there is one.
     """
 
     records: list[int]
@@ -40,13 +40,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Pair:
-    """Near duplicates: a record of the first file, and one of the second file or, if there is none,
-    of the first.
+    """Two near duplicates: the number of a record in the first file, and of one in the second file
+    or, if there is none, in the first.
     """
 
     record: int
     other_record: int
-    correlation: float  # of their pixels, at most 1
+    correlation: float  # of the pixels, at most 1
     labels_differ: bool
 
 
@@ -58,19 +58,19 @@ class Report:
     images: int
     other_file: str | None
     other_images: int | None
-    # duplicates of an earlier image, or images of the second file that are in the first
+    # number of duplicates of an earlier image, or of images in the second file that the first has
     exact_duplicates: int
-    # True if exact duplicates can be found: the files have images of the same channels and size
+    # False if the two files differ in channels or size, so that no exact duplicates can be found
     exact_comparable: bool
-    exact: list[Group]  # in the order of their first records
+    exact: list[Group]  # sorted by the first record
     near: list[Pair] | None = None  # in descending order of correlation; None: not searched
     candidates: int = 0  # pairs whose pixels were compared
     not_compared: int = 0  # pairs left out because too many images are similar
     textureless: int = 0  # images without texture, for which near duplicates were not searched
-    names: tuple[Name, Name]  # of the records of the first and the second file
+    names: tuple[Name, Name]  # for records of the first and the second file
 
     def document(self) -> dict[str, object]:
-        """Return the report as JSON values, with the names of its records by number."""
+        """Return the report as JSON values, with the names of the reported records by number."""
         records: set[int] = set()
         second: set[int] = set()  # records of the second file
         for group in self.exact:
@@ -87,9 +87,9 @@ class Report:
 
 
 def exact(signatures: np.ndarray) -> list[np.ndarray]:
-    """Group images with the same pixels.
+    """Group images with the same pixels, by their signatures, SIGNATURE [n].
 
-    Returns the ascending indices of each group of two or more, in the order of their first ones.
+    Returns the ascending indices of each group of two or more images, sorted by the first index.
     """
     _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
     members = np.flatnonzero(counts[group] > 1)
@@ -97,7 +97,7 @@ def exact(signatures: np.ndarray) -> list[np.ndarray]:
 
 
 def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of each group of equal numbers, in the order of their first."""
+    """Return the ascending indices of each group of equal numbers, sorted by the first index."""
     order = np.argsort(numbers, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
     return sorted(groups, key=lambda indices: int(indices[0]))
@@ -108,7 +108,7 @@ def find(
     second: LMDBReader | None = None,
     *,
     similar: bool = False,
-    # of the records of `reader`; None: the name in the file, else the number
+    # names the records of `reader`; None: by the name in the file, or else the number
     item_name: Name | None = None,
 ) -> Report:
     """Find duplicates within a packed file, or images that are also in the file `second`.
@@ -121,7 +121,7 @@ def find(
     label_names, second_names = reader.meta.label_names, second_reader.meta.label_names
 
     def labels_differ(records: Sequence[int], second_records: Sequence[int]) -> bool:
-        """Return True for different class names. An unlabelled image agrees with all."""
+        """Return True if class names of the records differ. Unlabelled images agree with all."""
         names: set[str] = set()
         if reader.classes:
             names.update(label_names[label] for label in reader.labels()[records])
@@ -172,7 +172,7 @@ def find(
 
 
 def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
-    """Return a function of a record that gives its name and class."""
+    """Return a function that names a record and its class."""
     labels = reader.labels()
     classes = reader.meta.label_names
     stored = [] if item_name else reader.names()
@@ -229,8 +229,8 @@ def write_lines(path: Path, text: Sequence[str]) -> None:
 
 
 def shortened(excerpt: list[str], everything: list[str], path: Path) -> list[str]:
-    """Return the excerpt of a text. If it is shorter than the text, write the text to `path` and
-    add a line with the path; otherwise remove the file of an earlier run.
+    """Return the excerpt. If it is not everything, write everything to `path` and add a line with
+    the path; otherwise remove the file of an earlier run.
     """
     if excerpt == everything:
         path.unlink(missing_ok=True)

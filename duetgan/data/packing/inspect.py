@@ -22,7 +22,7 @@ from duetgan.utils.text import columns
 
 COLUMNS = 10
 MAX_ROWS = 20
-# px; smaller images are enlarged by an integer factor, those above twice this are scaled down to it
+# px: smaller images are enlarged by an integer factor, those above 2 * CELL are scaled down to it
 CELL = 64
 BAR = 40  # characters of the longest bar of the histogram
 
@@ -47,8 +47,8 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 
 
 def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
-    """Describe label sets: the images with none, one or several labels, those with each set, and
-    those of each class.
+    """Count the images with no, one or several labels, with each label set, and of each class.
+    Returns {} for a file without label sets.
     """
     if label_sets is None:
         return {}
@@ -76,8 +76,8 @@ def _text(value: object) -> str:
 
 
 def save_grid(reader: LMDBReader, path: Path) -> None:
-    """Draw a row of images for each of the first MAX_ROWS classes, evenly spaced in the class; of
-    an unlabelled file the first images.
+    """Draw a row of images, evenly spaced in the class, for each of the first MAX_ROWS classes, or
+    the first images of an unlabelled file.
     """
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
@@ -97,7 +97,7 @@ def save_grid(reader: LMDBReader, path: Path) -> None:
 
 @dataclass
 class Damage:
-    """The damage of a file."""
+    """The damage found in a file."""
 
     records: dict[int, str] = field(default_factory=dict)  # damaged record -> reason
     content: str = ""  # contradiction between intact records and the metadata
@@ -192,8 +192,8 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
 
 
 def report(damage: Damage, reader: LMDBReader) -> None:
-    """Raise UserError with the first damaged record, if there is damage. Up to two lines on stderr
-    have details; `--json` prints all.
+    """If there is damage, raise UserError with the first damaged record, and print up to two lines
+    of details to stderr. `--json` prints all.
     """
     if not damage:
         return
@@ -201,7 +201,7 @@ def report(damage: Damage, reader: LMDBReader) -> None:
         raise UserError(
             f"{reader.path}: {damage.content}, although every record is whole: pack the file again"
         )
-    runs: list[list[int]] = []  # of consecutive records with the same reason
+    runs: list[list[int]] = []  # each of consecutive records with the same reason
     for record, reason in sorted(damage.records.items()):
         if runs and record == runs[-1][-1] + 1 and reason == damage.records[record - 1]:
             runs[-1].append(record)

@@ -2,8 +2,8 @@
 are then confirmed by their pixels.
 
 A hash alone is not sufficient. Among 2,000 images of Fashion-MNIST, imagehash's phash reports 124
-pairs at 4 bits and 542 at 6, and hundreds of times as many in the whole data set, but finds only 6
-and 18 % of images cropped by 1 px.
+pairs that differ in up to 4 bits and 542 in up to 6, and hundreds of times as many in the whole
+data set, but finds only 6 and 18 % of images cropped by 1 px.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ from duetgan.utils.runlog.progress import Bar
 # Candidates by their hashes. Photos of 128 px were saved as JPEG of quality 50 to 90, halved and
 # enlarged again, made 5 % brighter or darker, or cropped by 1 or 2 px: the hashes of 96 to 100 % of
 # them changed in at most 7 bits of 64.
-DISTANCE = 7
-LIMIT = 4_000_000  # candidates
-LEAST_BITS = 4  # set in the hash of an image with texture
+DISTANCE = 7  # most bits in which the hashes of a pair differ
+LIMIT = 4_000_000  # most candidates
+LEAST_BITS = 4  # fewest bits set in the hash of an image with texture
 TILE = 1 << 22  # comparisons in one job of a thread
 BLOCK = 1 << 16  # comparisons at a time: intermediate results stay in the core's cache
 
@@ -31,21 +31,21 @@ BLOCK = 1 << 16  # comparisons at a time: intermediate results stay in the core'
 CROWD = 10  # an image with more candidates is of a kind whose images are all similar
 LEAST_CORRELATION = 0.95  # after registration
 LEAST_UNREGISTERED = 0.8  # before registration
-MOST_SHIFT = 0.04  # by registration, of the side
-CROWD_CORRELATION = 0.995  # in a crowd, without registration
-CROWD_CHANGE = 0.2  # in a crowd, of any part of the image
+MOST_SHIFT = 0.04  # by registration, as a fraction of the side
+CROWD_CORRELATION = 0.995  # least in a crowd, without registration
+CROWD_CHANGE = 0.2  # largest difference in a crowd, of any part of the image
 LEAST_CONTRAST = 1.0  # standard deviation in grey levels
 # root mean square difference of the colours (Cr and Cb together), in levels of 0 to 255
 MOST_COLOUR = 12.0
-SLACK = 1e-4  # of a correlation, for the rounding of float32
+SLACK = 1e-4  # rounding error of a correlation in float32
 BATCH = 1024  # pairs compared at a time
 
-Read = Callable[[int], np.ndarray]  # record -> its image, uint8 [H, W, C]
+Read = Callable[[int], np.ndarray]  # number of a record -> its image, uint8 [H, W, C]
 
 
 class Candidates(NamedTuple):
     pairs: np.ndarray  # int64 [m, 2], ascending
-    # int64 [m]: number of candidates of the image of the pair that has the most
+    # int64 [m]: the larger number of candidates of the two images of a pair
     crowd: np.ndarray
     left_out: int  # candidates beyond LIMIT, those that differ most
     textureless: int  # images that were not searched
@@ -54,16 +54,16 @@ class Candidates(NamedTuple):
 def near(a: np.ndarray, b: np.ndarray | None = None) -> Candidates:
     """Find pairs of images whose difference hashes differ in at most DISTANCE bits.
 
-    The pairs are within `a`, the smaller index first, or of an image of `a` and one of `b`; `a` and
-    `b` are SIGNATURE [n]. Every pair occurs once.
+    `a` and `b` are the signatures of two data sets, SIGNATURE [n]. A pair has an image of `a` and
+    one of `b`, or without `b` two of `a`, the smaller index first. Every pair occurs once.
 
     All images are compared with all, on all cores: this takes seconds for 60,000 images, and grows
-    with the square of their number. Of exact duplicates only the first is searched, and pairs of
-    equal digest are left out. Images with fewer than LEAST_BITS bits set have no texture and are
-    not searched, because all flat images have the hash 0.
+    with the square of their number. Exact duplicates are no pairs, and only the first of them is
+    compared. Images with fewer than LEAST_BITS bits set have no texture and are not compared,
+    because all flat images have the hash 0.
 
-    The crowd of an image counts candidates in both data sets, so that the pairs between two parts
-    of a data set are those of the whole.
+    `crowd` counts candidates in both data sets, so that the pairs between two parts of a data set
+    are those of the whole.
     """
     second = a if b is None else b
     # images of `b` that are in `a`: they count as those of `a`
@@ -105,7 +105,7 @@ def near(a: np.ndarray, b: np.ndarray | None = None) -> Candidates:
 
 
 def _searched(signatures: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the indices of the images to search, and the number of those without texture."""
+    """Return the indices of the distinct images with texture, and the number of those without."""
     _, first = np.unique(signatures["digest"], return_index=True)
     first.sort()
     textured = np.bitwise_count(signatures["dhash"][first]) >= LEAST_BITS
@@ -148,7 +148,7 @@ def _close(
         ThreadPoolExecutor(threads) as pool,
         Bar(starts, "comparing hashes", unit="tile", delay=1) as bar,
     ):
-        # One tile per thread at a time: if all images are similar, a tile has TILE pairs.
+        # One tile per thread at a time limits the memory: a tile may have TILE pairs.
         for first in range(0, len(starts), threads):
             for tile in pool.map(compare_tile, starts[first : first + threads]):
                 yield tile
@@ -176,8 +176,8 @@ def confirm(
     the colours of the scaled images differ by more than MOST_COLOUR (chrominance of ITU-R 601,
     after the same shifts). Files of one channel are compared without colours.
 
-    If one of the images has more than CROWD candidates, high correlations are common. The pair then
-    needs CROWD_CORRELATION without the removal of shifts, and no part of 1/8 x 1/8 of the image may
+    An image with more than CROWD candidates often has high correlations. Its pairs need
+    CROWD_CORRELATION without the removal of shifts, and no part of 1/8 x 1/8 of the image may
     differ by more than CROWD_CHANGE.
 
     Returns the pairs, int64 [m, 2], and their correlations, float32 in (0, 1].
@@ -217,10 +217,10 @@ def _thumbnails(read: Read, records: np.ndarray, side: int) -> tuple[np.ndarray,
 def _likely(
     a: np.ndarray, b: np.ndarray, first: np.ndarray, second: np.ndarray, crowded: np.ndarray
 ) -> np.ndarray:
-    """Return True for pairs whose correlation before registration suffices for `_scores`.
+    """Return True for pairs whose correlation before registration is sufficient, bool [n].
 
-    This leaves few of millions of candidates. `a` and `b` are grey thumbnails, uint8 [u, S, S],
-    `first` and `second` the rows of each pair in them. Returns bool [n].
+    These are few of millions of candidates. `a` and `b` are grey thumbnails, uint8 [u, S, S],
+    `first` and `second` the rows of each pair in them.
     """
     a, b = (_standardised(x).reshape(len(x), x.shape[1] * x.shape[2]) for x in (a, b))
     needed = np.where(crowded, CROWD_CORRELATION, LEAST_UNREGISTERED) - SLACK
@@ -233,7 +233,7 @@ def _likely(
 
 
 def _scores(a: np.ndarray, b: np.ndarray, crowded: np.ndarray) -> np.ndarray:
-    """Return the correlations of pairs of thumbnails [n, P, S, S]; 0 for different images."""
+    """Return the correlations of pairs of thumbnails [n, P, S, S]; 0 if not near duplicates."""
     colours_a, colours_b = (images[:, 1:].astype(np.float32) for images in (a, b))
     a, b = _standardised(a[:, 0]), _standardised(b[:, 0])
     unregistered = _correlation(b - a)
@@ -265,7 +265,7 @@ def _colour_change(difference: np.ndarray) -> np.ndarray:
 
 
 def _standardised(images: np.ndarray) -> np.ndarray:
-    """Normalise images [n, S, S] to mean 0 and standard deviation 1; NaN below LEAST_CONTRAST."""
+    """Normalise images [n, S, S] to mean 0 and deviation 1, those below LEAST_CONTRAST to NaN."""
     images = images.astype(np.float32)
     centred = images - images.mean(axis=(1, 2), keepdims=True)
     deviation = centred.std(axis=(1, 2), keepdims=True)
@@ -278,9 +278,9 @@ def _correlation(difference: np.ndarray) -> np.ndarray:
 
 
 def _moves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the derivatives of images [n, S, S] by shifts and stretches in x and y: [n, 4, S * S].
+    """Return the derivatives of the mean of two images by shifts and stretches in x and y.
 
-    They are first-order, from the image gradient (Lucas & Kanade 1981).
+    They are first-order, from the image gradient (Lucas & Kanade 1981): [n, S, S] to [n, 4, S * S].
     """
     n, side, _ = a.shape
     from_middle = np.linspace(-1, 1, side, dtype=np.float32)
@@ -300,5 +300,5 @@ def _shifts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _without(shifts: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the difference of images [n, S, S] after the removal of the shifts."""
+    """Return `b - a` for images [n, S, S] without the difference that the shifts explain."""
     return (b - a) - (_moves(a, b).transpose(0, 2, 1) @ shifts).reshape(a.shape)

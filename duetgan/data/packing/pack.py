@@ -38,7 +38,7 @@ SKIPPED_FRACTION = 0.01
 
 
 class _Skipped:
-    """The problems of skipped images: none, or up to a limit."""
+    """The problems of skipped images: at most `cap`, or none if `on_error` is "stop"."""
 
     def __init__(self, source: Source, on_error: str, cap: int | None, remedy: str) -> None:
         if cap is not None and on_error == "stop":
@@ -53,7 +53,7 @@ class _Skipped:
         self.add(*source.problems)
 
     def add(self, *problems: Problem) -> None:
-        """Count problems. Raises UserError if they must not be skipped."""
+        """Add problems. Raises UserError if they are too many."""
         self.problems += problems
         if self._stop and problems:
             remaining = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -66,7 +66,7 @@ class _Skipped:
             )
 
     def check(self, writer: LMDBWriter, dropped: int) -> None:
-        """Raise UserError if no image, or none of a class, was written."""
+        """Raise UserError if no image was written, or none of a class."""
         source = self._source
         counts = np.bincount(source.labels(), minlength=len(writer.histogram))
         lost = (source.by_class(counts) > 0) & (source.by_class(writer.histogram) == 0)
@@ -84,8 +84,7 @@ class _Skipped:
 def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:
     """Raise UserError for an empty class, or for classes other than those of the file `against`.
 
-    The source takes the classes of `against` that it does not have: held-out images may have none
-    of a class.
+    Classes that only `against` has are added to the source: held-out images may lack a class.
     """
     if against is None:
         source.check_classes()
@@ -107,8 +106,8 @@ def pack(
     *,
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
-    workers: int | None = None,  # threads besides this one; None: one a core
-    # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
+    workers: int | None = None,  # threads besides this one; None: one per core
+    # most images that on_error "skip" omits; None: 100 or 1 % of the images, whichever is more
     max_skipped: int | None = None,
     # a packed file with the same classes; images that are also in it are reported
     against: Path | None = None,
@@ -119,8 +118,9 @@ def pack(
     apart: Path | None = None,
     val_share: str | float | None = None,  # fraction of the images to hold out, in a second file
     val_dest: str | Path | None = None,  # the second file; None: `val_path`
-    seed: int = 0,  # of the draw of held-out images
-    remedy: str = "pass --on-error skip to leave it out",  # for an image that cannot be used
+    seed: int = 0,  # for drawing the held-out images
+    # advice in the message about an image that cannot be used
+    remedy: str = "pass --on-error skip to leave it out",
     **plan_options: Any,  # see data.records.make_plan
 ) -> Summary:
     """Pack a source into the file `dest`, or with `val_share` into two files.
@@ -172,7 +172,7 @@ def pack(
 def _targets(
     source: Source, dest: Path, fraction: Fraction | None, val_dest: str | Path | None
 ) -> list[Path]:
-    """Return the files to write: one, or that of training and that of held-out images.
+    """Return the paths to write: `dest`, and with `fraction` the file of held-out images.
 
     Raises UserError if no image can be held out, or for a wrong `val_dest`.
     """
@@ -206,10 +206,8 @@ def _open_writers(
     overwrite: bool,
     hidden: bool,
 ) -> list[LMDBWriter]:
-    """Open writers of the targets, which the stack closes.
-
-    With two targets, or `hidden`, there is an additional last writer, of a hidden file for all
-    images.
+    """Open a writer for each target, and with two targets or `hidden` one more, the last, for a
+    hidden file of all images. The stack closes them.
     """
     new_writer = functools.partial(
         LMDBWriter,
@@ -240,12 +238,12 @@ def _write(
     drop: bool,
     keep: bool,
 ) -> Written:
-    """Write every usable image; with `drop` without exact duplicates.
+    """Write every usable image, with `drop` only the first of exact duplicates.
 
-    With `keep` the result has the records, without their payloads, which a split needs.
+    With `keep` the result has the records without their payloads, for a split.
     """
     written = Written()
-    labels: dict[int, int] = {}  # by the digest of the pixels, for `drop`
+    labels: dict[int, int] = {}  # of the written images by digest of their pixels, for `drop`
     with contextlib.closing(images):
         for row, record in enumerate(Bar(images, "packing", len(source), unit="image")):
             if isinstance(record, ImageError):
@@ -271,16 +269,16 @@ def _write(
 
 
 def _find_duplicates(
-    path: Path,  # of all images
-    dest: Path,
+    path: Path,  # the packed file of all images
+    dest: Path,  # its name in the report
     against: Path | None,
     similar: bool,
-    name: Name,  # of its records
-    existing: Report | None,  # on duplicates within the file, similar ones included
+    name: Name,
+    existing: Report | None,  # a report on exact and near duplicates within the file
 ) -> list[str]:
-    """Return the report on duplicates within the file, and between it and `against`.
+    """Return the report on duplicates within a packed file, and between it and `against`.
 
-    A long report is written to a file next to `dest`; that of an earlier run is removed.
+    A long report is written to a file next to `dest`; the file of an earlier run is removed.
     """
     try:
         with LMDBReader(path) as reader:

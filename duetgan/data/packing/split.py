@@ -21,8 +21,8 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import columns, listed
 
-LISTED = 10  # names in the summary
-LARGEST = Fraction(1, 2)  # held-out fraction
+LISTED = 10  # most names in the summary
+LARGEST = Fraction(1, 2)  # largest held-out fraction
 
 
 def val_path(dest: Path) -> Path:
@@ -49,10 +49,10 @@ def to_fraction(value: str | float) -> Fraction:
 def quotas(counts: Sequence[int], fraction: Fraction) -> list[int]:
     """Return the number of images to hold out of each class, for `counts` images of each class.
 
-    The total is `fraction` of all images, rounded. Each class gets its part rounded down, and the
-    classes with the largest remainders (Hare's quota), the first ones among equals, get one more.
-    Then every class of two or more images has at least one image in each part. A class with a
-    single image keeps it for training and is not counted.
+    The total is `fraction` of all images, rounded. Each class gets `fraction` of its images,
+    rounded down. The classes with the largest remainders (Hare's quota), the first among equals,
+    get one more. Then every class of two or more images has at least one image in each part. A
+    class with a single image keeps it for training and is not counted.
     """
     counts = [int(count) if count > 1 else 0 for count in counts]
     parts = [fraction * count for count in counts]
@@ -70,9 +70,9 @@ def quotas(counts: Sequence[int], fraction: Fraction) -> list[int]:
 def strata(
     labels: np.ndarray, label_sets: Sequence[Sequence[int]] | None, fraction: Fraction
 ) -> np.ndarray:
-    """Return the stratum of each image, int64 [n]: a class, or a label set.
+    """Return the stratum of each image, int64 [n]: its class, or its label set.
 
-    All sets with too few images for a held-out one are a single stratum.
+    Label sets with too few images to hold one out are a single stratum.
     """
     if label_sets is None:
         return labels
@@ -83,7 +83,7 @@ def strata(
 def look_alikes(count: int, report: Report) -> list[np.ndarray]:
     """Group records that are connected by a chain of exact and near duplicates.
 
-    Returns the ascending records of each group, in the order of their first ones. A record without
+    Returns the ascending records of each group, sorted by the first record. A record without
     duplicates is a group.
     """
     from scipy.sparse import coo_array  # slow to import
@@ -99,20 +99,20 @@ def look_alikes(count: int, report: Report) -> list[np.ndarray]:
 
 def draw(
     groups: Sequence[np.ndarray],  # records that stay together
-    labels: np.ndarray,  # int64 [n]
-    digests: Sequence[bytes],  # of the content of each record
+    labels: np.ndarray,  # int64 [n]: the stratum of each record, below called class
+    digests: Sequence[bytes],  # hash of each record's content
     fraction: Fraction,
     seed: int,
 ) -> np.ndarray:
-    """Draw the held-out records, bool [n]; a function of contents, labels and seed only.
+    """Draw the held-out records, bool [n]. They depend on contents, labels and seed only.
 
     The groups are drawn in the order of their keys (seed, "split", smallest digest in hex). A group
     is held out if it fits into the remaining quotas of its classes. A class without held-out images
     then gets the smallest group that leaves an image of each of its classes for training, if there
     is one.
 
-    The key of a record does not depend on other records, so that few images change sides when
-    images are added.
+    The key of a group does not depend on other groups, so that few images change between the parts
+    when images are added.
     """
     from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
 
@@ -149,16 +149,16 @@ def draw(
 
 def write_parts(
     whole: Path,  # the packed file
-    records: Sequence[Record],  # its records without their payloads
+    records: Sequence[Record],  # records of `whole` without their payloads
     writers: Sequence[LMDBWriter],  # for training and held-out images
     fraction: Fraction,
     seed: int,
-    name: Name,  # of its records, for the report
+    name: Name,  # names the records in the report
 ) -> tuple[list[Meta], Report]:
-    """Draw the held-out images, and copy each record to its file.
+    """Draw the held-out images, and copy each record to the file of its part.
 
-    Both files are then complete and get their names by `publish_both`. Returns their metadata, and
-    the report on duplicates in the whole file. Raises UserError if nothing can be held out.
+    Both files are then complete; `publish_both` renames them. Returns their metadata, and the
+    report on duplicates in `whole`. Raises UserError if nothing can be held out.
     """
     with LMDBReader(whole) as reader:
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
@@ -187,8 +187,8 @@ def write_without(
     excluded: Path,
     check: Callable[[LMDBWriter, int], None],
 ) -> Meta:
-    """Copy the records, except for images that are in the file `excluded` or similar to one of its
-    images. Calls `check` with their number before the file is finished.
+    """Copy the records of `whole`, except for images that are in the file `excluded` or similar to
+    one of its images. Calls `check` with the number of exceptions before the file is finished.
     """
     with LMDBReader(whole) as reader, LMDBReader(excluded) as second:
         report = find(reader, second, similar=True)
@@ -206,7 +206,7 @@ def write_without(
 def _copy(
     reader: LMDBReader, records: Sequence[Record], writers: Sequence[LMDBWriter], parts: np.ndarray
 ) -> None:
-    """Copy each record to the writer with the index in `parts`; an index without one omits it."""
+    """Copy record i to `writers[parts[i]]`. A record is omitted if there is no such writer."""
     for writer in writers:  # The range of values is that of the whole file.
         writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
     levels = [LMDBReader(reader.path, resolution=side or None) for side in reader.meta.resolutions]
@@ -225,10 +225,10 @@ def _payload(level: LMDBReader, index: int) -> bytes:
 
 
 def publish_both(writers: Sequence[LMDBWriter]) -> None:
-    """Give both files their names, the training file last.
+    """Rename both complete files to their targets, the training file last.
 
-    An old training file is removed first. If the process ends in between, there is no training
-    file, and never one next to held-out images of another draw.
+    An old training file is removed first, so that a process that ends in between never leaves one
+    next to held-out images of another draw.
     """
     training, held_out = writers
     training.path.unlink(missing_ok=True)
@@ -245,11 +245,11 @@ class Written:
     records: list[Record] = field(default_factory=list)
     enlarged: int = 0  # images that were smaller than the file's size and scaled up
     cut: int = 0  # images of 16 bits of which 8 are stored
-    bits: int = 0  # most bits that their values use
-    on_white: int = 0  # transparent images
+    bits: int = 0  # most bits that the values of these images use
+    on_white: int = 0  # transparent images that are stored on white
     excluded: int = 0  # images omitted because of --apart
     dropped: int = 0  # omitted exact duplicates of earlier images
-    dropped_otherwise: int = 0  # of these, with another label than the earlier image
+    dropped_otherwise: int = 0  # dropped images with another label than the earlier image
 
 
 @dataclass(kw_only=True)
@@ -257,11 +257,11 @@ class Summary:
     """The result of packing."""
 
     meta: Meta  # of the training file
-    held_out: Meta | None  # of the held-out images
+    held_out: Meta | None  # of the file of held-out images
     held_out_path: Path | None
     written: Written
     problems: list[Problem]  # of skipped images
-    listed: list[str]  # lines about them
+    listed: list[str]  # lines about the skipped images
     ignored: list[str]  # files that are no images by their name
     workers: int  # converting threads besides this one
     seconds: float  # until the file was complete
@@ -272,7 +272,7 @@ class Summary:
 def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
     """Return the summary's lines about skipped images, and write the full list to a file.
 
-    The data set is already complete, so that an error becomes a line.
+    An error becomes a line too, because the data set is already complete.
     """
     text = list(map(str, problems))
     try:

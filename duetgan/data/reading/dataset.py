@@ -37,9 +37,9 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     All images have one size, that of `spec`. A stored resolution is read unchanged. For another
     one, images of the next larger resolution (or of individual sizes) are centre-cropped and
-    scaled. With `crop`, and keys given to `read`, a random part of every image is taken instead.
+    scaled. With `crop`, and if `read` gets keys, a random part of every image is scaled instead.
 
-    Raw images of a stored resolution are gathered at memory speed in the calling thread. All other
+    Raw images of a stored resolution are copied at memory speed in the calling thread. All other
     images are decoded by `workers` threads (0: in the calling thread); the result does not depend
     on their number. A Dataset may be pickled and used after a fork; each process opens the files
     itself.
@@ -47,7 +47,7 @@ class Dataset(AbstractContextManager["Dataset"]):
     With `on_damage="skip"` a damaged record is replaced by the next intact one of its file,
     reported once and added to `damaged`, up to MAX_DAMAGED_FRACTION of the records.
 
-    Raises UserError for files that do not belong together, or do not have the resolution.
+    Raises UserError for files that do not belong together, or are smaller than the resolution.
     """
 
     # Synthetic images of the training set, only in a MixedDataset (data/reading/mixture.py).
@@ -92,8 +92,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
             shard.first = end - len(shard)
         self._labels: np.ndarray | None = None
-        self._new_labels: np.ndarray | None = None  # by label in the files, after `relabel`
-        self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
+        self._new_labels: np.ndarray | None = None  # of each label in the files, after `relabel`
+        # process id, number of threads, pool
+        self._threads: tuple[int, int, ThreadPoolExecutor] | None = None
 
     def __len__(self) -> int:
         return self.meta.count
@@ -105,12 +106,12 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     @property
     def resolution(self) -> int | str:
-        """Size of the images in the form of the config; 0 if they have individual sizes."""
+        """Size of the images as in `data.resolution`; 0 if they have individual sizes."""
         return self.spec.resolution
 
     @property
     def replaced(self) -> set[int]:
-        """Damaged records that were replaced by others (`on_damage="skip"`)."""
+        """Indices of damaged records that were replaced by others (`on_damage="skip"`)."""
         return set(self.damaged)
 
     def labels(self) -> np.ndarray:
@@ -176,7 +177,7 @@ class Dataset(AbstractContextManager["Dataset"]):
             indices: int64 [n].
             out: filled and returned, [n, C, H, W]: C-contiguous or, if images are decoded, with
                 the memory layout [n, H, W, C].
-            keys: with keys and `crop` the crop is random and depends only on the sample's key.
+            keys: keys of random crops, each of which depends only on its sample's key and `crop`.
 
         Returns:
             Images [n, C, H, W] of type `spec.depth`, and labels int64 [n], see `label_numbers`;
@@ -281,7 +282,7 @@ class Dataset(AbstractContextManager["Dataset"]):
                 decode_crop(payload, entry["codec"], box, size, images[row], self.spec)
 
     def _box(self, size: Size, key: tuple[int | str, ...]) -> Box:
-        """Return the part that is read of an image of this size; random with `crop` and a key."""
+        """Return the part of an image of this size to read, random with `crop` and a key."""
         if self.crop is None or not key:
             return centre_box(*size, self.spec.size)
         return self.crop.box(*size, numpy_generator(*key), self.spec.size)
@@ -336,11 +337,10 @@ class Dataset(AbstractContextManager["Dataset"]):
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
     """Open images at the resolution and with the class order that a checkpoint's model needs.
 
-    The resolution is `data.resolution` of the checkpoint's config. If that is not set, images are
-    read at the model's resolution if they have individual sizes or are stored at it; others are
-    read as stored, and the caller refuses those that do not fit. Labels are renumbered to the
-    model's class order if the file has the same classes (for a classifier also if it has only some
-    of them).
+    The resolution is `data.resolution` of the checkpoint's config. Without it, images are read at
+    the model's resolution if they have individual sizes or are stored at it. Other images are read
+    as stored, and the caller must refuse a wrong size. Labels are renumbered to the model's class
+    order if the file has the same classes (for a classifier also if it has only some of them).
 
     Raises UserError if the images' pixel format is not the model's.
     """
@@ -381,7 +381,7 @@ class Stage(NamedTuple):
 
 
 def checked_stages(stages: Sequence[tuple[int, int, int]], world_size: int) -> list[Stage]:
-    """Return the stages as tuples with names.
+    """Convert (first step, resolution, batch size) to Stages.
 
     Raises UserError for a batch size that the number of ranks does not divide, and ValueError for
     first steps that do not ascend from 0.
@@ -424,7 +424,7 @@ def at_resolution(dataset: Dataset, side: int) -> Dataset:
 
 
 def stages_text(dataset: Dataset, resolutions: Sequence[int]) -> str:
-    """Describe for the plan which resolutions are read as stored, and which are scaled."""
+    """Describe for the run's plan which resolutions are read as stored, and which are scaled."""
     stored_sides = dataset.meta.resolutions
     if dataset.crop is not None:
         return f"{_sides(resolutions)} scaled from random crops"
@@ -460,8 +460,7 @@ def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, fl
     threads are faster by GAIN. Raw images need no threads: nothing is measured.
 
     Returns:
-        The best number, and the images per second by number of threads. `dataset.workers` is as
-        before.
+        The best number, and images per second by number. `dataset.workers` is unchanged.
     """
     if dataset.gathers or len(dataset) == 0:
         return 0, {}
@@ -496,7 +495,7 @@ def thread_counts(limit: int) -> list[int]:
 
 
 def _seconds(dataset: Dataset, records: np.ndarray) -> float:
-    """Return the median time to read the records, after one read that starts the threads."""
+    """Return the median seconds to read the records, after one read that starts the threads."""
     zeros = np.zeros(len(records), np.int64)
     keys = SampleKeys(0, zeros, zeros)
     times = []

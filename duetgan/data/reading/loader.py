@@ -22,7 +22,7 @@ from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.utils.errors import refuse
 from duetgan.utils.seeding import numpy_generator
 
-# Replaces reading the images: sample indices -> a batch on the CPU, for example of cached features.
+# A function called instead of reading images: sample indices -> CPU batch, as of cached features.
 Source = Callable[[np.ndarray], "Batch"]
 
 
@@ -60,10 +60,9 @@ def read_batch(
     Decoded images are channels last in memory, as the decoder writes them.
 
     Args:
-        dataset: the data set to read from.
         indices: int64 [n].
         pin: allocate pinned memory.
-        keys: keys of random crops, see Dataset.read.
+        keys: keys of random crops.
     """
     channels, height, width = dataset.spec.shape
     if dataset.gathers:
@@ -121,12 +120,12 @@ class InfiniteLoader:
     A background thread reads up to `prefetch` batches ahead; with 0, `next` reads the batch. For an
     accelerator the thread reads into pinned memory and copies on its own stream. `next` raises the
     thread's errors. The position of `sampler` counts the batches that `next` has returned, not
-    those read ahead, and is the loader's state. `wait_seconds` accumulates the time spent in
-    `next`; the caller resets it to 0 after logging.
+    those read ahead, and is the loader's state. `wait_seconds` is the time spent in `next` since
+    the caller set it to 0.
 
     With `stages` (progressive growing) resolution and batch size change with the step, which has
-    `batches_per_step` batches. The files of a stage are opened for its first batch and closed after
-    its last one. The sample order continues across stages.
+    `batches_per_step` batches. The files of a stage are open from its first batch to its last. The
+    sample order continues across stages.
 
     Raises:
         UserError: for a batch size that the number of ranks does not divide.
@@ -142,7 +141,7 @@ class InfiniteLoader:
         prefetch: int = 2,
         stages: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size)
         batches_per_step: int = 1,
-        alternating: bool = False,  # flip by `alternating_flip_`
+        alternating: bool = False,  # mirror each image in every second epoch
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
@@ -151,7 +150,7 @@ class InfiniteLoader:
         self.batches_per_step = batches_per_step
         self.stages = checked_stages(stages, sampler.world_size)
         self.wait_seconds = 0.0
-        self._batches = 0  # returned by `next`
+        self._batches = 0  # number returned by `next`
         self._stage: Stage | None = None  # the open stage
         self._stage_dataset = dataset
         self._source: Source | None = None  # replaces reading the images
@@ -166,7 +165,7 @@ class InfiniteLoader:
 
     @property
     def step(self) -> int:
-        """Step that the next batch belongs to."""
+        """Training step that the next batch belongs to."""
         return self._batches // self.batches_per_step
 
     def __iter__(self) -> "InfiniteLoader":
@@ -190,13 +189,12 @@ class InfiniteLoader:
         return batch
 
     def read_from(self, source: Source | None) -> None:
-        """Take the next batches from `source` instead of the images; None: from the images."""
+        """Take the next batches from `source`, or from the images if it is None."""
         if source is not self._source:
             self.close()
             self._source = source
 
     def _enter_stage(self) -> None:
-        """Open the data set of the next batch's stage, if it is not open yet."""
         stage = max(stage for stage in self.stages if stage.first_step <= self.step)
         if stage != self._stage:
             self.close()
@@ -243,8 +241,8 @@ class InfiniteLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, and drop the batches read ahead. The stages may have changed.
 
-        Raises UserError as the sampler does, and for the state of a run without stages if this
-        loader has stages.
+        Raises UserError if the sampler's order cannot be continued, and for the state of a run
+        without stages if this loader has stages.
         """
         if self.stages:
             refuse(
@@ -310,7 +308,7 @@ class _Worker:
     def _load(self) -> tuple[Batch, torch.Event | None]:
         if self._stream is None:
             return self._read(pin=False), None
-        # Without it, leaving the stream creates a context on GPU 0.
+        # Without this line, leaving the stream creates a context on GPU 0.
         torch.accelerator.set_device_index(self._device.index or 0)
         with self._stream:
             return self._read(pin=True).to(self._device), self._stream.record_event()

@@ -19,8 +19,8 @@ class MixedDataset(Dataset):
     """Real images, followed by synthetic ones: index len(self) + i is image i of `synthetic`.
 
     `synthetic` is a Dataset, or an object with the same `path`, `meta`, `classes`, `workers`,
-    `replaced`, `labels`, `read` and `close`. Only `read` and `close` use it. Length, metadata and
-    labels are those of the real images, so that metrics of the data set are of real images.
+    `replaced`, `labels`, `read` and `close`. Length, metadata and labels are those of the real
+    images, so that metrics of the data set are of real images.
     """
 
     @property
@@ -33,7 +33,7 @@ class MixedDataset(Dataset):
         out: np.ndarray | None = None,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Read records as Dataset.read does. Synthetic and real images have different keys."""
+        """Read real and synthetic records, as Dataset.read does. They have different keys."""
         requested = np.asarray(indices, dtype=np.int64)
         is_synthetic = requested >= len(self)
         if not is_synthetic.any():
@@ -76,11 +76,11 @@ class MixedSampler(GlobalSampler):
         self,
         count: int,  # real images
         *,
-        synthetic: GlobalSampler,  # their order, for the same ranks
+        synthetic: GlobalSampler,  # order of the synthetic images, for the same ranks
         content: str,  # hash of the synthetic images
         fraction: Fraction,  # of synthetic images, above 0, at most 1
-        until: int | None = None,  # global batches; None: the mixture has no end
-        **order: Any,  # as for GlobalSampler
+        until: int | None = None,  # number of mixed global batches; None: all
+        **order: Any,  # arguments of GlobalSampler
     ) -> None:
         super().__init__(count, **order)
         self.synthetic = synthetic

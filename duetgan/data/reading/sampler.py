@@ -14,7 +14,7 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class SampleKeys(NamedTuple):
-    """The keys of a batch's CPU augmentation, besides the sample indices."""
+    """The random keys of a batch's CPU augmentation, without the sample indices."""
 
     seed: int
     epochs: np.ndarray  # int64 [n]
@@ -25,7 +25,8 @@ class SampleKeys(NamedTuple):
         """Return the key of the sample at `position` of the batch.
 
         The key is (seed, "augment", epoch, index), or (seed, "synthetic", "augment", epoch, index)
-        for a synthetic image. A sample drawn again in its epoch has the repeat's number at the end.
+        for a synthetic image. If the epoch has drawn the sample before, the number of these draws
+        is appended.
         """
         kind = ("synthetic", "augment") if self.synthetic else ("augment",)
         key = (self.seed, *kind, int(self.epochs[position]), index)
@@ -34,7 +35,7 @@ class SampleKeys(NamedTuple):
 
 
 def order_error(reason: str) -> UserError:
-    """Return the error of a state whose order cannot be continued.
+    """Return the error for a checkpoint whose order of samples cannot be continued.
 
     Args:
         reason: what differs, then the remedy. "or a new run folder" is appended.
@@ -51,8 +52,8 @@ class GlobalSampler:
 
     With `weights` sample i appears count * w_i / sum(w) times in every epoch, rounded down or up
     (see WeightedEpochs). With `groups`, usually the labels, the total of each group is within one
-    of its expected number too. Equal weights mean the plain permutation, and `groups` have no
-    effect without weights.
+    of its expected number too. Equal weights give a permutation. Without weights `groups` have no
+    effect.
 
     A global batch is the next `batch_size` indices of the sequence and may span two epochs. Rank r
     of N takes its contiguous slice [r*B/N, (r+1)*B/N). The only state is `consumed`, the number of
@@ -96,7 +97,7 @@ class GlobalSampler:
         self.rank = rank
         self.world_size = world_size
         self.consumed = 0  # samples, of all ranks together
-        self.batches = 0  # global batches; counted by a mixture (data/reading/mixture.py)
+        self.batches = 0  # number of global batches; only MixedSampler counts them
         self._stream = () if stream is None else (stream,)
         self._weights_hash = ""
         self._weighted = weighted_epochs(count, shuffle, weights, groups)
@@ -111,7 +112,9 @@ class GlobalSampler:
         return self._cached_draw(epoch)[0]
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an epoch's order and the repeats in it, which are empty for a permutation."""
+        """Return an epoch's order, and the number of earlier draws of each entry (empty for a
+        permutation).
+        """
         generator = numpy_generator(self.seed, *self._stream, "order", epoch)
         repeats = np.empty(0, np.int64)
         if self._weighted is not None:
@@ -129,7 +132,7 @@ class GlobalSampler:
         """Return this rank's part of the next global batch, and advance.
 
         Returns:
-            Indices, int64 [batch_size // world_size], and their keys.
+            Sample indices, int64 [batch_size // world_size], and their random keys.
         """
         rank_batch = self.batch_size // self.world_size
         batch = self.at(self.consumed + self.rank * rank_batch, rank_batch)
@@ -137,7 +140,9 @@ class GlobalSampler:
         return batch
 
     def at(self, position: int, length: int) -> tuple[np.ndarray, SampleKeys]:
-        """Return `length` indices of the endless sequence from `position` on, and their keys."""
+        """Return `length` indices of the endless sequence from `position` on, and their random
+        keys.
+        """
         indices = np.zeros(length, np.int64)
         epochs = np.zeros(length, np.int64)
         repeats = np.zeros(length, np.int64)
@@ -185,7 +190,7 @@ class GlobalSampler:
             value = getattr(self, name)
             if state[name] != value:
                 return f"{name} was {state[name]} and is {value}; use the same data and seed"
-        # States of versions without weights have no such key.
+        # States of earlier versions, without weights, have no hash of them.
         if state.get("weights", "") != self._weights_hash:
             return (
                 "data.sampling changed (or data.class_rates, data.sample_weights, the labels); "

@@ -1,9 +1,9 @@
 """Several files as one data set: find the files, and combine their metadata.
 
 Tar files (webdataset) are read through an index, a packed file without the images' bytes. A folder
-or zip of images is read from a packed copy. To make the index or the copy, every image is read and
-decoded once, as in packing. Afterwards the bytes of an image in a tar are read from their position
-and compared with the checksum in the index (docs/data-at-scale.md).
+or zip of images is read from a packed copy. Every image is read and decoded once to make the index
+or the copy. Afterwards an image in a tar is read from its position and compared with the checksum
+in the index (docs/data-at-scale.md).
 """
 
 import glob
@@ -39,14 +39,14 @@ from duetgan.utils.runlog.run_log import say
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
-MOST_FILES = 100_000  # of one pattern
+MOST_FILES = 100_000  # of one pattern, at most
 
 
 def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
     """Return the files that `path` names.
 
-    These are one file, several, those of a pattern ("train-*.lmdb", "train-{000..146}.tar") in
-    order of name, or the tar files of a folder.
+    `path` is one file or several, a pattern ("train-*.lmdb", "train-{000..146}.tar"), whose files
+    are sorted by name, or a folder of tar files.
 
     Raises UserError if there are none, for a folder of tar files of several splits, and for packed
     files together with tar files.
@@ -136,8 +136,8 @@ def open_files(
     Args:
         path: see `shard_paths`.
         size: height and width in px. The readers use the smallest stored resolution that is at
-            least as large, or the largest one if there is none; None: the largest.
-        tolerant: see LMDBReader.
+            least as large, else the largest one. None: the largest.
+        tolerant: read the intact images of a damaged block (LMDBReader).
     """
     files = shard_paths(path)
     if is_tar(files[0]):
@@ -158,8 +158,7 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     """Combine the metadata of shards into that of one data set.
 
     `mean` and `std` weigh each file by its number of images: they are those of all pixels if the
-    images have one size. If a file holds generated images, the first passport is that of the whole
-    data set.
+    images have one size. If files hold generated images, the passport is that of the first one.
 
     Raises UserError if the shards do not belong together.
     """
@@ -224,9 +223,9 @@ def is_unpacked(path: Path) -> bool:
 
 
 def index_of(shards: Sequence[Path]) -> Path:
-    """Return the path of the index of tar files. Makes it, unless an up-to-date one exists.
+    """Return the path of the index of tar files. The index is made if it is missing or outdated.
 
-    Raises UserError for shards that training cannot read without packing.
+    Raises UserError for tar files that training cannot read unless they are packed.
     """
     states = []
     for shard in shards:
@@ -264,9 +263,9 @@ def _digest(content: object) -> str:
 
 
 def _cached(path: Path, source: Callable[[], Source], shards: list[Shard] | None) -> Path:
-    """Make the packed file `path` of a source, or the index of tar files, unless it exists.
+    """Pack a source into `path`, or the index of tar files (`shards`), unless it exists.
 
-    Processes that need it at the same time wait for the one that makes it. Returns `path`.
+    Processes that need the file at the same time wait for the one that makes it. Returns `path`.
     """
     if _is_current(path, shards):
         return path
@@ -287,7 +286,9 @@ def _cached(path: Path, source: Callable[[], Source], shards: list[Shard] | None
 
 
 def _is_current(path: Path, shards: list[Shard] | None) -> bool:
-    """Return True if the packed file exists and, if it is an index, its shards have this state."""
+    """Return True if the packed file exists and was made of tar files in the state `shards` (None:
+    of other images).
+    """
     try:
         with LMDBReader(path) as reader:
             return reader.meta.shards == shards

@@ -17,7 +17,7 @@ from duetgan.utils.errors import UserError, explained
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import did_you_mean
 
-# An expected number of draws is rounded to a whole number within this relative distance.
+# An expected number of draws is rounded if a whole number is within this relative distance.
 ROUNDING = 1e-12
 FRACTION_BITS = 40  # the unit of fractions of a draw is 2**-40
 
@@ -30,10 +30,9 @@ class WeightedEpochs:
     nonlinear state space models"; Carpenter, Clifford and Fearnhead 1999, "Improved particle filter
     for nonlinear problems"). The samples are laid on a line in random order, each with its expected
     number of draws as its length. Marks at distance one, shifted by one random number, select the
-    draws. On average over epochs each sample gets exactly its expected number. With groups, the
-    samples of a group are contiguous (groups in random order, samples in random order inside them),
-    so that the total of a group is within one of its expected number as well. The draws are then
-    permuted.
+    draws, which are then permuted. On average over epochs each sample gets exactly its expected
+    number. With groups, the samples of a group are contiguous (both in random order), so that the
+    total of a group is within one of its expected number as well.
 
     Only the fractional parts of the expected numbers are on the line; the whole parts are always
     drawn. Lengths are integers (units of 2**-40 of a draw, coarser above four million samples), so
@@ -46,7 +45,8 @@ class WeightedEpochs:
         fractions = expected - whole
         self._whole = whole.astype(np.int64)  # certain draws of each sample
         self._marks = len(weights) - int(self._whole.sum())  # random draws in an epoch
-        self._unit = 1 << min(FRACTION_BITS, 62 - len(weights).bit_length())  # length of a draw
+        # length of one draw on the line
+        self._unit = 1 << min(FRACTION_BITS, 62 - len(weights).bit_length())
         self._open = np.flatnonzero(fractions)  # the samples that may be drawn once more
         self._lengths = _lengths(fractions[self._open], self._marks, self._unit)
         self._group_count = 0
@@ -122,7 +122,7 @@ def _check_values(weights: np.ndarray, source: str, unit: str, first: int = 0) -
 
 
 def _expected_draws(weights: np.ndarray) -> np.ndarray:
-    """Return n * w_i / sum(w), float64 [n]."""
+    """Return the expected draws of each sample, n * w_i / sum(w): float64 [n]."""
     relative = weights / weights.max()  # The sum of huge weights would overflow.
     # The sum is exact: the last bits of NumPy's depend on the machine, and the order must not.
     expected = relative * (len(weights) / math.fsum(relative.tolist()))
@@ -239,8 +239,8 @@ def few_labels(
     """Choose `per_class` images of each class; `labels` are int [n].
 
     The images of class k are the first of a permutation with the key (seed, "labels", k), so that a
-    smaller choice is part of a larger one. Returns the records, int64 ascending. Raises UserError
-    for a number below 1, and for a class with fewer images, which it calls by `names`.
+    smaller choice is part of a larger one. Returns ascending record indices, int64. Raises
+    UserError for a number below 1, and for a class with fewer images; `names` are for its message.
     """
     if per_class < 1:
         raise UserError(f"{per_class} labels a class: give 1 or more")
@@ -259,7 +259,7 @@ def few_labels(
 
 
 def count_repeats(order: np.ndarray) -> np.ndarray:
-    """Count how often each entry occurs earlier: [5, 7, 5, 5] -> [0, 0, 1, 2]; int64 [n]."""
+    """Return how often each entry occurs earlier, int64 [n]: [5, 7, 5, 5] -> [0, 0, 1, 2]."""
     by_value = np.argsort(order, kind="stable")
     ordered = order[by_value]
     firsts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))

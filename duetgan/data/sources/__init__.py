@@ -31,7 +31,7 @@ PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.
 ARCHIVES = (".7z", ".rar")
 
 
-# Sources with a name; a folder of the same name is written ./NAME.
+# Data sets that are opened by a name. A folder with the same name is written ./NAME.
 NAMED: dict[str, Callable[[str, Path | None], Source]] = {
     "sample": open_sample,
     "fashion-mnist": open_fashion_mnist,
@@ -56,17 +56,17 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".tif": TiffSource,
     ".tiff": TiffSource,
 }
-# A single file of this kind has many images; in a folder each file is an image.
+# Suffixes of files that may hold many images; in a folder each of these files is one image.
 IMAGES = (".npy", ".tif", ".tiff")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
-WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # kinds that are never shards
+WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # suffixes that shards never have
 
 
 def open_source(
     spec: str,
     *,
-    stack: str | None = None,  # see StackSource
-    split: str | None = None,  # this and the following: see SourceOptions
+    stack: str | None = None,  # name pattern of files with one channel each, see StackSource
+    split: str | None = None,  # see SourceOptions, also for the following parameters
     size: int | str | None = None,
     classes_from: str | None = None,
     root: str | Path | None = None,
@@ -82,8 +82,8 @@ def open_source(
     an LMDB), or a file (zip, tar, LMDB, or a table in CSV, TSV, JSON lines, Parquet or Arrow). All
     images of a source without splits are used.
 
-    Raises UserError if it does not exist, has no images or is of another kind, and for an option
-    that does not apply to it.
+    Raises UserError if the source does not exist, has no images or is of another kind, and for an
+    option that does not apply to it.
     """
     if split not in (None, *SPLITS):
         raise UserError(f"split {split!r}: choose train, test or val")
@@ -129,9 +129,9 @@ def kinds() -> str:
 
 
 def open_images(spec: str) -> Source:
-    """Open all images of a folder or a file, without labels, at any depth of the folder.
+    """Open all images of a file, or of a folder at any depth, without labels.
 
-    Raises UserError as `open_source`.
+    Raises UserError if there are no images.
     """
     options = SourceOptions(label_column=NO_LABELS, split_column=NO_LABELS, classes_from="none")
     return _open(os.path.join(".", spec), options)
@@ -172,7 +172,7 @@ def _open(spec: str, options: SourceOptions) -> Source:
 
 
 def _open_file(path: Path, options: SourceOptions) -> Source:
-    """Open a file by its content if that is unique, else by its suffix."""
+    """Open a file with the reader for its content (LMDB, zip), or for its suffix."""
     refused = explained(OSError, lambda error: f"{path} {error}; give {kinds()}")
     with refused, bounded.open_file(path, bounded.ARCHIVE) as file:
         is_zip = zipfile.is_zipfile(file)

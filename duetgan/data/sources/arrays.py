@@ -50,11 +50,11 @@ def open_npy(path: Path, options: SourceOptions) -> ArraySource:
 
 
 def open_npz(path: Path, options: SourceOptions) -> ArraySource:
-    """Open the array of images, and that of labels if there is one, of a .npz file or of its split.
+    """Open the images, and the labels if there are some, of a .npz file or of one of its splits.
 
-    Names with `train`, `val` or `test` between underscores belong to a split (MedMNIST's
-    train_images, Keras's x_train). Labels are numbers [n] or [n, 1], or 0 and 1 [n, classes] for
-    several labels an image. Raises UserError for other arrays.
+    An array belongs to a split if its name has `train`, `val` or `test` between underscores
+    (MedMNIST's train_images, Keras's x_train). Labels are integers [n] or [n, 1], or multi-hot
+    vectors [n, classes] of 0 and 1. Raises UserError for other arrays.
     """
     by_split: dict[str, dict[str, np.ndarray]] = {}  # "": arrays without a split
     damaged = bounded.reading(
@@ -146,9 +146,9 @@ class TiffSource(Source):
 
 
 class StackSource(Source):
-    """Images whose channels are in separate files, by a pattern such as `{name}_{channel}.tif`.
+    """Images with one file per channel, named by a pattern such as `{name}_{channel}.tif`.
 
-    Files with the same `name` are one image, with its channels in the order of their names.
+    Files with the same `name` are one image. Its channels are in the order of their names.
     """
 
     def __init__(self, files: ListedSource, pattern: str) -> None:

@@ -1,8 +1,8 @@
 """The interface of sources of images, and the rules for labels, splits and shards. A new kind of
 source is one new file and one line in data/sources/__init__.py.
 
-Shards are sorted by name. Those whose name starts with a split (`train-00000-of-00002.parquet`)
-belong to that split; `-of-N` means that there are N of them.
+Shards, the files of one data set, are sorted by name. A shard whose name starts with a split
+(`train-00000-of-00002.parquet`) belongs to that split; `-of-N` is the number of its shards.
 """
 
 import itertools
@@ -32,27 +32,28 @@ from duetgan.utils.text import listed, printable
 
 
 class SourceOptions(NamedTuple):
-    """The options of sources; a reader uses those that apply to it."""
+    """The user's options for a source. A reader uses those that apply to it."""
 
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
-    # px, or WxH: chosen from a source with several resolutions; else the largest
+    # px, or WxH: the resolution to read, if the source has several; else the largest
     size: int | str | None = None
     # "top", "parent", "name" or "none"; None: see data/sources/files.py
     classes_from: str | None = None
     root: Path | None = None  # the folder of a named source, or of the images that a table names
-    # of tables, see data/sources/labels.py; "none": no column; None: by the names and values
+    # Columns of a table (data/sources/labels.py): "none" means no column; None: they are found by
+    # their names and values.
     label_column: str | None = None  # one or more names, separated by commas
     label_separator: str | None = None  # between several labels of an image
     split_column: str | None = None  # NAME, or NAME=VALUE,... with the values of held-out images
     path_column: str | None = None
-    suffix: str | None = None  # added to the paths
+    suffix: str | None = None  # added to the paths in a table
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that could not be used."""
+    """A file, folder or record that cannot be used, and the reason."""
 
-    name: str  # file, folder or record
+    name: str
     reason: str
 
     def __str__(self) -> str:
@@ -65,32 +66,31 @@ class Source(AbstractContextManager["Source"]):
     `in_order`.
     """
 
-    in_order: ClassVar[bool] = False  # read by one thread, fastest in ascending order
-    takes = frozenset[
-        str
-    ]()  # supported options, of SourceOptions without split and size, and `stack`
+    in_order: ClassVar[bool] = False  # True: one thread must read it, fastest in ascending order
+    takes = frozenset[str]()  # names of supported options; split and size always are
     # True: by default images are packed with their own channels and depth
     as_is: bool = field(default=False, init=False)
-    # True: low and high of `spec` are those of the images' values
+    # True: `spec.low` and `spec.high` are the range of the images' values
     ranged: bool = field(default=False, init=False)
-    # number of omitted images in folders called unlabelled
+    # number of images omitted because their folder is called unlabelled
     unlabelled: int = field(default=0, init=False)
-    # tar files, if their index is packed
+    # the tar files of which an index is made; None: images are packed
     shard_states: list[Shard] | None = field(default=None, init=False)
 
     name: str  # for messages and the metadata
     classes: list[str]  # names by label; empty: unlabelled
-    # common to all images, if known before reading; without a size for individual sizes
+    # format of all images; None: unknown before reading. It has no size if sizes differ.
     spec: ImageSpec | None = None
-    problems: list[Problem] = field(
-        default_factory=list
-    )  # of listing, such as an empty class folder
+    # found when the images were listed, such as an empty class folder
+    problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # files that are no images by their name
     splits: tuple[str, ...] = ()  # names of all splits of the source, one of which is open
     remarks: list[str] = field(default_factory=list)  # lines for the user, such as warnings
-    passport: Provenance | None = None  # of generated images, copied to the packed file
-    split: Split | None = None  # of a part of a larger data set, copied to the packed file
-    # classes by label; None: a label is a class
+    # origin of generated images, copied to the packed file
+    passport: Provenance | None = None
+    # how a part of a larger data set was drawn, copied to the packed file
+    split: Split | None = None
+    # class indices of each label; None: a label is a class
     label_sets: Sequence[Sequence[int]] | None = None
     # int64 [n]; a subclass sets it, or overrides `labels`
     _labels: np.ndarray = field(init=False)
@@ -100,12 +100,12 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def content(self, index: int) -> Content:
-        """Return a file's bytes, or pixels. Raises ImageError if they cannot be read."""
+        """Return an image's file or its pixels. Raises ImageError if they cannot be read."""
 
     def later(self, index: int) -> Callable[[], Content]:
-        """Return a function for any thread that returns `content(index)`.
+        """Return a function that returns `content(index)` and may be called in any thread.
 
-        A source that must be read in order is read immediately.
+        An `in_order` source is read before the return.
         """
         if not self.in_order:
             return partial(self.content, index)
@@ -128,16 +128,16 @@ class Source(AbstractContextManager["Source"]):
         *,
         whole: bool = True,
     ) -> None:
-        """Set labels and classes by `numbered`; if a label is a list, also `label_sets`.
+        """Set labels and classes from text, and `label_sets` if an image has a list of labels.
 
         Args:
-            where: the source, for messages.
+            where: name of the source in messages.
             labels: the label or labels of each image, [n].
-            places: the images, for messages, [n].
-            whole: see `numbered`.
+            places: names of the images in messages, [n].
+            whole: sort classes as numbers if all labels are whole numbers.
 
-        Raises UserError as `numbered`, and for lists if one has an empty label or a label twice, or
-        if no image has a label.
+        Raises UserError for a negative whole number, and for lists if one has an empty label or a
+        label twice, or if all are empty.
         """
         if any(isinstance(label, list) for label in labels):
             numbers, remarks = self._take_label_lists(where, labels, places)
@@ -150,7 +150,7 @@ class Source(AbstractContextManager["Source"]):
     def _take_label_lists(
         self, where: str, labels: Sequence[str | list[str]], places: Sequence[str]
     ) -> tuple[list[int], list[str]]:
-        """Set classes and `label_sets`. Return the number of each image's set, and remarks."""
+        """Set classes and `label_sets`. Return the index of each image's label set, and remarks."""
         sizes = []
         flat: list[str] = []
         flat_places: list[str] = []
@@ -187,7 +187,7 @@ class Source(AbstractContextManager["Source"]):
         return [index[numbers] for numbers in numbered_sets], remarks
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
-        """Return the number of images of each class from that of each label."""
+        """Convert the number of images per label to that per class."""
         if self.label_sets is None:
             return histogram
         return histogram @ multi_hot(self.label_sets, len(self.classes))
@@ -204,7 +204,7 @@ class Source(AbstractContextManager["Source"]):
             )
 
     def fill_classes(self, classes: Sequence[str]) -> None:
-        """Use `classes`, if they include all classes of the source and more."""
+        """Replace the source's classes by `classes` if these include all of them and more."""
         if self.label_sets is None and set(self.classes) < set(classes):
             numbers = [classes.index(name) for name in self.classes]
             self._labels = np.array(numbers)[self._labels]
@@ -215,13 +215,11 @@ class Source(AbstractContextManager["Source"]):
         return f"record {index}"
 
     def stored_name(self, index: int) -> str:
-        """Return the name of an image that is stored in the packed file; "" if it has only a
-        number.
-        """
+        """Return the name of an image for the packed file, "" for an image without a name."""
         return ""
 
     def place(self, index: int) -> tuple[int, int] | None:
-        """Return the position of an image in tar files: the tar's number and the first byte."""
+        """Return an image's tar, by index, and first byte in it; None for other sources."""
         return None
 
     def __exit__(self, *error: object) -> None:
@@ -249,9 +247,9 @@ class ArraySource(Source):
 
 # --- labels
 
-NO_LABELS = "none"  # value of an option: pack without labels
-MOST_VALUES = 1000  # distinct values of a column of labels
-# Words before the number in a file's name that are no classes
+NO_LABELS = "none"  # value of the column options: there is no such column
+MOST_VALUES = 1000  # most distinct values in a column that is found to be labels
+# Words that cameras and programs put before the number in a file's name. They are no classes.
 NUMBERED = {
     "dsc",
     "dscf",
@@ -266,12 +264,13 @@ NUMBERED = {
     "screenshot",
 }
 NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-LISTED = 4  # classes in a message
+LISTED = 4  # most classes in a message
 
 
 def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
-    """Return a warning if a column of an unlabelled source may hold labels: if it has few distinct
-    values, each on average at least twice. Otherwise the list is empty.
+    """Return a list with a warning if a column of an unlabelled source may hold labels, else [].
+
+    Such a column has few distinct values, each on average at least twice.
     """
     for name, counts in columns.items():
         if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2):
@@ -291,8 +290,8 @@ def class_of_name(name: str) -> str:
 
 
 def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
-    """Return a warning if the names of unlabelled images start with one of a few words, as in
-    `cat.0.jpg`, `dog.0.jpg`. Otherwise the list is empty.
+    """Return a list with a warning if all names of unlabelled images start with one of a few words,
+    as in `cat.0.jpg`, `dog.0.jpg`, else [].
     """
     counts = Counter(map(class_of_name, names))
     few = 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2)
@@ -308,11 +307,11 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
 def numbered(
     where: str, labels: Sequence[str], places: Sequence[str] = (), *, whole: bool = True
 ) -> tuple[list[str], list[int], list[str]]:
-    """Return the classes of labels, the number of each label, and remarks.
+    """Return the class names in labels, the class index of each label, and remarks.
 
-    Classes are in the order of text. With `whole`, if all labels are whole numbers, they are in the
-    order of numbers, and UserError is raised for a number below 0, with its one of `places`. Labels
-    are compared in Unicode's form NFC: "é" may be one character, or two as macOS writes it.
+    Classes are sorted as text. With `whole`, if all labels are whole numbers, they are sorted as
+    numbers, and UserError is raised for a negative one, with the name of the image in `places`.
+    Labels are compared in Unicode's form NFC: "é" may be one character, or two as macOS writes it.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     counts = Counter(spelled.values())
@@ -343,7 +342,7 @@ def numbered(
 
 
 def with_slashes(name: str) -> str:
-    """Return a path with slashes instead of the backslashes of tools for Windows."""
+    """Replace the backslashes that tools for Windows write in a path by slashes."""
     return name.replace("\\", "/")
 
 
@@ -373,7 +372,7 @@ SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 
 
 def split_name(text: str) -> str:
-    """Return the name of SPLIT_NAMES in a folder's name or another text, or ""."""
+    """Return the one of SPLIT_NAMES that a text means (`Training_Set`: training), "" for none."""
     name = re.sub(r"[\W_]", "", text.lower())
     name = re.sub(r"(set|images?|imgs|data|split|20[0-9]{2})$", "", name)
     return name if name in SPLIT_NAMES else ""
@@ -389,14 +388,14 @@ def side_of(text: str) -> str:
 
 
 def first_of(split: str, names: Iterable[str]) -> str | None:
-    """Return the name of the split, by the order of SPLITS; None if there is none."""
+    """Return the one of `names` that SPLITS prefers for a split; None if no name fits."""
     preferences = SPLITS[split]
     matching = sorted(name for name in names if split_name(name) in preferences)
     return min(matching, key=lambda name: preferences.index(split_name(name)), default=None)
 
 
 def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
-    """Return the name of the split (None: train). Raises UserError if there is none."""
+    """Return the one of `names` that means `split` (None: train). Raises UserError if none does."""
     names = sorted(names)
     if (name := first_of(split or "train", names)) is None:
         raise UserError(
@@ -415,7 +414,7 @@ def refuse_split(where: str | Path, split: str | None, noun: str = "splits") -> 
 
 
 def sharded(folder: Path, shards: Iterable[str] = SHARDED) -> str:
-    """Return the suffix of a folder's shards, one of `shards`; "" if it has none.
+    """Return the suffix of the shards in a folder, one of `shards`; "" if there are no shards.
 
     A folder with images or visible sub-folders has no shards.
     """
@@ -432,7 +431,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], list[str]]:
-    """Group the shards at `where`, a file or a folder, by split; "" is for those without a split.
+    """Group the shards at `where`, a file or a folder, by the split in their names, "" for none.
 
     Returns also the names of files with other suffixes. Raises UserError if only some shards name a
     split.
@@ -475,7 +474,7 @@ def choose_shards(
 
 
 def check_complete(where: Path, paths: Sequence[Path]) -> None:
-    """Raise UserError if a file is missing according to the others' names (`-of-N`)."""
+    """Raise UserError if a shard is missing according to the names of the others (`-of-N`)."""
     names, suffix = {path.stem for path in paths}, paths[0].suffix
     for match in filter(None, map(SHARD.fullmatch, sorted(names))):
         for number in range(int(match[3])):

@@ -51,33 +51,32 @@ from duetgan.utils.text import listed, printable
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 CLASSES_FROM = ("top", "parent", "name", "none")
-UNLABELLED = {"unlabelled", "unlabeled"}  # folders next to class folders that are no class
+UNLABELLED = {"unlabelled", "unlabeled"}  # names of folders with unlabelled images
 ARRAY = ".npy"
 # names of folders that are no class
 CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")
-# kinds of images that are not read, or not together with others
+# suffixes of images that are not read, or not together with other kinds
 UNREAD_IMAGES = frozenset(
     {".npy", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr"}
     | {".dcm", ".nii", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw"}
     | {".pcx", ".eps"}
 )
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
-LISTED = 4  # folders in a message
+LISTED = 4  # most folders in a message
 
 
 def kind_of(name: str) -> bounded.FileLimit:
-    """Return the size limit of a file of a source."""
+    """Return the size limit for a file by its name."""
     return bounded.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else bounded.IMAGE
 
 
 def arrange(
     source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions
 ) -> None:
-    """Set the source's images and classes by the names of files, relative and with "/".
+    """Set the source's images and classes by the relative paths, with "/", of files and folders.
 
-    Raises UserError if there is no image, if there are images both at the top and in sub-folders,
-    if the split's folder is missing, or if the classes are unclear; and for an unreadable or wrong
-    `dataset.json`.
+    Raises UserError if there is no image, if the split's folder is missing, if the classes are
+    unclear, and for an unreadable or wrong `dataset.json`.
     """
     where = source.where
     images, ignored = _images(where, files)
@@ -147,9 +146,8 @@ def _folder_classes(
     folders: list[str],
     classes_from: str | None,
 ) -> list[str]:
-    """Return the class of each image by its folder. Class folders without images become problems.
-
-    Raises UserError if there is a single folder, and a table that may have the labels.
+    """Return each image's class by its folder. Class folders without images become problems.
+    Raises UserError if all images are in one folder and there is a table that may have the labels.
     """
     where, parent = source.where, classes_from == "parent"
     names = [path[-2 if parent else 0] for path in paths]
@@ -170,7 +168,7 @@ def _folder_classes(
 
 
 def _unread_images(where: str, count: int, ignored: list[str]) -> list[str]:
-    """Return a warning if some images are of kinds that are not read; else an empty list."""
+    """Return a list with a warning if files are images of kinds that are not read, else []."""
     unread = [name for name in ignored if PurePosixPath(name).suffix.lower() in UNREAD_IMAGES]
     if not unread:
         return []
@@ -181,7 +179,7 @@ def _unread_images(where: str, count: int, ignored: list[str]) -> list[str]:
 
 
 def _tables(prefix: str, ignored: list[str]) -> list[str]:
-    """Return the tables, which may have labels, in, below or above the folder of the images."""
+    """Return the ignored files that are tables in, below or above the folder `prefix`."""
     tables = [name for name in ignored if PurePosixPath(name).suffix.lower() in TABLES]
     return [name for name in tables if name.startswith(prefix) or prefix.startswith(_folder(name))]
 
@@ -216,7 +214,7 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the visible files in order of name: the images, and the other files.
 
-    Images are recognised by their suffix. If there are none, arrays are the images.
+    Images are recognised by their suffix. If there are none, .npy files are the images.
     """
     names = sorted(name for name in files if not _hidden(name))
     suffixes = {name: PurePosixPath(name).suffix.lower() for name in names if not _leads_out(name)}
@@ -243,7 +241,7 @@ def _hidden(name: str) -> bool:
 
 
 def _leads_out(name: str) -> bool:
-    """Return True if a zip member's name is a path outside the archive. It belongs to no class."""
+    """Return True if the name of a zip file's member is a path outside the archive."""
     return name.startswith("/") or ".." in name.split("/")
 
 
@@ -255,7 +253,7 @@ def _describe_files(ignored: list[str]) -> str:
 
 
 def _tops(prefix: str, names: Iterable[str]) -> set[str]:
-    """Return the first parts of the names below `prefix`."""
+    """Return the names of the files and folders directly below the folder `prefix`."""
     return {
         name[len(prefix) :].split("/")[0]
         for name in names
@@ -264,9 +262,10 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
 
 
 def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -> str:
-    """Return the prefix of the class folders: "", or a split's or a single wrapper folder with "/".
+    """Return the path of the folder that has the class folders, "" or with "/" at the end.
 
-    Sets the source's splits, unless it has some, and adds remarks.
+    A split's folder, and a folder that is alone at its level, are entered. Sets the source's
+    splits, unless it has some, and adds remarks.
     """
     where, prefix = source.where, ""
     splits: tuple[str, ...] = ()
@@ -322,7 +321,7 @@ def _are_splits(
 
 
 class ListedSource(Source):
-    """Images with names; a subclass reads them."""
+    """Images with file names. A subclass reads the files."""
 
     separator: ClassVar[str] = "/"  # between the source and a file's name, in messages
     takes = frozenset(("classes_from", "stack"))
@@ -333,7 +332,7 @@ class ListedSource(Source):
         self.take_names([])
 
     def take_names(self, names: list[str], labels: Sequence[int] = ()) -> None:
-        """Set the images in order, and their labels if they have some."""
+        """Set the names of the images in order, and their class indices if they are labelled."""
         self.names = names
         self._labels = np.array(labels or [0] * len(names), np.int64)
         self.as_is = bool(names) and names[0].lower().endswith(ARRAY)

@@ -23,9 +23,10 @@ LABEL_COLUMNS = (
     *("labels", "label_name", "fine_label", "class", "class_name", "category", "target"),
     *("tags", "choice", "choices", "finding labels"),
 )
-POSITIVE = frozenset(("1", "1.0", "true", "yes"))  # of a one-hot column
+# values of a one-hot column
+POSITIVE = frozenset(("1", "1.0", "true", "yes"))
 NEGATIVE = frozenset(("", "0", "0.0", "false", "no"))
-# "no" in columns with 1 (CelebA), "uncertain" in columns with 0 and 1 (CheXpert)
+# means "no" in columns with 1 (CelebA), "uncertain" in columns with 0 and 1 (CheXpert)
 MINUS = frozenset(("-1", "-1.0"))
 NUMBERING = frozenset(("", "id", "index", "unnamed: 0"))  # columns that number the rows
 SPLIT_COLUMNS = frozenset(
@@ -63,7 +64,7 @@ def as_text(value: object) -> str:
 
 
 def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Counter[str]]:
-    """Count the rows with each value of each column. At most MOST_VALUES + 1 values are counted."""
+    """Count the rows with each value of a column, up to MOST_VALUES + 1 values per column."""
     counts = {name: Counter[str]() for name in columns}
     for row in rows:
         for values, text in zip(counts.values(), row, strict=True):
@@ -73,7 +74,9 @@ def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Co
 
 
 def find_name(where: str, option: str, name: str, columns: Iterable[str]) -> str:
-    """Return the column of this name in any case. Raises UserError if there is none, or several."""
+    """Return the one of `columns` called `name`, in any case. Raises UserError if none or several
+    are; the message names `option`.
+    """
     columns = list(columns)
     matching = [column for column in columns if column.lower() == name.lower()]
     if name in columns:
@@ -186,8 +189,8 @@ def _lower(values: Iterable[str]) -> set[str]:
 def _split(
     where: str, counts: Counts, option: str | None, labelled: bool
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the column of the split and the split of each value. Raises UserError if it is
-    unclear.
+    """Return the name of the split's column, and the split that each of its values means. Raises
+    UserError if it is unclear.
     """
     if option == NO_LABELS:
         return None, {}
@@ -236,7 +239,9 @@ def _split_by_name(
 
 
 def _sides(name: str, values: Iterable[str]) -> dict[str, str] | None:
-    """Return the split of each value, as in `Usage: Training` and `is_valid: True`; None: unclear."""
+    """Return the split that each value of the column `name` means, as in `Usage: Training` and
+    `is_valid: True`. Returns None if it is unclear.
+    """
     values = sorted(values)
     flag = base.side_of(name.lower().removeprefix("is"))
     if flag and _is_one_hot(values):
@@ -280,8 +285,8 @@ def split_labels(
 ) -> tuple[list[str | list[str]], str]:
     """Return the label of each text, or its list of labels, and a description for the user.
 
-    `option` is the separator, or "none". Raises UserError if it is unclear whether a text is one
-    label.
+    `option` is the separator, or "none"; None: it is found. Raises UserError if it is unclear
+    whether a text is one label.
     """
     values = list(map(listed_labels, texts))
     plain = {value for value in values if isinstance(value, str)} - {""}
@@ -302,7 +307,7 @@ def split_labels(
 
 
 def _separator(where: str, labels: set[str]) -> str:
-    """Return the separator of several labels in one text; "" if there is none. Raises UserError if
+    """Return the separator of several labels in one text, "" if there is none. Raises UserError if
     it is unclear.
     """
     for sign in (*SEPARATORS, *POSSIBLE_SEPARATORS):
@@ -337,7 +342,7 @@ def take_columns(
     rows.
 
     Rows without a label or split become problems of the source. A remark describes assumptions.
-    Raises UserError as `take_labels` and `choose_split`.
+    Raises UserError for invalid labels, and if the split does not exist.
     """
     width = len(columns.labels)
     values, assumed = _values(
@@ -353,7 +358,7 @@ def take_columns(
             source.problems.append(base.Problem(places[index], "has no split"))
         else:
             usable.append(index)
-    if assumed != ONE or columns.split or columns.assumed:  # otherwise there is no assumption
+    if assumed != ONE or columns.split or columns.assumed:
         names = ", ".join(f'"{name}"' for name in columns.labels)
         text = f"labels from column{'s' * (width > 1)} {names}, {assumed}" if names else "no labels"
         sides = ", ".join(f"{value} -> {side}" for value, side in sorted(columns.sides.items()))
@@ -378,7 +383,7 @@ def take_columns(
 def _values(
     where: str, columns: Columns, rows: Sequence[Sequence[str]], separator: str | None
 ) -> tuple[list[str | list[str]], str]:
-    """Return the label or labels of each row, and a description of assumptions."""
+    """Return the label or labels of each row, and a description of assumptions for the user."""
     width = len(columns.labels)
     if columns.one_hot:
         label_sets = [_of_one_hot(columns.labels, row) for row in rows]

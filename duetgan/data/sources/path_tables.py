@@ -25,7 +25,7 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
-LABELS = re.compile(r"""[^;|,\s"'\[\]]+""")  # the labels in a text
+LABELS = re.compile(r"""[^;|,\s"'\[\]]+""")  # a label in a text of several
 # names of the column of paths, in descending order of preference
 PATHS = (
     "path",
@@ -45,17 +45,19 @@ PATHS = (
     "id",
     "name",
 )
-MOST_TRIALS = 20  # values of a column, one of which must be a file; and sub-folders to search
-DEEPEST = 12  # leading parts of a path that may be removed
+MOST_TRIALS = 20  # One of so many first values must be a file; also most sub-folders to search.
+DEEPEST = 12  # Fewer leading folders than this are removed from a path.
 
 
 class Table(Protocol):
-    """Rows of text. For a row that cannot be used there is a reason instead of its values."""
+    """A table of text."""
 
     names: list[str]  # of the columns
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
-        """Yield the position of each row, for messages, and its values of `columns`, or a reason."""
+        """Yield the position of each row, for messages, and its values of `columns`, or the reason
+        why the row cannot be used.
+        """
 
 
 class CsvTable:
@@ -121,7 +123,7 @@ class CsvTable:
 
 
 class JsonTable:
-    """JSON lines, or an array of objects."""
+    """A file of JSON lines, or of a JSON array of objects."""
 
     def __init__(self, path: Path) -> None:
         with bounded.reading(
@@ -166,8 +168,8 @@ class Place(NamedTuple):
     """The conversion of a column's values to files."""
 
     column: str
-    skipped: int  # number of leading parts that are removed
-    suffix: str  # added
+    skipped: int  # number of leading folders removed from a value
+    suffix: str  # added to a value
     folder: Path
 
     def name(self, value: str) -> str:
@@ -223,9 +225,9 @@ class PathTable(LocalSource):
     def _rows(
         self, table: Table, place: Place, columns: labels.Columns
     ) -> list[tuple[str, str, list[str]]]:
-        """Return for each file the position in the table, the path and the values.
+        """Return for each file its position in the table, its path and its values of `columns`.
 
-        Rows that repeat another become problems. Raises UserError for rows that contradict another.
+        Rows that repeat a file become problems. Raises UserError if they have other values.
         """
         first: dict[str, tuple[str, str, list[str]]] = {}
         for where, (path, *values) in self._usable(table, [place.column, *columns.names]):
@@ -251,7 +253,7 @@ class PathTable(LocalSource):
 
 
 def clean(value: str) -> str:
-    """Return a path with slashes. For Label Studio's `/data/local-files/?d=PATH` it is PATH."""
+    """Write a path with slashes, and Label Studio's `/data/local-files/?d=PATH` as PATH."""
     if value.startswith("/data/"):
         value = unquote(value.rpartition("?d=")[2])
     return base.with_slashes(value)
@@ -320,7 +322,7 @@ def _places(
     file.
 
     Files are searched for in `folder` and, unless it is `options.root`, in its sub-folders. As few
-    parts of the paths as possible are removed. A suffix is added only to paths without one.
+    folders of the paths as possible are removed. A suffix is added only to paths without one.
     """
     paths = [clean(value) for value in itertools.islice(filter(None, values), MOST_TRIALS)]
     below = [] if options.root else sorted(filter(Path.is_dir, folder.iterdir()))

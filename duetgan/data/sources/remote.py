@@ -63,7 +63,7 @@ class RemoteSource(ListedSource):
                 f"{self.url} is a single file: give the URL of a folder of images, or copy it here"
             )
         self._prefix = root.rstrip("/") + "/" if root else ""
-        self._sizes: dict[str, object] = {}  # of the files, in bytes if the driver has them
+        self._sizes: dict[str, object] = {}  # of files in bytes; no int if the driver has none
         folders: list[str] = []
         for place, details in entries.items():
             name = place.removeprefix(self._prefix)
@@ -90,7 +90,7 @@ class RemoteSource(ListedSource):
             return bounded.read_file(place, kind_of(name))
         # A web server may not send the size: read up to the limit.
         if not isinstance(size, int):
-            # Without fsspec's cache, which requests the size and parts of the file.
+            # Block size 0 turns off fsspec's cache, which requests the size and parts of the file.
             options = {"block_size": 0} if "http" in protocol else {}
             with self._filesystem.open(place, "rb", **options) as file:
                 return bounded.read_stream(file, kind_of(name))

@@ -21,8 +21,8 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
     """Set the source's labels from its `dataset.json`; return False if there is none.
 
     A label is the number or name of a class, or a list of them. Raises UserError if the document
-    has another form, lies in a sub-folder with images outside it, or does not name exactly the
-    images; and as `Source.take_labels`.
+    has another form, lies in a sub-folder with images outside it, does not name exactly the
+    images, or has invalid labels.
     """
     manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
     manifest = min(manifests, key=lambda name: name.count("/"), default="")

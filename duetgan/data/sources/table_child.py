@@ -6,10 +6,10 @@ does not end the program. This script imports nothing of the package.
 A request has: path, columns (None: describe the table), first row, maximal number of rows, maximal
 bytes of a row. The answer is one of:
 
-- "rows": the bytes and the values, column by column, of the next rows;
+- "rows": the number of bytes, and the values column by column, of the next rows;
 - "table": the number of rows, the name, type and use of each column, and the metadata of Hugging
   Face's library;
-- "large": the bytes of a row that is too large;
+- "large": the number of bytes of a row that is too large;
 - "error": a message.
 """
 
@@ -45,7 +45,7 @@ class ParquetTable:
         self.rows = self._file.metadata.num_rows
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Yield whole batches, from that of row `start` on."""
+        """Yield whole record batches, from the one with row `start` on."""
         parts = [f"{name}.bytes" if is_struct(self.schema, name) else name for name in columns]
         first = 0
         for number in range(self._file.metadata.num_row_groups):
@@ -76,8 +76,8 @@ class ArrowTable:
         return ipc.open_stream(file)
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Yield whole batches, from that of row `start` on, validated because pyarrow trusts their
-        offsets.
+        """Yield whole record batches, from the one with row `start` on. They are validated because
+        pyarrow trusts their offsets.
         """
         first = 0
         with self._open() as stream:
@@ -94,7 +94,7 @@ def is_struct(schema: Any, name: str) -> bool:
 
 
 def pieces(batches: Batches, start: int, rows: int) -> Iterator[Any]:
-    """Yield the rows from `start` on in small batches. A struct is replaced by its field `bytes`."""
+    """Yield the rows from `start` on in small batches. A struct becomes its field `bytes`."""
     for first, batch in batches:
         batch = batch.slice(min(batch.num_rows, max(0, start - first)))
         names = batch.schema.names
@@ -146,8 +146,8 @@ class Reader:
 
 
 def use_of(kind: Any) -> str:
-    """Return the possible content of a column: "bytes" of images, labels as "text", "number",
-    "flag" or "list", "real" numbers, or "" for none of these.
+    """Return the possible use of a column of type `kind`: "bytes" of images, labels as "text",
+    "number", "flag" or "list", "real" numbers, or "" for none of these.
     """
     if pyarrow.types.is_struct(kind):
         has_bytes = any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind)

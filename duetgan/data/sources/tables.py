@@ -1,9 +1,9 @@
-"""Tables with images' bytes in a column: Parquet and Arrow files, read by a separate process
+"""Parquet and Arrow files with the bytes of images in a column, read by a separate process
 (table_child.py).
 
-Hugging Face's `save_to_disk` writes a folder of Arrow files, listed in `state.json` in order, or a
-folder of such folders, the splits listed in `dataset_dict.json`. A folder of `.arrow` files without
-either is the library's cache.
+Hugging Face's `save_to_disk` writes a folder of Arrow files, listed in `state.json` in order, or
+such a folder for each split, listed in `dataset_dict.json`. A folder of `.arrow` files without
+these documents is the library's cache.
 """
 
 import errno
@@ -63,9 +63,7 @@ class _Table(NamedTuple):
 
 
 class _Child:
-    """The reading process, one for all tables. It is started at the first request, and again after
-    it has died.
-    """
+    """The process of table_child.py for all tables, started when a request finds none running."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +77,7 @@ class _Child:
         rows: int,
         kind: bounded.FileLimit,
     ) -> Any:
-        """Return the answer of table_child.py. Raises OSError for an error."""
+        """Send a request and return the answer. Raises OSError if the file cannot be read."""
         bounded.check(path, bounded.ARCHIVE)
         with self._lock:
             if self._running is None or self._running.parent != os.getpid():
@@ -124,7 +122,7 @@ class _Child:
 
 
 class _Running(NamedTuple):
-    """A started process."""
+    """A running process of table_child.py."""
 
     parent: int  # id of the process that started it
     stop: Callable[[], object]
@@ -208,9 +206,9 @@ class Shards:
 
 
 class TableSource(base.Source):
-    """The images in the rows of files. Raises UserError for a file that cannot be used.
+    """The images in a column of Parquet or Arrow files. Raises UserError for an unusable file.
 
-    Reading is fast in ascending order, as in packing; a step back starts from the beginning.
+    Reading is fast in ascending order, as in packing; an earlier row needs a new start.
     """
 
     in_order = True
@@ -224,7 +222,7 @@ class TableSource(base.Source):
         shards.check([self._image])
         if not shards.starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
-        self._rows = np.arange(shards.starts[-1])  # of the concatenated files
+        self._rows = np.arange(shards.starts[-1])  # rows of the images in all files
         counts = labels.count(shards.names, (row for _, row in shards.rows(shards.names)))
         odd = (name for name in shards.first.types if name in (labels.LABEL, options.label_column))
         counts = {name: Counter[str]() for name in odd} | counts
@@ -237,7 +235,7 @@ class TableSource(base.Source):
                     f"{first}: the column {name} is {kind}; labels are whole numbers, text or lists"
                 )
         self._take_rows(str(path), columns, options)
-        # number of a file, first row in it, and the images from there
+        # images read last: index of their file, first row, contents
         self._piece: tuple[int, int, Any] = (0, 0, [])
 
     # --- columns
@@ -255,7 +253,7 @@ class TableSource(base.Source):
         return images[0]
 
     def _take_rows(self, where: str, columns: labels.Columns, options: base.SourceOptions) -> None:
-        """Set the labels and the rows of the split.
+        """Set the labels, and the rows of the split, as the images.
 
         Rows without a label (null, empty text, a number below 0) are omitted. Classes of the schema
         without images are omitted too.
@@ -275,7 +273,7 @@ class TableSource(base.Source):
             self._name_classes(where, columns.labels[0])
 
     def _name_classes(self, where: str, column: str) -> None:
-        """Set the names and the order of the classes by the schema, if it has them."""
+        """Set the class names from the schema, if it has some."""
         paths, tables = self.shards.paths, self.shards.tables
         names = class_names(paths[0], tables[0], column)
         for path, table in zip(paths, tables, strict=True):
@@ -326,7 +324,7 @@ class TableSource(base.Source):
 
 
 def class_names(path: Path, table: _Table, column: str) -> list[str]:
-    """Return the names of a ClassLabel in Hugging Face's metadata, or an empty list."""
+    """Return the class names of a column in Hugging Face's metadata (ClassLabel), or []."""
     if table.metadata is None:
         return []
     record = f"{path}: its metadata record huggingface"
@@ -349,10 +347,9 @@ def class_names(path: Path, table: _Table, column: str) -> list[str]:
 def open_table(
     path: Path, options: base.SourceOptions, shards: Sequence[Path] | None = None
 ) -> base.Source:
-    """Open the images of Parquet or Arrow files: those in a column of bytes, else those of a column
-    of paths.
+    """Open the images of Parquet or Arrow files, from a column of bytes or else a column of paths.
 
-    `shards` are the files; None means those of the path's split.
+    `shards` are the files; None: those at `path` of the split in `options`.
     """
     splits: tuple[str, ...] = ()
     ignored: list[str] = []
@@ -383,7 +380,7 @@ def is_saved(folder: Path) -> bool:
 def open_arrow(path: Path, options: base.SourceOptions) -> base.Source:
     """Open the images of an Arrow file or of a folder of `save_to_disk`.
 
-    Raises UserError if it cannot be used.
+    Raises UserError if the file or folder cannot be used.
     """
     if not is_saved(path):
         return open_table(path, options)
@@ -403,13 +400,13 @@ def open_arrow(path: Path, options: base.SourceOptions) -> base.Source:
 
 
 def _is_name(name: object) -> bool:
-    """Return True for the name of a file or folder in the folder of the document."""
+    """Return True for a file name that does not lead to another folder."""
     return isinstance(name, str) and Path(name).name == name != ".."
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Return the files of a data set. Raises UserError for a missing file, one outside the folder,
-    and reordered rows.
+    """Return the files of a folder of `save_to_disk`. Raises UserError for a missing file, one
+    outside the folder, and reordered rows.
     """
     state = _document(folder / STATE)
     names: list[str] = []

@@ -4,7 +4,7 @@ folder.
 The files of a sample are contiguous, and its name ends at the first dot. The image is the file
 whose remaining name is an image's suffix. If that gives no image, the names end at the last dot
 (`a.left.png`). A tar whose images have no files with labels (NOTES) is arranged like a folder.
-Nothing is extracted: the positions of the images are listed once, and only regular files are read.
+Nothing is extracted: the positions of the images are listed once. Only regular files are read.
 """
 
 import itertools
@@ -37,8 +37,8 @@ NOTES = ("cls", "json", "txt")  # suffixes of files with labels
 # webdataset's rule: the name up to the first dot, and the suffix
 SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
 LAST_DOT = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)", re.DOTALL)
-FIELDS = ("cls", labels.LABEL, *labels.LABEL_COLUMNS)  # of `json`
-INSPECTED = 10_000  # first samples, in which any field of `json` may be the labels
+FIELDS = ("cls", labels.LABEL, *labels.LABEL_COLUMNS)  # fields of `json` files that are labels
+INSPECTED = 10_000  # first samples, of which all fields of `json` files are read
 META = re.compile(r"__[^/]*__(/|$)")  # webdataset's metadata
 NOTE_BYTES = 1 << 20
 
@@ -49,7 +49,8 @@ class Sample:
 
     key: str
     images: list[Member] = field(default_factory=list)
-    notes: dict[str, str] = field(default_factory=dict)  # by suffix, or by field of `json`
+    # texts that may be labels, by suffix of their file or field of a `json` file
+    notes: dict[str, str] = field(default_factory=dict)
     dotted: str = ""  # a file with several suffixes, of which the last is an image's
 
 
@@ -144,8 +145,8 @@ class TarSource(ListedSource):
         self.take_names([member.name for member in self._images], self.labels().tolist())
 
     def _choose_columns(self, samples: Sequence[Sample], options: SourceOptions) -> labels.Columns:
-        """Choose the notes with labels and the split, and add remarks. Raises UserError if it is
-        unclear.
+        """Choose the notes that are the labels and the split, and add remarks. Raises UserError if
+        the choice is unclear.
         """
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for sample in samples:
@@ -162,7 +163,6 @@ class TarSource(ListedSource):
     def _samples(
         self, parts: list[tuple[re.Match[str], Member]], label_column: str | None
     ) -> Iterator[Sample]:
-        """Yield the samples: contiguous files with one name."""
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
         field_values: dict[str, set[str]] = defaultdict(set)  # in the first samples
         fields: set[str] | None = None
@@ -189,7 +189,9 @@ class TarSource(ListedSource):
     def _take_note(
         self, sample: Sample, suffix: str, member: Member, fields: Collection[str] | None
     ) -> None:
-        """Add the content of a file to its sample's notes; `fields` are those of `json`, None: all."""
+        """Add the content of a file to its sample's notes, of a `json` file only `fields` (None:
+        all).
+        """
         try:
             if member.size > NOTE_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")

@@ -38,7 +38,7 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import columns
 
 ACCURACY_LOSS = 0.01  # the largest loss of accuracy by int8: one percentage point
-SINGLE_CALLS = 10  # calls with batch size 1 in a repeat
+SINGLE_CALLS = 10  # calls with batch size 1 in a round of the speed measurement
 
 
 class CheckFailed(TrainingHalted):
@@ -53,12 +53,12 @@ class Row:
 
     name: str
     bytes: int  # size of the weights, or of the file
-    largest_difference: float  # of an output from that of the original
-    agreement: float | None = None  # fraction of images with the class that the original predicts
+    largest_difference: float  # largest absolute difference from the original's outputs
+    agreement: float | None = None  # fraction of images with the original's predicted class
     accuracy: float | None = None  # None if the true classes are unknown
     accuracy_change: float | None = None
-    batch1_ms: float = math.nan  # median
-    images_per_second: float = math.nan  # at the large batch, median
+    batch1_ms: float = math.nan  # median time of one image
+    images_per_second: float = math.nan  # median, at the batch size of the export
     batch1_speedup: float = math.nan  # relative to the original
     batch_speedup: float = math.nan
 
@@ -79,8 +79,8 @@ def outputs(run: Runner, batches: Sequence[Inputs], progress: str = "") -> Tenso
 def compare(
     name: str, size: int, result: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool
 ) -> Row:
-    """Return a row from the outputs [n, ...] of a variant and of the original. `classes`: the
-    outputs are logits.
+    """Compare the outputs [n, ...] of a variant of `size` bytes with the original's. `classes` is
+    True if the outputs are logits.
     """
     difference = math.inf
     if result.shape == original.shape:
@@ -96,7 +96,7 @@ def compare(
 
 
 def judge(row: Row, form: Format, original: Tensor) -> str | None:
-    """Return the fault of an exported file's outputs, or None."""
+    """Return the reason why an exported file fails the check, or None if it passes."""
     if form.limit is not None:
         limit = form.limit * max(1.0, float(original.abs().max()))
         if not row.largest_difference <= limit:  # also for NaN
@@ -116,8 +116,8 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
 def measure_speed(
     rows: Sequence[Row], runs: Sequence[Runner], subject: Subject, *, batch: int, repeats: int
 ) -> None:
-    """Fill in the rows' times: medians of `repeats` turns, in which the variants alternate, after a
-    warm-up turn.
+    """Write the speeds of the variants `runs` into `rows`: medians of `repeats` rounds, in which
+    the variants take turns, after a warm-up round.
     """
     calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
     seconds: list[tuple[list[float], list[float]]] = [([], []) for _ in runs]
@@ -143,10 +143,11 @@ def measure_speed(
 def examine(
     subject: Subject, exported: tuple[str, int, Runner], job: Namespace
 ) -> tuple[list[Row], str | None]:
-    """Compare the exported file (name, bytes, runner) and other variants with the original.
+    """Compare the exported file (name, bytes, runner) and other variants with the original. `job`
+    has the options of export.py.
 
-    Returns the table's rows, the original's first and the file's last, and the fault of the file or
-    None. Raises UserError if the outputs of the original are not finite.
+    Returns the table's rows, from the original's to the file's, and the fault of the file or None.
+    Raises UserError if the outputs of the original are not finite.
     """
     networks = {"fp32 eager": subject.network}
     if subject.is_classifier and not job.no_benchmark:  # generators have no BatchNorm to fold
@@ -178,7 +179,7 @@ def examine(
 
 
 def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows for JSON, with null for values that were not measured."""
+    """Return the rows as JSON objects, with null for values that were not measured."""
     entries = []
     for row in rows:
         entry = asdict(row)
@@ -190,7 +191,7 @@ def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Row], *, batch: int) -> str:
-    """Return the rows as a table."""
+    """Return the rows as a table of text."""
     lines = [
         ["", "MiB", "largest difference", "accuracy", "change", "batch 1", "", f"batch {batch}", ""]
     ]
@@ -210,7 +211,7 @@ def table(rows: Sequence[Row], *, batch: int) -> str:
 
 
 def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
-    """Check the options as far as possible before any work. Raises UserError."""
+    """Check the options of export.py before any work, as far as possible. Raises UserError."""
     form, fault = FORMATS[job.format], ""
     if form.folder:
         if job.out.exists() and not (job.out.is_dir() and not any(job.out.iterdir())):
@@ -243,7 +244,7 @@ def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
 
 
 def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
-    """Load the network and the inputs of its check; a classifier's images are read here."""
+    """Load the network and the inputs to check it with; read a classifier's images."""
     if checkpoint["task"] == "gan":
         return generator_subject(
             checkpoint, batch_size=job.batch_size, psi=job.truncation_psi, mean=job.truncation_mean
@@ -274,7 +275,9 @@ def _readable(
     *,
     option: str = "--data",
 ) -> Dataset:
-    """Open the requested file, by default the first readable one of `paths`. Raises UserError."""
+    """Open the requested file of images, by default the first readable one of `paths`. Raises
+    UserError.
+    """
     if requested is not None:
         return dataset_for_model(requested, checkpoint)
     reason = "its config names none"
@@ -291,8 +294,8 @@ def _readable(
 def export(job: Namespace, checkpoint: Checkpoint) -> tuple[list[Row], Subject, str | None]:
     """Write a file, load it again, check it, and rename it; `job` has the options of export.py.
 
-    Returns the table's rows, the subject, and the fault of the file or None. With a fault, an
-    existing file stays. Raises UserError.
+    Returns the table's rows, the subject, and the fault of the file or None. If there is a fault,
+    an existing file stays. Raises UserError.
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]

@@ -1,7 +1,7 @@
-"""A model folder for publication: the weights, programs that take them, a Python module that needs
-only torch and safetensors, config.json, and README.md, a model card in the form of the Hugging Face
-hub. No file contains a path of this machine. The programs are made by torch.export; weights are
-among their inputs, so that one file of weights serves all programs.
+"""A model folder for publication: the weights, programs that take them as inputs, a Python module
+that needs only torch and safetensors, config.json, and README.md, a model card in the form of the
+Hugging Face hub. No file contains a path of this machine. The programs are made by torch.export;
+one file of weights serves all of them.
 """
 
 import importlib.util
@@ -94,8 +94,8 @@ class Program(nn.Module):
 
 
 class Synthesis(nn.Module):
-    """A function of ws [N, num_ws, w_dim] and a noise map [N, 1, H, W] for each layer that returns
-    images.
+    """A function of styles ws [N, num_ws, w_dim] and a noise map [N, 1, H, W] for each layer that
+    returns images.
     """
 
     def __init__(self, generator: StyledGenerator) -> None:
@@ -107,8 +107,8 @@ class Synthesis(nn.Module):
 
 
 def programs(subject: Subject) -> dict[str, Program]:
-    """Return the programs of a subject's network by name. The stored names of their weights are
-    those of the checkpoint's state.
+    """Return the programs of a subject's network by name. In the file, weights have the names of
+    the checkpoint's state.
     """
 
     def synthesis_name(name: str) -> str:
@@ -132,10 +132,10 @@ def programs(subject: Subject) -> dict[str, Program]:
 
 
 PAGE = "duet_model.py"
-GRID = 64  # number of samples in the card's picture; a quarter of it above 64 px
-# metric -> the metric of real images that is printed in the same row of the card's table
+GRID = 64  # number of samples in the card's picture; a quarter for images above 64 px
+# metric -> the key of its value between real images, for the same row of the card's table
 FLOORS = {"frechet": "floor", "kernel": "kernel_floor"}
-# the hub's names of tasks
+# task -> its name on the Hugging Face hub
 TAGS = {"classifier": "image-classification", "gan": "unconditional-image-generation"}
 LISTED = 20  # number of classes that a card lists
 COLOURS = {1: "grey", 3: "RGB"}
@@ -146,10 +146,10 @@ RESIZED = {
 
 
 def write_folder(subject: Subject, path: Path) -> None:
-    """Write the folder of a subject."""
+    """Write the model folder of a subject to `path`, which must not exist."""
     path.mkdir()
     write_weights(path / "model.safetensors", subject.checkpoint)
-    (path / "model.safetensors").chmod(0o644)  # safetensors makes files private
+    (path / "model.safetensors").chmod(0o644)  # safetensors makes the file private
     program_names: dict[str, list[str]] = {}
     for name, program in programs(subject).items():
         program.write(path / f"{name}.pt2")
@@ -178,8 +178,8 @@ def write_folder(subject: Subject, path: Path) -> None:
 
 
 def _noise_entries(generator: StyledGenerator) -> Document:
-    """Return the names of the stored noise maps in the state, in the order of the layers, and the
-    number of styles.
+    """Return config.json's entries for the stored noise maps, by name and in the order of the
+    layers, and for the number of styles.
     """
     names = {id(buffer): name for name, buffer in generator.named_buffers()}
     layers = cast(Any, generator).styled_layers()
@@ -190,7 +190,7 @@ def _noise_entries(generator: StyledGenerator) -> Document:
 
 
 def open_folder(_subject: Subject, path: Path) -> Runner:
-    """Load the folder with its own module."""
+    """Load a model folder's network with the Python module in the folder."""
     spec: Any = importlib.util.spec_from_file_location("duet_model_of_a_folder", path / PAGE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -217,7 +217,7 @@ def evaluated(checkpoint: Checkpoint) -> Document:
 
 def figures(document: Document) -> list[Document]:
     """Return the metrics of an evaluation: `name`, `value`, `interval` (95 %) or null, the number
-    of images `n`, `extractor` or null, and the `floor` of distances.
+    of images `n`, `extractor` or null, and the `floor` of distances (between real images).
     """
     groups: list[tuple[Document, Sequence[Figure], str]] = []
     for distances in document.get("distances") or []:
@@ -348,7 +348,7 @@ USE = {  # task -> kind of model, and example code
 
 
 def metadata(name: str, config: Document) -> Document:
-    """Return the card's metadata for the hub."""
+    """Return the model card's metadata for the Hugging Face hub."""
     task = TAGS[config["task"]]
     tags = ["duet", config["architecture"]]
     if config["classes"]:
@@ -389,7 +389,6 @@ def _table(rows: list[Document]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape a text for Markdown."""
     return re.sub(r"[\\`*_\[\]<>#|!]", r"\\\g<0>", printable(text))
 
 

@@ -56,7 +56,7 @@ EXTRA_HEADS = ("auxiliary", "from_rgbs")
 
 def networks(checkpoint: Checkpoint) -> Converted:
     """Return the checkpoint's networks with their complete configurations. Raises UserError unless
-    it is a StyleGAN2 at its full resolution.
+    they are a StyleGAN2 at its full resolution.
     """
     config, shape = checkpoint["config"], dict(checkpoint["shape"])
     if (name := config.get("architecture", DEFAULT)) != "stylegan2":
@@ -104,8 +104,8 @@ def networks(checkpoint: Checkpoint) -> Converted:
 
 
 def write_nvidia(subject: Subject, path: Path) -> None:
-    """Write NVIDIA's state dicts, and the keyword arguments of NVIDIA's classes in the metadata
-    entry `nvidia`.
+    """Write a .safetensors file of NVIDIA's state dicts; the metadata entry `nvidia` holds the
+    keyword arguments of NVIDIA's classes.
     """
     gan = networks(subject.checkpoint)
     for name in ("generator", "discriminator"):
@@ -126,7 +126,7 @@ def write_nvidia(subject: Subject, path: Path) -> None:
 
 
 def write_rosinality(subject: Subject, path: Path) -> None:
-    """Write a checkpoint of rosinality's program, without optimizers."""
+    """Write a checkpoint for rosinality's program, without the state of optimizers."""
     gan = networks(subject.checkpoint)
     with explained(Refused, lambda error: f"{error}; choose safetensors or nvidia"):
         content = rosinality.to_official(gan)
@@ -171,7 +171,7 @@ def open_official(subject: Subject, path: Path) -> Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of export."""
+    """An export format: its writer, its reader, and the limits of its check."""
 
     write: Callable[[Subject, Path], None]
     open: Callable[[Subject, Path], Runner]
@@ -212,7 +212,7 @@ def import_extra(name: str) -> Any:
 
 
 def open_safetensors(subject: Subject, path: Path) -> Runner:
-    """Build the network from the file alone."""
+    """Build the network from the file's weights and metadata alone."""
     checkpoint = read_weights(path)
     if subject.is_classifier:
         return as_runner(classifier_from(checkpoint, several=True))
@@ -299,7 +299,7 @@ def write_int8(subject: Subject, path: Path) -> None:
         quantization.quantize_static(
             str(prepared),
             str(path),
-            # has the interface of onnxruntime's CalibrationDataReader
+            # This has the interface of onnxruntime's CalibrationDataReader.
             SimpleNamespace(get_next=lambda: next(images, None)),
             quant_format=quantization.QuantFormat.QDQ,
             activation_type=quantization.QuantType.QUInt8,

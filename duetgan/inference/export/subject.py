@@ -63,8 +63,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 def interface(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the description of a network's interface, for people and as metadata.
 
-    Returns `input`, `output`, and `classes` as JSON; for several labels an image also `thresholds`
-    as JSON, the least probability of each label.
+    It has `input`, `output`, and `classes` as JSON; for a multi-label classifier also `thresholds`
+    as JSON, each label's least probability.
     """
     shape, classes = checkpoint["shape"], list(checkpoint["classes"])
     size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
@@ -99,7 +99,7 @@ def interface(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def write_weights(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the EMA weights of a checkpoint's network and their description. Raises OSError."""
+    """Write the EMA weights of a checkpoint's network with its description. Raises OSError."""
     state = checkpoint["state"][NETWORKS[checkpoint["task"]]]
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     write_tensors(path, tensors, {ENTRY: json.dumps(contents(checkpoint)), **interface(checkpoint)})
@@ -129,12 +129,12 @@ class Drawing(nn.Module):
     """A generator as a function of z [N, z_dim] and labels, with its stored noise, truncated to
     `psi`. The images [N, channels, height, width] lie in about [-1, 1].
 
-    Labels are int64 [N], or float [N, classes] for several labels an image; they are left out for
-    an unconditional generator.
+    Labels are int64 [N], or multi-hot floats [N, classes] if images may have several; they are left
+    out for an unconditional generator.
     """
 
-    centres: Tensor  # the w of the truncation: one for each label, or one for all
-    label_sets: Tensor  # [labels, classes], for several labels an image
+    centres: Tensor  # centres of the truncation: [labels, w_dim], or [w_dim] for all labels
+    label_sets: Tensor  # [labels, classes], multi-hot, if images may have several labels
 
     def __init__(
         self, generator: ImageGenerator, psi: float = 1.0, mean: TruncationMean = "class"
@@ -196,24 +196,24 @@ class Subject:
     batches: list[Inputs]  # inputs of the check
     # int64 [n], the true classes of all batches' images; None: unknown, or a generator
     labels: Tensor | None = None
-    # for a classifier: other images, to determine the ranges of int8
+    # for a classifier: other images, for the ranges of int8 activations
     calibration: list[Inputs] = field(default_factory=list)
-    # for a generator: entries of the program's metadata
+    # for a generator: the truncation, for the metadata
     truncation: dict[str, str] = field(default_factory=dict)
-    licence: str = "unknown"  # for the model card
+    licence: str = "unknown"  # licence in the model card
 
     @property
     def is_classifier(self) -> bool:
         return self.checkpoint["task"] == "classifier"
 
     def fast(self) -> nn.Module:
-        """Return the network with BatchNorm folded; a generator, which has none, is returned
-        itself.
+        """Return the network with BatchNorm folded into its convolutions; a generator has no
+        BatchNorm and is returned itself.
         """
         return fold_batchnorm(self.network) if self.is_classifier else self.network
 
     def rows(self, count: int) -> Inputs:
-        """Return inputs of `count` rows, which repeat those of the check."""
+        """Return inputs of `count` rows: those of the check, repeated if they are fewer."""
         columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]
         rows = torch.arange(count) % len(columns[0])
         return tuple(_channels_last(column[rows]) for column in columns)
@@ -251,16 +251,16 @@ def classifier_subject(
     checkpoint: Checkpoint,
     images: Dataset,
     *,
-    count: int,  # images of the check, at most
+    count: int,  # largest number of images for the check
     batch_size: int,
-    calibration: Dataset | None = None,  # None: without images for int8
-    calibrated: int = 0,  # images of the calibration, at most
+    calibration: Dataset | None = None,  # images for int8; None: no int8 export
+    calibrated: int = 0,  # largest number of images for the calibration
 ) -> Subject:
-    """Return a classifier with random images for the check, and disjoint ones for the calibration,
-    which may come from the same file.
+    """Return a classifier with random images for the check, and other ones for the int8
+    calibration, which may come from the same file.
 
-    Raises UserError if the images' classes are not those of the classifier, or if there are too
-    few.
+    Raises UserError if the images' classes are not those of the classifier, or if there are too few
+    images.
     """
     classifier = classifier_from(checkpoint, several=True)
     if images.classes:

@@ -20,11 +20,11 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class Ranking:
-    """AUROC and average precision of the ranking of images by a score, with influences.
+    """Ranking of images by a score, with its AUROC and average precision, and their influences.
 
     Images of equal score form one level. The influence of an image on a metric is the metric's
-    derivative by the image's weight, times n; for the AUROC its mean square over n is DeLong's
-    variance (1988).
+    derivative by the image's weight, times n. For the AUROC, the mean squared influence divided by
+    n is DeLong's variance (1988).
     """
 
     def __init__(self, scores: np.ndarray, positive: np.ndarray) -> None:
@@ -47,10 +47,7 @@ class Ranking:
 
     @cached_property
     def _wins(self) -> tuple[np.ndarray, np.ndarray]:
-        """Twice the number of negatives below, and of positives above, each level.
-
-        A tie counts as half a win.
-        """
+        """Twice the number of negatives below, and positives above, each level; a tie adds 1."""
         below = 2 * np.cumsum(self._negatives) - self._negatives
         above = 2 * self.counts[0] - 2 * np.cumsum(self._positives) + self._positives
         return below, above
@@ -71,12 +68,12 @@ class Ranking:
 
     @cached_property
     def _retrieved(self) -> tuple[np.ndarray, np.ndarray]:
-        """Number of images at each level and above, and their precision."""
+        """Number of images at or above each level, and the fraction of positives among them."""
         count = np.cumsum((self._positives + self._negatives)[::-1])[::-1]
         return count, np.cumsum(self._positives[::-1])[::-1] / count
 
     def average_precision(self) -> float:
-        """Return the average precision, sum of (R_i - R_(i-1)) P_i, without interpolation."""
+        """Return sum((R_i - R_(i-1)) P_i) of recall R and precision P, without interpolation."""
         return float((self._positives * self._retrieved[1]).sum()) / self.counts[0]
 
     def average_precision_influence(self) -> np.ndarray:
@@ -92,7 +89,7 @@ class Ranking:
         return len(self.level) / self.counts[0] * difference
 
 
-BINS = 15  # of the calibration error
+BINS = 15  # of confidence, for the calibration error
 COLDEST, HOTTEST = 0.01, 100.0  # range of fitted temperatures
 
 
@@ -119,7 +116,7 @@ def calibration_error(confidence: Tensor, hits: Tensor) -> tuple[float, Tensor]:
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return -log of each image's true class probability, float64 [n], from logits [n, K]."""
+    """Return -log of the probability of each image's true class, float64 [n]."""
     logits = logits.double()
     return logits.logsumexp(1) - logits.gather(1, labels[:, None])[:, 0]
 
@@ -127,7 +124,7 @@ def negative_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
 def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the ascending indices of two random halves of the images, stratified by class.
 
-    Drawn by the key (seed, "eval", "temperature").
+    The halves are drawn by the key (seed, "eval", "temperature").
     """
     order = numpy_generator(seed, "eval", "temperature").permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
@@ -137,12 +134,12 @@ def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Return the T that minimises the negative log-likelihood of softmax(logits / T).
 
-    The loss is convex in 1/T, so that its slope, the mean of E[z] - z_y, changes sign once. T is
-    limited to COLDEST (if all predictions are correct, the best T is 0) and HOTTEST.
+    The loss is convex in 1/T, so that its slope, the mean of E[z] - z_y for logits z and label y,
+    changes sign once. T lies between COLDEST (without mistakes, the best T would be 0) and HOTTEST.
     """
     logits = logits.double()
 
-    def expected(logarithm: float) -> Tensor:  # mean logit, which falls with the temperature
+    def expected(logarithm: float) -> Tensor:  # mean of E[z], which falls as T rises
         return ((logits / math.exp(logarithm)).softmax(1) * logits).sum(1).mean()
 
     observed = logits.gather(1, labels[:, None]).mean()
@@ -176,12 +173,12 @@ def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> Document
     return result
 
 
-TOP = 5  # of the top-5 accuracy
+TOP = 5  # likeliest classes, for the top-5 accuracy
 PAIRS = 10  # number of most confused pairs of classes to list
 
 
 def multi_hot(labels: Tensor, classes: int) -> Tensor:
-    """Return labels as bool [n, classes], from class indices int64 [n] or multi-hot [n, classes]."""
+    """Convert labels, class indices int64 [n] or multi-hot [n, classes], to bool [n, classes]."""
     return labels > 0 if labels.ndim == 2 else labels[:, None] == torch.arange(classes)
 
 
@@ -197,7 +194,7 @@ class Answers:
     logits: Tensor  # float32 [n, K]
     labels: Tensor  # int64 [n]
     names: Sequence[str]  # class names, [K]
-    # record numbers of the images, int64 [n]; None: 0 to n - 1
+    # record numbers of the images, int64 [n]; None means 0 to n - 1
     records: np.ndarray | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -225,7 +222,7 @@ class Answers:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """float64 [n, K]."""
+        """Probabilities of the classes, float64 [n, K]."""
         return self.logits.double().softmax(1)
 
     @cached_property
@@ -239,17 +236,17 @@ class Answers:
 
     @cached_property
     def hits(self) -> Tensor:
-        """bool [n]: True if exactly the true classes are predicted."""
+        """True for images of which exactly the true classes are predicted, bool [n]."""
         return (self.predicted_classes == self.true_classes).all(1)
 
     @cached_property
     def true_classes(self) -> Tensor:
-        """bool [n, K]: the classes of each image."""
+        """True classes of each image, bool [n, K]."""
         return multi_hot(self.labels, len(self.names))
 
     @cached_property
     def predicted_classes(self) -> Tensor:
-        """bool [n, K]: the predicted classes of each image."""
+        """Predicted classes of each image, bool [n, K]."""
         return multi_hot(self.predicted, len(self.names))
 
     def class_text(self, classes: Tensor) -> str:
@@ -258,7 +255,7 @@ class Answers:
 
     @cached_property
     def confusion(self) -> Tensor:
-        """Counts int64 [K, K], [true, predicted]."""
+        """Number of images of each true (row) and predicted class (column), int64 [K, K]."""
         classes = len(self.names)
         return torch.bincount(self.labels * classes + self.predicted, minlength=classes**2).view(
             classes, classes
@@ -266,7 +263,7 @@ class Answers:
 
     @cached_property
     def rankings(self) -> list[Ranking | None]:
-        """Ranking of the images by each class's probability; None for a class of no or all images."""
+        """Ranking of images by the probability of each class; None if no or every image has it."""
         pairs = zip(self.probabilities.T.numpy(), self.true_classes.T.numpy(), strict=True)
         return [
             Ranking(scores, positive) if positive.any() and not positive.all() else None
@@ -285,7 +282,7 @@ def accuracy(answers: Answers) -> Measured:
 def top5_accuracy(answers: Answers) -> Measured:
     """Return the fraction of images whose class is among the five likeliest.
 
-    Of equally likely classes the first ones count. Undefined for five classes or fewer.
+    Of equally likely classes, the first count. The value is None for five classes or fewer.
     """
     logits, labels = answers.logits, answers.labels
     if len(answers.names) <= TOP:
@@ -311,7 +308,7 @@ def ece(answers: Answers) -> Measured:
     """Return the expected calibration error (Guo et al. 2017).
 
     This is |accuracy - mean confidence| of the images in a bin of confidence, averaged over the
-    bins with the numbers of their images as weights.
+    bins, each weighted by its number of images.
     """
     return Measured.influenced(*calibration_error(answers.confidence, answers.hits))
 
@@ -323,7 +320,7 @@ def nll(answers: Answers) -> Measured:
 
 
 def _ranked(answers: Answers, name: str) -> Measured:
-    """Return the mean over the classes of a metric of `Ranking`, with the values by class."""
+    """Return the mean over classes of the metric `name` of `Ranking`, with the values by class."""
     by_class = [
         None if ranking is None else float(getattr(ranking, name)()) for ranking in answers.rankings
     ]
@@ -368,7 +365,7 @@ def _ratio(part: float, whole: int) -> float | None:
 
 
 def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | int | None]]:
-    """Return `n`, mean `confidence` and `accuracy` of each bin, by rising confidence.
+    """Return the number `n` of images, mean `confidence` and `accuracy` in each confidence bin.
 
     In an empty bin, `confidence` and `accuracy` are None.
     """
@@ -385,7 +382,7 @@ def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | in
 
 
 def confused_pairs(answers: Answers) -> list[Document]:
-    """Return the most frequent mistakes, at most PAIRS: `true` and `predicted` class, and `n`."""
+    """Return the PAIRS most frequent mistakes: `true` and `predicted` class, and number `n`."""
     counts, names = answers.confusion.numpy().copy(), answers.names
     np.fill_diagonal(counts, 0)
     pairs = []
@@ -397,7 +394,7 @@ def confused_pairs(answers: Answers) -> list[Document]:
 
 
 def outlier_scores(logits: Tensor, outliers: Tensor) -> Document:
-    """Return how well two scores separate test images from outliers, from logits [n, K] of both.
+    """Measure how well two scores of logits [n, K] separate test images from outliers.
 
     `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the
     logarithm of the sum of e^logit (Liu et al. 2010.03759). Test images should score higher. Each

@@ -1,8 +1,8 @@
-"""Image corruptions at five strengths: pure functions of the image, the strength and a key.
+"""Image corruptions at five strengths: pure functions of image, strength, seed and index.
 
 They follow Hendrycks and Dietterich (1903.12261). The amounts are those of CIFAR-10-C at 32 px, for
-brightness those of ImageNet-C. At other sizes, `power` scales the amount so that an image looks
-about as corrupted.
+brightness those of ImageNet-C. At other sizes, the amounts are scaled so that an image looks about
+as corrupted.
 """
 
 import math
@@ -20,7 +20,7 @@ from duetgan.utils.seeding import numpy_generator
 SIDE = 32  # image size in px that the amounts below are for
 STRENGTHS = 5
 Corrupt = Callable[[np.ndarray, float, int, int], np.ndarray]
-"""(image uint8 [C, H, W], amount, seed, index in the file) -> uint8 [C, H, W]."""
+"""A function of image, uint8 [C, H, W], amount, seed and index in the file; returns an image."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Corruption:
         return min(self.largest, self.amounts[strength - 1] * (side / SIDE) ** self.power)
 
     def __call__(self, image: np.ndarray, strength: int, *, seed: int, index: int) -> np.ndarray:
-        """Return the corrupted image, uint8 [C, H, W]; it depends on the seed and the index alone."""
+        """Return the corrupted image, uint8 [C, H, W]; noise depends on seed and index alone."""
         return self.corrupt(image, self.amount(strength, min(image.shape[1:])), seed, index)
 
 
@@ -45,7 +45,7 @@ def _as_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _blur(image: np.ndarray, sigma: float, _seed: int, _index: int) -> np.ndarray:
-    """Blur with a Gaussian of `sigma` px; edges are mirrored."""
+    """Blur with a Gaussian of standard deviation `sigma` px; edges are mirrored."""
     from scipy.ndimage import gaussian_filter  # imported here because SciPy is slow to import
 
     return _as_bytes(gaussian_filter(image.astype(np.float64), (0, sigma, sigma), mode="reflect"))
@@ -61,7 +61,7 @@ def _noise(image: np.ndarray, deviation: float, seed: int, index: int) -> np.nda
 
 
 def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndarray:
-    """Encode as JPEG of this quality, colours at half the resolution, and decode."""
+    """Encode as JPEG of this quality, with colours at half the resolution, and decode."""
     space = "RGB" if len(image) == 3 else "GRAY"
     pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
     colours = "420" if len(image) == 3 else "Gray"
@@ -72,7 +72,7 @@ def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndar
 
 
 def _brightness(image: np.ndarray, increase: float, _seed: int, _index: int) -> np.ndarray:
-    """Add a fraction of the full range to every value."""
+    """Add the fraction `increase` of the full range to every value."""
     return _as_bytes(image + 255 * increase)
 
 
@@ -98,8 +98,7 @@ def robustness(hits: Tensor, n: int, side: int) -> Document:
 
     Args:
         hits: Number of correct predictions, int64 [corruptions, STRENGTHS].
-        n: Number of images.
-        side: Size of the images in px.
+        side: Shorter side of the images in px.
 
     Returns:
         `n`; `accuracy`, the mean over all corruptions and strengths; `corruptions`: name -> `unit`

@@ -1,4 +1,4 @@
-"""Metrics of a classifier on images that may have several labels or none: pure functions.
+"""Metrics of a classifier on images that may have several labels or none.
 
 A label is predicted if its probability reaches the label's threshold.
 """
@@ -29,25 +29,25 @@ class LabelAnswers(Answers):
 
     @cached_property
     def confidence(self) -> Tensor:
-        """Largest |probability - label| of each image's wrong decisions, or 0; float64 [n]."""
+        """Largest |probability - label| over each image's wrong predictions, or 0; float64 [n]."""
         wrong = self.predicted_classes != self.labels
         return ((self.probabilities - self.labels.double()).abs() * wrong).amax(1)
 
     @property
     def f1_terms(self) -> tuple[Tensor, Tensor]:
-        """Each decision's term of F1's numerator and of its denominator, float64 [n, K]."""
+        """Terms of F1's numerator and denominator for each image and label, both float64 [n, K]."""
         hits = self.predicted_classes & self.labels
         return 2.0 * hits.double(), self.predicted_classes.double() + self.labels.double()
 
 
 def micro_f1(answers: LabelAnswers) -> Measured:
-    """Return the F1 of all decisions together; None if no label is present or predicted."""
+    """Return the F1 over all images and labels; None if no label is present or predicted."""
     numerators, denominators = answers.f1_terms
     return _ratio(numerators.sum(1), denominators.sum(1))
 
 
 def macro_f1(answers: LabelAnswers) -> Measured:
-    """Return the mean of the labels' F1, without labels that are never present nor predicted."""
+    """Return the mean F1 of the labels, except labels that are never present nor predicted."""
     numerators, denominators = answers.f1_terms
     values = []
     influences = []

@@ -3,8 +3,8 @@
 A group is one run, or several runs of the same config with different seeds. Each group is compared
 with the first one.
 
-An evaluation stores the results of each image in FILE: those of COLUMNS that the task has, each
-[n], with `PredictionsMetadata` in the header.
+An evaluation stores the results of each image in FILE: those of COLUMNS that its task has, each an
+array [n], with `PredictionsMetadata` in the header.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ from duetgan.utils.text import columns, decimal
 FILE = "predictions.safetensors"
 SCHEMA = 1
 COLUMNS = {
-    "label": np.int64,  # the true class; the requested class of a sample
+    "label": np.int64,  # the true class of an image; the requested class of a sample
     "prediction": np.int64,  # the most likely class
-    "confidence": np.float64,  # its probability
+    "confidence": np.float64,  # probability of the most likely class
     "loss": np.float64,  # -log of the true class's probability
     **{row.key: np.float64 for row in CLASSIFIER + LABELS},  # the image's influence on the metric
 }
@@ -63,7 +63,7 @@ def keep_predictions(
     seed: int,  # of the evaluation
     judge: str | None = None,  # fingerprint of the classifier that judges a GAN's samples
 ) -> Document:
-    """Write FILE into a folder; return `data_hash` and `predictions` for the document."""
+    """Write columns to FILE; return `data_hash` and `predictions` for metrics.json."""
     metadata = {
         "task": checkpoint["task"],
         "data": dataset.meta.content_hash,
@@ -82,7 +82,7 @@ def keep_predictions(
 def save_predictions(
     folder: Path, metadata: Mapping[str, object], columns: Mapping[str, np.ndarray]
 ) -> dict[str, str]:
-    """Write FILE into a folder and return its `file` name and `sha256`.
+    """Write columns to FILE in a folder; return the name of the `file` and its `sha256`.
 
     The metadata is `PredictionsMetadata` without `schema`.
     """
@@ -95,14 +95,13 @@ def save_predictions(
 
 
 class Predictions:
-    """Columns of n rows, in the order of the evaluation's images, with their metadata."""
+    """Stored results of each image of an evaluation, in columns of n rows, with their metadata."""
 
     def __init__(self, folder: Path, sha256: str) -> None:
         """Read FILE from a folder.
 
         Args:
-            folder: The folder.
-            sha256: The hash of the file, from metrics.json.
+            sha256: Hash of FILE, from metrics.json.
 
         Raises:
             UserError: If the file is missing, damaged, or of another evaluation or format.
@@ -147,8 +146,8 @@ class Predictions:
 
 
 ROWS = {row.key: row for row in FIGURES if row.better}
-HIT_RATES = ("accuracy", "recognised")  # fractions of images that are predicted correctly
-# options of a classifier's evaluation, with the values to assume for older documents
+HIT_RATES = ("accuracy", "recognised")  # fractions of correctly predicted images
+# options of a classifier's evaluation, with the values to assume for older results
 SPEED_OPTIONS = {"precision": None, "fold": False, "tta": "off"}
 
 
@@ -160,7 +159,7 @@ class _Sha(Stored):
 
 
 def _document_model(name: str, rows: Iterable[Figure], **fields: Any) -> type[Stored]:
-    """Create the model of a document with these fields, and optional metrics with intervals."""
+    """Create a pydantic model with these fields, and optional fields of metrics and intervals."""
     for row in rows:
         fields |= {row.key: (float | None, None), f"{row.key}_interval": (Interval | None, None)}
     return create_model(name, __base__=Stored, **fields)
@@ -181,7 +180,7 @@ _Document = _document_model("_Document", _TOP_LEVEL, **_HEAD)
 
 
 class Evaluated:
-    """An evaluation that evaluate.py wrote into RUN/eval, or into the folder itself."""
+    """An evaluation that evaluate.py wrote into the folder RUN/eval, or into RUN itself."""
 
     def __init__(self, run: str) -> None:
         """Read the evaluation of a run; raise UserError if it is missing or damaged."""
@@ -200,7 +199,7 @@ class Evaluated:
     def figures(self) -> dict[str, tuple[float, list[float] | None]]:
         """Value and interval of each metric that can be compared.
 
-        The names of distances end in their extractor and its weights.
+        The name of a distance ends in its extractor and the extractor's weights.
         """
         figures = {}
 
@@ -267,7 +266,6 @@ def compare(groups: Sequence[str]) -> Document:
 
 
 def _check_same_evaluation(first: Evaluated, second: Evaluated) -> None:
-    """Raise UserError unless both runs were evaluated on the same images in the same way."""
     words = {
         "task": "task",
         "data": "test file (hash)",
@@ -307,7 +305,7 @@ def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:
 
 
 def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, Document]:
-    """Compare the metrics that all runs of both groups have; return the rows by name."""
+    """Compare the metrics that all runs of both groups have; return a row for each, by name."""
     seeds, second_seeds = (
         [run.metadata["training_seed"] for run in group] for group in (first, second)
     )
@@ -340,12 +338,12 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, D
 
 
 def _row(name: str) -> Figure:
-    """Return the row of the table for a metric's name, which may end in an extractor."""
+    """Return the `Figure` of a metric from its name, which may end in an extractor."""
     return ROWS[name.partition(" ")[0]]
 
 
 def _difference(name: str, first: Evaluated, second: Evaluated) -> paired.Difference:
-    """Compare a metric of two runs: by image if both stored it, else by intervals."""
+    """Compare a metric of two runs: by image if both stored its column, else by intervals."""
     first_hits, second_hits = first.predictions.hits, second.predictions.hits
     if name in HIT_RATES and first_hits is not None and second_hits is not None:
         return paired.paired_fractions(first_hits, second_hits)
@@ -364,7 +362,6 @@ def _difference(name: str, first: Evaluated, second: Evaluated) -> paired.Differ
 
 
 def _notes(groups: list[list[Evaluated]]) -> dict[str, str]:
-    """Return the caveats of a comparison."""
     runs = list(chain(*groups))
     notes = {}
     if len(groups[0]) == 1:
@@ -403,7 +400,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(document: Document) -> str:
-    """Return the text of a comparison, with a table for each group after the first."""
+    """Format a comparison as text, with a table for each group after the first."""
     parts = [f"{document['task']}, {document['n']} images, seed {document['seed']}"]
     for pair in document["comparisons"]:
         rows = [[row["figure"], *cells(row), row["verdict"]] for row in pair["figures"]]

@@ -23,12 +23,12 @@ class Difference:
 
 
 def paired_fractions(first: np.ndarray, second: np.ndarray) -> Difference:
-    """Compare two fractions of hits over the same images, both bool [n].
+    """Compare the fractions of hits of two classifiers on the same images, both bool [n].
 
-    p is that of McNemar's exact test: where only one of the two is correct, either is equally
-    likely to be. The interval is Tango's (1998), which keeps its level for few images and for
-    fractions near 0 and 1. It is extended to 0 where the exact test, which is more conservative, is
-    not significant.
+    p is that of McNemar's exact test: if only one classifier is correct on an image, either is
+    equally likely to be. The interval is Tango's (1998), which keeps its level for few images and
+    for fractions near 0 and 1. It is extended to 0 if the exact test, which is more conservative,
+    is not significant.
     """
     from scipy.stats import binomtest  # imported here because SciPy is slow to import
 
@@ -40,10 +40,10 @@ def paired_fractions(first: np.ndarray, second: np.ndarray) -> Difference:
 
 
 def tango(gained: int, lost: int, n: int) -> list[float]:
-    """Return the 95 % score interval of (gained - lost) / n in matched pairs.
+    """Return the 95 % score interval of (gained - lost) / n in n matched pairs.
 
-    Tango 1998, Stat. Med. 17, 891-908. The limits are the differences at which the score is
-    +-NORMAL.
+    `gained` pairs have only the second hit, `lost` only the first. The limits are the differences
+    at which the score is +-NORMAL (Tango 1998, Stat. Med. 17, 891-908).
     """
 
     def score(difference: float) -> float:
@@ -51,7 +51,7 @@ def tango(gained: int, lost: int, n: int) -> list[float]:
         a = 2 * n
         b = -gained - lost + (2 * n - gained + lost) * difference
         c = -lost * difference * (1 - difference)
-        # estimated fraction of pairs with a hit of the first alone, given the difference
+        # estimated fraction of pairs with the first hit alone, given the difference
         only_first = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
         variance = n * (2 * only_first + difference * (1 - difference))
         distance = gained - lost - n * difference
@@ -64,8 +64,8 @@ def tango(gained: int, lost: int, n: int) -> list[float]:
 def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Difference:
     """Test the difference `value` of two metrics of the same images.
 
-    The standard error is that of the infinitesimal jackknife, see `Measured.influenced`. For the
-    AUROC this is DeLong's paired test (1988), for a mean the paired normal test.
+    The standard error is that of the infinitesimal jackknife (Efron 1982). For the AUROC this is
+    DeLong's paired test (1988), for a mean the paired normal test.
 
     Args:
         value: The second metric minus the first.
@@ -82,8 +82,8 @@ def independent_figures(
     """Compare two metrics by their intervals, as if they were independent (Zou and Donner 2008).
 
     Metrics of the same test images are correlated, so that the interval is too wide rather than too
-    narrow. p is that of the normal distribution with this difference as its mean, whose interval
-    has the same end towards 0.
+    narrow. p is that of a normal distribution whose mean is the difference, and whose 95 % interval
+    has the same limit on the side of 0.
     """
     value = second - first
     low = value - math.hypot(second - second_interval[0], first_interval[1] - first)
@@ -101,7 +101,7 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     differences = np.asarray(second) - np.asarray(first)
     value = float(differences.mean())
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    # equal differences, but for rounding
+    # differences that are equal except for rounding do not tell the spread
     if error <= 1e-12 * max(1e-300, float(np.abs([first, second]).max())):
         return Difference(value, None, None, "paired by training seed")
     return _student(value, error, len(differences) - 1, "paired by training seed")
@@ -112,13 +112,13 @@ def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarr
 
     Seeds and images are both random effects, as readers and cases are in reader studies: the
     variance is that of the two-way analysis of variance, the degrees of freedom are Hillis's (2007,
-    Stat. Med. 26, 596-619, equation 4). With one pair the images alone count, by the normal
-    distribution.
+    Stat. Med. 26, 596-619, equation 4). With one pair, only images are random effects, and the
+    distribution is normal.
 
     Args:
         first: Hits of the first runs, bool [S, N].
         second: Hits of the second runs, trained with the same seeds, bool [S, N].
-        weights: Weights of the images, [N], of sum 1.
+        weights: Weights of the images, [N], which sum to 1.
     """
     used = weights > 0
     scale = weights[used] * used.sum()
@@ -132,11 +132,11 @@ def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarr
     method = "paired by seed and image"
     seed_means = differences.mean(1)
     residuals = differences - seed_means[:, None] - image_means + value
-    # mean squares
+    # mean squares of the analysis of variance
     of_seeds = count * float(seed_means.var(ddof=1))
     of_images = seeds * float(image_means.var(ddof=1)) if count > 1 else 0.0
     of_residuals = float(np.square(residuals).sum()) / max(1, (seeds - 1) * (count - 1))
-    # if the seeds do not differ, but for rounding, the images alone count
+    # if seeds differ by no more than rounding, only images are random effects
     if of_seeds <= 1e-12 * (of_images + of_residuals):
         return _normal(value, math.sqrt(of_images / (seeds * count)), method)
     total = of_seeds + max(0.0, of_images - of_residuals)
@@ -164,7 +164,7 @@ def _normal(value: float, error: float, method: str) -> Difference:
 def holm(rows: Iterable[Document]) -> None:
     """Correct the `p` of rows in place for multiple tests (Holm 1979).
 
-    This bounds the chance of one or more false positives. Rows whose `p` is None do not count.
+    This bounds the chance of one or more false positives. Rows whose `p` is None are ignored.
     """
     tested = sorted((row for row in rows if row["p"] is not None), key=lambda row: row["p"])
     largest = 0.0

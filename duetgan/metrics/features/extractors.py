@@ -34,18 +34,18 @@ from duetgan.utils.text import did_you_mean
 
 @dataclass
 class Extractor:
-    """A deterministic function from images, [n, C, H, W] as files have them, to features [n, dim]."""
+    """A deterministic function from unnormalised images, [n, C, H, W], to features, [n, dim]."""
 
-    name: str  # stands beside the metrics that use it, e.g. `resnet50`
+    name: str  # shown beside its metrics, such as `resnet50`
     dim: int  # number of features
     compute: Callable[[Tensor], Tensor]
     device: torch.device  # of the computation
     source: str = ""  # file or hash of its weights; empty if it has none
     lineage: Lineage = field(default_factory=Lineage.of)  # data that its weights were trained on
-    classifier: Classifier | None = None  # set if the features are a classifier's
+    classifier: Classifier | None = None  # the classifier whose features they are, if any
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the features, computed in full float32, on the CPU.
+        """Compute the features of images in full float32; return them on the CPU, [n, dim].
 
         Raises UserError if a feature is not finite.
         """
@@ -73,16 +73,16 @@ def pixel_features(spec: ImageSpec) -> Extractor:
     return Extractor("pixels", spec.channels * 64, compute, torch.device("cpu"))
 
 
-# Backgrounds of transparent images. On a single one, opaque pixels of the same colour would look
-# transparent.
+# Backgrounds behind transparent images. On one background alone, opaque pixels of its colour would
+# look transparent.
 BACKGROUNDS = {"grey": 128, "white": 255}
 
 
 def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
     """Adapt an extractor of 8-bit grey or RGB images to images of `spec`.
 
-    `visible` converts the images. Transparent ones are laid on each of BACKGROUNDS, and the
-    features are concatenated. The name of the extractor tells the channels and backgrounds.
+    `visible` converts the images. Transparent images are laid on each of BACKGROUNDS, and the
+    features are concatenated. The extractor's new name has the channels and backgrounds.
     """
     if spec.plain:
         return extractor
@@ -103,7 +103,7 @@ def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
 def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
     """Return the extractor of a classifier's pooled features, before its head.
 
-    The name has the form `classifier:runs/x`.
+    `name` has the form `classifier:RUN`.
     """
 
     def compute(images: Tensor) -> Tensor:
@@ -122,10 +122,9 @@ def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Convert images [n, C, H, W], as files have them, to the classifier's size, range and device.
+    """Convert unnormalised images [n, C, H, W] to the classifier's size, range and device.
 
-    Grey is converted to RGB and RGB to grey. Raises UserError for images of any other kind than the
-    classifier's.
+    Grey becomes RGB and RGB grey, as needed. Raises UserError if channels or data type do not fit.
     """
     spec, channels = classifier.spec, images.shape[1]
     fits = channels == spec.channels or (spec.plain and channels in (1, 3))
@@ -151,7 +150,7 @@ PLACES = (
 
 
 def find_weights(weights: str | Path | None = None) -> Path | None:
-    """Return the first weights file of: `weights`, $DUET_WEIGHTS, PLACES; None if there is none.
+    """Return the ResNet-50 weights file that `weights`, $DUET_WEIGHTS or PLACES names, or None.
 
     Raises UserError if the file that `weights` or the variable names does not exist.
     """
@@ -172,7 +171,7 @@ HOW_TO_GET = (
 
 
 def needed_weights(weights: str | Path | None, purpose: str, alternative: str = "") -> Path:
-    """Return the file of `find_weights`.
+    """Return the ResNet-50 weights file that `find_weights` finds.
 
     Raises UserError if there is none, with the purpose, HOW_TO_GET and the alternative.
     """
@@ -186,8 +185,8 @@ def resnet50_features(
 ) -> Extractor:
     """Return the extractor of the 2048 pooled features of an ImageNet ResNet-50.
 
-    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly and to squares. Grey
-    is repeated to three channels.
+    Images up to 64 px are scaled bilinearly to 64x64 px, larger ones to 224x224 px. Grey is repeated
+    to three channels.
     """
     path = needed_weights(weights, "extractor resnet50 needs a weights file")
     device = torch.device(device)
@@ -238,9 +237,9 @@ def load_resnet50(path: Path) -> nn.Module:
 def inception_features(
     weights: str | Path | None = None, *, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """Return the extractor of the 2048 pooled features of the Inception network of published FIDs.
+    """Return the extractor of the 2048 pooled Inception features that published FIDs compare.
 
-    torch-fidelity provides it, which scales images to 299 px as the original in TensorFlow does.
+    The network is torch-fidelity's, which scales images to 299 px as TensorFlow's original does.
     """
     with explained(
         ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"
@@ -284,7 +283,7 @@ def build(
     device: torch.device,
     spec: ImageSpec,  # of the images
     weights: str | Path | None = None,  # weights file for resnet50 or inception
-    classifier: str | None = None,  # run or file of the extractor `classifier`
+    classifier: str | None = None,  # run or checkpoint file for the extractor `classifier`
     judge: Classifier | None = None,  # the classifier of that run, if it is loaded already
 ) -> list[Extractor]:
     """Build extractors from their names.
@@ -334,7 +333,7 @@ def build(
 def build_extractors(
     options: Namespace, spec: ImageSpec, device: torch.device, judge: Classifier | None
 ) -> list[Extractor]:
-    """Build the extractors that the options name.
+    """Build the extractors that command-line options name.
 
     The defaults are the classifier, if one is given, and resnet50, if its weights are available.
     """
@@ -354,7 +353,7 @@ def build_extractors(
 T = TypeVar("T")
 
 LEAST_CHUNK, LARGEST_CHUNK = 4, 64  # images
-CHUNK_PIXELS = 2**20  # between these bounds, so that memory does not grow with the image size
+CHUNK_PIXELS = 2**20  # between the bounds, so that memory does not grow with the image size
 
 
 def chunk_size(side: int) -> int:
@@ -371,7 +370,7 @@ def shared_pass(
     # least one
     batch_size: int,
     multiple: int = 1,  # the size of a chunk is a multiple of this
-    progress: str = "",  # caption of the progress bar; empty: no bar
+    progress: str = "",  # caption of the progress bar; if empty, there is no bar
 ) -> Iterator[T]:
     """Share the chunks of images among the ranks and yield the results of `work`.
 
@@ -405,7 +404,7 @@ def compute_features(
     total: int,  # images
     side: int,  # of the images, in px
     batch_size: int = 64,
-    progress: str = "",  # caption of the progress bar; empty: no bar
+    progress: str = "",  # caption of the progress bar; if empty, there is no bar
     # called on rank 0 with each range, its images and their features
     observe: Callable[[range, Tensor, list[Tensor]], None] | None = None,
 ) -> list[Tensor]:
@@ -432,13 +431,13 @@ def compute_features(
 
 @dataclass
 class RealFeatures:
-    """A cache of features of real images, for the evaluations of a run.
+    """A cache of features of real images, for the repeated evaluations of a training run.
 
-    The key is the dataset's content, the draw, and the extractor's name and weights.
+    Its keys hold the dataset's content, the draw, and the extractor's name and weights.
     """
 
     batch_size: int = 64
-    show: bool = False  # a progress bar
+    show: bool = False  # if True, show a progress bar
     _cache: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
     def get(

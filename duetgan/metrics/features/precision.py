@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 _lock = Lock()
-_inside = 0  # number of blocks that are open
+_inside = 0  # number of open `full_float32` blocks
 _undo = ExitStack()
 
 
@@ -17,8 +17,8 @@ _undo = ExitStack()
 def full_float32(device: torch.device | str) -> Iterator[None]:
     """Disable autocast and TF32 and use deterministic convolutions inside the block.
 
-    The settings are those of the process: of several threads, the first to enter changes them and
-    the last to leave restores them.
+    The settings apply to the whole process: of several threads, the first to enter a block changes
+    them and the last to leave restores them.
     """
     global _inside, _undo
     with _lock:
@@ -36,7 +36,7 @@ def full_float32(device: torch.device | str) -> Iterator[None]:
 
 
 def _change_settings() -> ExitStack:
-    """Set full precision; closing the returned stack restores the previous settings."""
+    """Set full precision; return a stack whose closing restores the previous settings."""
     cudnn, undo = torch.backends.cudnn, ExitStack()
     backends: Any = torch.backends
     # restored one by one, because set_float32_matmul_precision would turn "none" into "ieee" and

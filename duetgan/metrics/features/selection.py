@@ -1,4 +1,4 @@
-"""The draw of the images of a dataset that an evaluation uses."""
+"""Random choice of those images of a dataset that an evaluation uses."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from duetgan.utils.seeding import numpy_generator
 
 @dataclass(frozen=True)
 class Selection:
-    """Images of a dataset, with their labels."""
+    """Images drawn from a dataset, with their labels."""
 
-    indices: np.ndarray  # int64 [m]
+    indices: np.ndarray  # record numbers, int64 [m]
     labels: np.ndarray  # int64 [m]
     key: str  # identifies the draw among all draws from the same dataset
 
     def images(self, dataset: Dataset, rows: range) -> Tensor:
-        """Read the images of these rows of the draw, [b, C, H, W]."""
+        """Read the images at these positions of the draw, [b, C, H, W]."""
         return torch.from_numpy(dataset.read(self.indices[rows.start : rows.stop])[0])
 
 
@@ -34,15 +34,13 @@ def select(
 ) -> Selection:
     """Draw n images without replacement, then add images until each class has `per_class`.
 
-    A class with fewer images than `per_class` comes with all of them.
+    If a class has fewer images than `per_class`, all of them are drawn.
 
     Args:
         labels: Labels of the whole dataset, int64 [count].
-        n: Number of images of the first draw.
-        seed: Seed; the draw has the key (seed, "eval", role).
+        seed: Seed of the draw, whose key is (seed, "eval", role).
         role: Name of the draw, such as "test".
-        per_class: Smallest number of images of each class.
-        multi_hot: Classes of each label, bool [labels, classes], if images may have several.
+        multi_hot: Classes of each label, bool [labels, classes], if labels stand for sets of classes.
     """
     order = numpy_generator(seed, "eval", role).permutation(len(labels))
     required = np.zeros(len(order), dtype=bool)

@@ -1,10 +1,11 @@
-"""Frechet distance between Gaussians fitted to two feature sets (Heusel et al. 2017, 1706.08500,
-6).
+"""Frechet distance between Gaussians fitted to two feature sets.
 
-The variance is that of the infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6): the
-derivative of the distance by the weight of each image, which follows from the distance's own
-decomposition. A bootstrap would decompose covariances for each resample, minutes for 2048 features,
-and would be biased: a resample that holds images twice has a narrower covariance than its source.
+Heusel et al. 2017, 1706.08500, equation 6.
+
+The variance is that of the infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6), from the
+derivative of the distance by the weight of each image, which its own decomposition gives. A
+bootstrap would take minutes to decompose covariances of 2048 features for each resample, and would
+be biased: a resample that holds images twice has a narrower covariance than its source.
 """
 
 import torch
@@ -13,21 +14,17 @@ from torch import Tensor
 from duetgan.metrics.classification.answers import multi_hot
 from duetgan.metrics.intervals import Measured
 
-BLOCK = 1024  # rows at a time
+BLOCK = 1024  # images processed at a time
 FEW_PER_CLASS = 500  # below this number of images, the distance of a class is mostly bias
 
 
 def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
-    """Return the Frechet distance between two feature sets and its variance, in float64.
+    """Return the Frechet distance of features [n, F] and [m, F], and its variance, in float64.
 
     The distance is |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), at least 0, in squared units of the
-    features. Covariances may be singular. The variance is that over draws of both sets. It does not
-    cover the bias: at small n, the distance is too large in every draw. If both sets come from the
+    features. Covariances may be singular. The variance is over random draws of both sets, without
+    the bias: at small n, the distance is too large in every draw. If both sets come from the
     same distribution, the variance is up to twice too large.
-
-    Args:
-        first: Features [n, F].
-        second: Features [m, F].
 
     Raises:
         ValueError: If a set has fewer than two vectors, or the dimensions differ.
@@ -54,7 +51,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
 
 
 def _scaled(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows x with x' x = C, the covariance of the features, and their mean, in float64."""
+    """Return x [n, F] with x' x = C, the features' covariance, and their mean [F], in float64."""
     features = features.detach().cpu().double()
     mean = features.mean(0)
     return (features - mean) / (len(features) - 1) ** 0.5, mean
@@ -98,11 +95,11 @@ def _trace_of_root(x: Tensor, y: Tensor) -> tuple[float, tuple[Tensor, Tensor]]:
     """Return t = tr (C1 C2)^(1/2), and the influence of each row of x [n, F] and y [m, F] on 2 t.
 
     t is the sum of the singular values s of x y' [n, m]. The influence of row i is sum_k s_k
-    u_ik^2, where u are the singular vectors: [n] and [m].
+    u_ik^2, where u are the left singular vectors for x, and the right ones for y.
 
     With more images than features, the eigenvectors of C1 = L L' and of L' C2 L, which are F x F,
-    give the same. Symmetric eigenvalues are real and stable, whereas a matrix square root of C1 C2
-    fails for singular covariances.
+    give the same result. Eigenvalues of symmetric matrices are stable, whereas a matrix square root
+    of C1 C2 fails for singular covariances.
     """
     if min(len(x), len(y)) <= x.shape[1]:
         left, values, right = torch.linalg.svd(x @ y.T, full_matrices=False)
@@ -115,7 +112,7 @@ def _trace_of_root(x: Tensor, y: Tensor) -> tuple[float, tuple[Tensor, Tensor]]:
     squares, turn = _above_rounding(*torch.linalg.eigh(factor.T @ (y.T @ y) @ factor))
     values = squares.sqrt()
 
-    def influence(rows: Tensor, projection: Tensor) -> Tensor:  # on the singular vectors
+    def influence(rows: Tensor, projection: Tensor) -> Tensor:  # projects rows on singular vectors
         return torch.cat([(part @ projection).square() @ values for part in rows.split(BLOCK)])
 
     of_x = influence(x, vectors / eigenvalues.sqrt() @ turn)
@@ -124,7 +121,7 @@ def _trace_of_root(x: Tensor, y: Tensor) -> tuple[float, tuple[Tensor, Tensor]]:
 
 
 def _above_rounding(eigenvalues: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop eigenvalues that are rounding errors, which a root would raise from 1e-16 to 1e-8."""
+    """Drop eigenvalues that are rounding errors of about 1e-16, as their roots would be 1e-8."""
     largest = eigenvalues[-1:]  # eigenvalues ascend; empty for no dimensions
     rank = eigenvalues > largest.abs() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
     return eigenvalues[rank], vectors[:, rank]

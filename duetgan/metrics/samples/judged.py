@@ -13,11 +13,10 @@ def recognised(
     labels: Tensor,  # requested class, int64 [n]; bool [n, K] if samples have several labels
     thresholds: Tensor | None = None,  # of each label, [K], if samples have several labels
 ) -> Measured:
-    """Return the fraction of samples that a classifier predicts as requested, and that by class.
+    """Return the fraction of samples that a classifier, the judge, predicts as requested.
 
-    Of samples with several labels, all predicted labels must be as requested; by class it is the
-    fraction of the samples with this label for which it is predicted. The value of a class that was
-    not requested is None.
+    If samples have several labels, all must be predicted as requested. The value of a class is the
+    fraction of the samples requested with it for which it is predicted; None if there are none.
     """
     if not len(labels):
         raise ValueError("the recognised share of no samples is undefined")
@@ -33,16 +32,13 @@ def recognised(
 
 
 def class_score(probabilities: Tensor) -> Measured:
-    """Return the Inception score with the judge in Inception's place.
+    """Return the Inception score from a classifier's probabilities, [n, K].
 
     Salimans et al. 2016, 1606.03498, section 4: exp(mean over images of KL(p(y|x) || p(y))), over
     all n images at once, not in splits. It lies between 1 (all predictions are the same, or none is
     confident) and K (all are confident, and all classes equally frequent). Published Inception
     scores come from another network and cannot be compared with it. An image's influence on the
     logarithm of the score is its divergence minus the mean divergence.
-
-    Args:
-        probabilities: Probabilities of the judge, [n, K].
     """
     p = probabilities.detach().cpu().double()
     if not len(p):
@@ -65,10 +61,10 @@ def mean_distances(features: Tensor) -> Tensor:
 def diversity_ratio(samples: Tensor, real: Tensor) -> Measured:
     """Return the mean pairwise distance of samples [n, F] over that of real images [m, F].
 
-    1: samples are as diverse as real images; 0: all samples are the same. The 95 % interval, over
-    draws of both sets, is that of the infinitesimal jackknife. A bootstrap would be biased: an
-    image that is drawn twice is at distance 0 from itself. Undefined for fewer than two vectors on
-    a side, or real images that are all the same.
+    At 1, samples are as diverse as real images; at 0, all samples are the same. The 95 % interval,
+    over draws of both sets, is that of the infinitesimal jackknife. A bootstrap would be biased: an
+    image that is drawn twice is at distance 0 from itself. The value is None for fewer than two
+    samples or real images, or if all real images are the same.
     """
     if min(len(samples), len(real)) < 2:
         return Measured(None)
@@ -91,9 +87,10 @@ def diversity_by_class(
     classes: int,
     images: int = PER_CLASS,
 ) -> Measured:
-    """Return the diversity ratio by class; the value is that of the least diverse class.
+    """Return the diversity ratio of the least diverse class, with the ratios by class.
 
-    The ratio of a class is over its first `images` samples and real images, equally many of each.
+    The ratio of a class is over its first samples and real images, equally many of each and at
+    most `images`.
     """
     results, sizes = [], []
     for is_sample, is_real in zip(

@@ -15,14 +15,11 @@ def polynomial_kernel(first: Tensor, second: Tensor) -> Tensor:
 
 
 def squared_mmd(first: Tensor, second: Tensor) -> tuple[float, list[Tensor]]:
-    """Return the unbiased squared maximum mean discrepancy and each image's influence on it.
+    """Return the squared MMD of features [n, F] and [m, F], and each image's influence on it.
 
-    Gretton et al. 2012, eq. 3. The estimate may be below 0. The influences, [n] and [m], are its
-    derivatives by the logarithms of the images' weights; they sum to 0.
-
-    Args:
-        first: Features [n, F] in float64, n at least 2.
-        second: Features [m, F] in float64, m at least 2.
+    The unbiased estimate of the maximum mean discrepancy (Gretton et al. 2012, equation 3) may be
+    below 0. The influences, [n] and [m], are its derivatives by the logarithms of the images'
+    weights; they sum to 0. Features must be float64, and n and m at least 2.
     """
     inner, rows = [], []
     for features in (first, second):
@@ -39,18 +36,15 @@ def squared_mmd(first: Tensor, second: Tensor) -> tuple[float, list[Tensor]]:
 
 
 def kernel_distance(first: Tensor, second: Tensor, *, seed: int) -> tuple[float, float]:
-    """Return the kernel distance between two feature sets and its variance.
+    """Return the kernel distance of features [n, F] and [m, F], and its variance.
 
     The distance is the mean unbiased squared MMD over SUBSETS random subsets; its expectation is 0
-    for equal distributions. The variance, over draws of both sets, is that of the infinitesimal
-    jackknife. A bootstrap would be biased: an image that is drawn twice is unusually near to
-    itself. If both sets come from the same distribution, the variance is up to twice too large.
+    for equal distributions. Subset i is drawn without replacement by the key (seed, "eval",
+    "kernel", i). Sets of equal size, at most SUBSET_SIZE, are compared once as a whole.
 
-    Args:
-        first: Features [n, F].
-        second: Features [m, F]. If both sets have the same number of vectors, at most SUBSET_SIZE,
-            the whole sets are compared once.
-        seed: Subset i is drawn without replacement by the key (seed, "eval", "kernel", i).
+    The variance, over draws of both sets, is that of the infinitesimal jackknife. A bootstrap would
+    be biased: an image that is drawn twice is unusually near to itself. If both sets come from the
+    same distribution, the variance is up to twice too large.
 
     Raises:
         ValueError: If a set has fewer than two vectors, or the dimensions differ.

@@ -2,8 +2,8 @@
 
 An attack uses a score that should be higher for members: the discriminator's logit (LOGAN,
 1705.07663), or minus the distance to the nearest sample (GAN-Leaks, 1909.03935). It tests if
-members score higher on average, and if they are over-represented at the highest scores, where a few
-copies show (2112.03570).
+members score higher on average, and if they are over-represented at the highest scores, where even
+a few copies are noticed (2112.03570).
 """
 
 import math
@@ -20,13 +20,13 @@ from duetgan.metrics.samples.neighbours import neighbours
 from duetgan.utils.text import columns, decimal
 
 LEVEL = 0.01  # significance level of an audit: one false alarm in a hundred
-# false positive rates (fractions of the held-out images above a threshold); 0: a single image
+# false positive rates: fractions of the held-out images above a threshold; 0 means one image
 TOPS = (0.0, 0.001, 0.01, 0.1)
 REPEATS = 20  # tries of the test with planted copies
 MIN_DETECTION_RATE = (
-    0.95  # of planted copies, for "neither attack found anything" to mean something
+    0.95  # fraction of the tries; if copies are found in fewer, an audit is too weak to tell
 )
-PLANTED_FRACTIONS = (0.01, 0.02, 0.05)  # of the samples that are planted copies
+PLANTED_FRACTIONS = (0.01, 0.02, 0.05)  # of planted copies among the samples
 NOT_SHOWN = [
     "differential privacy, or any bound on what could be learnt",
     "safety from other attacks: only these two were made, with these features and samples",
@@ -37,13 +37,13 @@ NOT_SHOWN = [
 
 
 def attack(members: Tensor, held_out: Tensor) -> Document:
-    """Return how well scores [m] and [n] separate members from held-out images.
+    """Measure how well scores separate members, [m], from held-out images, [n].
 
-    Both must be drawn from the same distribution.
+    Both sets of images must be drawn from the same distribution.
 
     Returns:
         `auc` with its `interval`; `p_value`, corrected after Bonferroni for the number of tests;
-        `top`, the fraction of held-out images above a threshold -> that of members above it; the
+        `top`, fraction of held-out images above a threshold -> fraction of members above it; the
         numbers of `members` and `held_out` images.
 
     Raises:
@@ -74,10 +74,10 @@ def attack(members: Tensor, held_out: Tensor) -> Document:
 
 
 def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
-    """Return the area under the ROC curve of scores [m] and [n], and its 95 % interval.
+    """Return the area under the ROC curve of members' and others' scores, and its 95 % interval.
 
     Ties count as half. The interval is that of DeLong, DeLong and Clarke-Pearson (1988). If the
-    separation is perfect, their variance is 0; then it is Wilson's interval for the number of
+    separation is perfect, their variance is 0, and the interval is Wilson's for the number of
     images of the smaller side.
     """
     sizes = len(members), len(held_out)
@@ -93,7 +93,7 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
 
 
 def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
-    """Return the p-value of the number of members above the `rank`-th highest held-out image.
+    """Return the p-value of the number of members that score above the `rank`-th held-out image.
 
     Null hypothesis: all m + n images are in random order. The p-value is exact: k members or more
     are above the image if fewer than `rank` of the first k + rank - 1 images are held-out ones,
@@ -119,7 +119,7 @@ def distances_with_copies(
     distances: Tensor,  # to the nearest sample, float64 [r]
     draws: Tensor,  # indices of the k real images to plant, in each of R tries, int64 [R, k]
 ) -> Tensor:
-    """Return the distances to the nearest sample or planted real image, float64 [R, r]."""
+    """Return the distance of each real image to the nearest sample or planted image, [R, r]."""
     to_planted = torch.stack(
         [neighbours(real, real[planted], 1)[0][:, 0].sqrt() for planted in draws]
     )
@@ -137,11 +137,11 @@ def detection(
     repeats: int = REPEATS,
     generator: torch.Generator,
 ) -> Document:
-    """Return how often `attack` detects copies of members that are planted among the samples.
+    """Measure how often `attack` detects copies of members that are planted among the samples.
 
     Returns:
-        `share`, the fraction; `copies`, the number of planted copies; the number of tries in which
-        they were `found`; and the number of tries, `repeats`.
+        `share`, the fraction; `copies`, the number of planted copies; `found`, the number of tries
+        in which they were detected; and `repeats`, the number of tries.
     """
     copies = min(members, max(1, round(fraction * samples / (1 - fraction))))
     draws = torch.stack(
@@ -156,7 +156,7 @@ def detection(
 
 
 def verdict(document: Document) -> str:
-    """Return the verdict, in words, on a document with `attacks`, `controls` and `planted`."""
+    """Return the verdict, in words, on results with `attacks`, `controls` and `planted`."""
     words = []
     if any(control["p_value"] < LEVEL / 2 for control in document["controls"].values()):
         words.append(
@@ -180,7 +180,7 @@ def verdict(document: Document) -> str:
 
 
 def audit_table(document: Document) -> str:
-    """Return the text of an audit's document."""
+    """Format the results of an audit as text."""
     rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
     for name, result in document["attacks"].items():
         rows.append(

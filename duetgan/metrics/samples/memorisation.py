@@ -6,10 +6,10 @@ There are two tests, because each alone can mislead:
   the three-sample test of Meehan, Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are
   bland or collapsed samples: the mean of all images is nearer to each image than images are to one
   another.
-- Are the images nearest to such samples training images more often than held-out images?
-  (`chance_bound`.) A generator that has not memorised single images treats both alike: then the
-  nearest image is a training image as often as the numbers of both suggest, whatever the samples
-  look like. The verdict is that of this test.
+- Are the real images nearest to unusually near samples training rather than held-out images?
+  (`training_bound`.) If a generator has not memorised single images, the nearest image is a
+  training image as often as the numbers of both kinds suggest, whatever the samples look like. The
+  verdict is that of this test.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,15 +30,15 @@ from duetgan.models.gan import ImageGenerator, generate
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 
-PAIRS = 12  # samples listed with their nearest training image: the closest, and the first
+PAIRS = 12  # length of the lists of the closest and of the first samples
 TAIL = 0.01  # fraction of the held-out images that counts as unusually near to training images
 LEVEL = 0.001  # significance level: one false alarm in a thousand evaluations
-MIN_CELL_SIZE = 20  # samples and held-out images that a cell of C_T must have
+MIN_CELL_SIZE = 20  # samples, and held-out images, that a cell of `data_copying` needs
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The nearest reference of each query."""
+    """Nearest reference image of each query image."""
 
     distances: Tensor  # float64 [n], Euclidean
     indices: Tensor  # int64 [n], rows of the references
@@ -49,15 +49,15 @@ class RealSet:
     """Features and labels of real images."""
 
     features: Tensor  # [m, F]
-    labels: Tensor  # int64 [m]; all 0 where there are no classes
+    labels: Tensor  # int64 [m]; all 0 if classes are ignored
 
 
 def nearest(queries: Tensor, references: Tensor) -> Nearest:
-    """Find the nearest reference, of [m, F], of each query, of [n, F]; the first of equally near
-    ones.
+    """Find the nearest of the references [m, F] for each of the queries [n, F].
 
-    Distances are computed from differences, so that the distance of a copy is 0 and not a rounding
-    error. Raises ValueError if there is no reference, or the dimensions differ.
+    Of equally near references, the first is returned. Distances are computed from differences, so
+    that the distance of a copy is 0 and not a rounding error. Raises ValueError if there is no
+    reference, or the dimensions differ.
     """
     if (
         queries.ndim != 2
@@ -80,12 +80,12 @@ def fraction_below(
 ) -> tuple[float, float, float]:
     """Return the fraction of samples that are unusually near to a training image.
 
-    The bound is the distance of the nearest `tail` of the held-out images.
+    Their distance is below a bound: the `tail` quantile of the distances of held-out images.
 
     Args:
         samples: Distance of each sample to the nearest training image, [n].
         held_out: Distance of each held-out image to the nearest training image, [m].
-        tail: Fraction of the held-out images.
+        tail: Fraction of the held-out images that lies below the bound.
 
     Returns:
         The fraction of samples below the bound; the fraction that is expected if both sets have the
@@ -99,8 +99,8 @@ def fraction_below(
 def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
     """Return Z_U = (U - n m / 2) / sqrt(n m (n + m + 1) / 12) of Meehan et al. (section 3).
 
-    U is the number of pairs in which the sample's distance is larger; a tie counts as half. Z_U is
-    about N(0, 1) for equal distributions, and below 0 for copies.
+    U is the number of pairs (sample [n], held-out image [m]) in which the sample's distance is
+    larger; a tie counts as half. Z_U is about N(0, 1) for equal distributions, below 0 for copies.
     """
     from scipy.stats import mannwhitneyu  # imported here because the import takes a second
 
@@ -110,16 +110,16 @@ def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
 
 
 def data_copying(
-    samples: Tensor,  # distances [n] to the nearest training image
-    held_out: Tensor,  # distances [m]
-    sample_cells: Tensor,  # int64 [n]
-    held_out_cells: Tensor,  # int64 [m]
+    samples: Tensor,  # distance of each sample to the nearest training image, [n]
+    held_out: Tensor,  # the same of each held-out image, [m]
+    sample_cells: Tensor,  # cell of each sample in the feature space, int64 [n]
+    held_out_cells: Tensor,  # cell of each held-out image, int64 [m]
 ) -> float | None:
     """Return C_T of Meehan et al., the mean of Z_U over cells, weighted by their held-out images.
 
     At -3 and below, samples are nearer to the training images than held-out images are; above 0
-    they are farther away. Cells with fewer than MIN_CELL_SIZE samples or held-out images do not
-    count. Returns None if no cell counts.
+    they are farther away. Cells with fewer than MIN_CELL_SIZE samples or held-out images are
+    ignored. Returns None if all are.
     """
     total, weights = 0.0, 0
     for cell in held_out_cells.unique():
@@ -133,8 +133,8 @@ def data_copying(
 def chance_bound(counts: np.ndarray, probabilities: np.ndarray, observed: int) -> float:
     """Return P(sum of counts_i * B_i >= observed) for independent B_i ~ Bernoulli(probabilities_i).
 
-    The result is exact, by the Fourier transform. Samples with the same nearest image are one draw,
-    so that a collapsed generator is no evidence.
+    The result is exact, by the Fourier transform. Samples with the same nearest image count as one
+    draw B_i, so that a collapsed generator is no evidence of copying.
 
     Args:
         counts: Number of samples whose nearest image is the i-th real image, int64 [k].
@@ -153,8 +153,8 @@ def chance_bound(counts: np.ndarray, probabilities: np.ndarray, observed: int) -
 
 
 def training_bound(
-    to_train: Nearest,  # training image of each sample
-    to_held_out: Nearest,  # held-out image of each sample
+    to_train: Nearest,  # nearest training image of each sample
+    to_held_out: Nearest,  # nearest held-out image of each sample
     train: RealSet,
     held_out: RealSet,
     *,
@@ -184,16 +184,15 @@ def training_bound(
 
 
 def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[Document, Nearest]:
-    """Run both tests on the features of samples, [n, F].
+    """Test if a generator copies training images, by the features of its samples, [n, F].
 
-    The cells of C_T are the classes of the nearest training images; like the k-means cells of the
-    paper, they partition the space.
+    The cells of `data_copying` are the classes of the nearest training images; like the k-means
+    cells of the paper, they partition the feature space.
 
     Returns:
         The results, ready for JSON, and the nearest training image of each sample. The results are
         `n`; `searched`, the number of training images; `share` and `expected` of `fraction_below`;
-        `c_t`; `near`, the number of samples nearer than the bound to any real image; `near_train`,
-        the number of those that are nearest to a training image; its `p_value`; the verdict
+        `c_t` of `data_copying`; `near`, `near_train` and `p_value` of `training_bound`; the verdict
         `copies`; and `usual_distance`, the median distance of held-out images to their nearest
         training image.
     """
@@ -230,7 +229,10 @@ def search_extractor(extractors: Sequence[Extractor], spec: ImageSpec) -> Extrac
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
-    """Draw training images: n for the floor, which do not depend on `searched`, then the others."""
+    """Draw training images, n for the floor and then others, in all `searched` if that is more.
+
+    The first n do not depend on `searched`.
+    """
     count = max(n, min(searched, len(labels)))
     return replace(
         select(labels, n=count, seed=seed, role="train"), key=f"train {seed} {n} of {count}"
@@ -246,7 +248,7 @@ class RealImages:
     features: Tensor  # [m, F]
 
     def real_set(self, count: int, *, by_class: bool) -> RealSet:
-        """Return the first images; without `by_class` all have the label 0."""
+        """Return the first `count` images; if `by_class` is False, all have the label 0."""
         labels = self.dataset.label_numbers()[self.selection.indices[:count]].astype(np.int64)
         if not by_class or not self.dataset.classes:
             labels = np.zeros_like(labels)
@@ -256,13 +258,11 @@ class RealImages:
 def search_copies(
     extractor: Extractor, samples: Tensor, held_out: RealImages, train: RealImages
 ) -> Document:
-    """Search the training images for copies among the samples.
+    """Search the samples for copies of training images.
 
     Args:
-        extractor: The extractor of all features.
-        samples: Features of samples, [n, F], with the labels of the first n held-out images.
+        samples: Features of samples, [n, F]; sample i has the label of held-out image i.
         held_out: Held-out images, at least n.
-        train: Training images.
 
     Returns:
         `extractor` and `weights`; the results of `memorisation`; and two lists of `pairs`:
@@ -292,7 +292,7 @@ def pairs(
     records: Iterable[SupportsInt],
     distances: Iterable[SupportsFloat],
 ) -> list[Document]:
-    """Return samples with their nearest training images (records), as a document lists them."""
+    """List samples with record number and distance of the nearest training image, for JSON."""
     return [
         {
             "sample": int(sample),
@@ -314,14 +314,11 @@ def neighbour_images(
 ) -> tuple[list[Tensor], list[str]]:
     """Return pictures of the pairs of `search_copies`, with captions.
 
-    A picture, uint8 [C, H, 2 * W + gap], has the sample, generated again, on the left.
+    A picture, uint8 [C, H, 2 * W + gap], has the sample, generated again, left of the training image.
 
     Args:
-        generator: The generator.
-        train: The training images.
         copies: The result of `search_copies`.
-        seed: Seed of the samples.
-        conditions: Converts labels to what the generator takes.
+        conditions: Function that converts labels to the generator's format.
     """
     rows = [*copies["closest"], *copies["first"]]
     labels = None

@@ -2,8 +2,8 @@
 
 The ball of an image reaches to its k-th nearest neighbour in the image's own set. Everything is
 computed in float64 and in blocks, so that memory does not grow with the square of the number of
-images. Counts are separate for GROUPS groups of images: metrics without one of the groups give the
-intervals.
+images. Counts are separate for GROUPS groups of images, because the intervals follow from the
+metrics without each group.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ from duetgan.metrics.intervals import Measured, jackknife_variance
 K_MANIFOLD = 3  # neighbours of precision and recall, as in 1904.06991
 K_DENSITY = 5  # neighbours of density and coverage, as in 2002.09797
 GROUPS = 50  # image i is in group i % GROUPS
-# rows at a time: 32 MiB of distances for sets of any size
+# images compared at a time, so that distances take 32 MiB for sets of any size
 QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096
-SLACK = 1e-9  # relative; an image on the surface of a ball is inside in spite of rounding
+SLACK = 1e-9  # relative enlargement, so that images on the surface of a ball are inside it
 
 
 def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -29,7 +29,7 @@ def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slic
 
     A block is (rows, columns, distances [rows, columns]).
     """
-    # numbers around the centre are smaller, with less cancellation
+    # centred features are smaller, so that cancellation loses fewer digits
     centre = second[:REFERENCE_BLOCK].double().mean(0)
     for start in range(0, len(second), REFERENCE_BLOCK):
         columns = slice(start, min(start + REFERENCE_BLOCK, len(second)))
@@ -77,8 +77,9 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbourhoods:
-    """Counts of m samples and n real images in each other's balls, by the group of the counted
-    image.
+    """Counts of m samples and n real images in each other's balls.
+
+    Counts [., G] are separate for the group of the counted image.
     """
 
     # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
@@ -94,8 +95,7 @@ class Neighbourhoods:
 def neighbourhoods(samples: Tensor, real: Tensor) -> Neighbourhoods:
     """Count samples and real images in each other's balls, from features [m, F] and [n, F].
 
-    Raises ValueError if the real images are no more than K_DENSITY, or the samples no more than
-    K_MANIFOLD.
+    Raises ValueError if there are at most K_DENSITY real images or at most K_MANIFOLD samples.
     """
     near_real, indices = neighbours(real, real, K_DENSITY)
     near_samples, _ = neighbours(samples, samples, K_MANIFOLD)
@@ -130,7 +130,7 @@ def neighbourhoods(samples: Tensor, real: Tensor) -> Neighbourhoods:
 
 
 def _squared_radii(squares: Tensor, scale: float) -> Tensor:
-    """Return squared radii with some slack for rounding errors, of numbers of size `scale`."""
+    """Enlarge squared radii a little, against rounding; `scale` is the variance of features."""
     return squares * (1 + SLACK) + scale * 1e-12
 
 
@@ -141,14 +141,14 @@ def _one_hot(count: int) -> Tensor:
 
 
 class Estimate(NamedTuple):
-    """A metric that averages over one set of images, and its values without each group of images."""
+    """Mean over images of a metric of their counts, and its values without groups of images."""
 
     value: float
     without_averaged: Tensor  # [G]: without a group of the images that it averages over
     without_counted: Tensor  # [G]: without a group of the images that it counts in balls
 
     def measured(self, *, high: float = 1.0) -> Measured:
-        """Return the metric with the 95 % interval of the jackknife over the groups of both sets."""
+        """Return the metric with a 95 % interval, by the jackknife over the groups of both sets."""
         variance = jackknife_variance(self.without_averaged)
         variance += jackknife_variance(self.without_counted)
         return Measured.normal(self.value, variance, low=0.0, high=high)
@@ -157,13 +157,13 @@ class Estimate(NamedTuple):
 def estimate(
     counts: Tensor, figure: Callable[[Tensor], Tensor], counted: int, *, rescale: bool = False
 ) -> Estimate:
-    """Average a metric of single images, with its values without each group of images.
+    """Average a metric of single images, over all images and without each group of images.
 
     Args:
-        counts: Number of counted images for each image, by their group, [a, G].
+        counts: Count of other images for each of a images, by the group of the others, [a, G].
         figure: The metric of an image as a function of its total count, [a] -> [a].
         counted: Number of images in the set that is counted.
-        rescale: If True, counts without a group are scaled up to the size of all groups.
+        rescale: If True, counts without a group are scaled up to the size of the whole set.
     """
     totals = counts.double().sum(1)
     values = figure(totals)
@@ -182,12 +182,12 @@ def estimate(
 
 
 def precision(near: Neighbourhoods) -> Measured:
-    """Return the fraction of samples inside the manifold of real images, the union of their balls."""
+    """Return the fraction of samples in the manifold of real images, the union of their balls."""
     return estimate(near.manifold_of_real, _any, len(near.manifold_of_samples)).measured()
 
 
 def recall(near: Neighbourhoods) -> Measured:
-    """Return the fraction of real images inside the manifold of samples."""
+    """Return the fraction of real images in the manifold of samples, the union of their balls."""
     return estimate(near.manifold_of_samples, _any, len(near.manifold_of_real)).measured()
 
 
@@ -197,7 +197,7 @@ def recall(near: Neighbourhoods) -> Measured:
 def density(near: Neighbourhoods) -> Measured:
     """Return the mean number of real images' balls that hold a sample, divided by k.
 
-    Real images have about 1. It is above 1 if samples concentrate in dense regions.
+    It is about 1 if the samples are real images, and above 1 if they concentrate in dense regions.
     """
     result = estimate(
         near.dense, lambda counts: counts / K_DENSITY, len(near.covering), rescale=True
@@ -206,20 +206,23 @@ def density(near: Neighbourhoods) -> Measured:
 
 
 def coverage(near: Neighbourhoods) -> Measured:
-    """Return the fraction of real images whose ball holds a sample; 1 - (1/2)^k for real images."""
+    """Return the fraction of real images whose ball holds a sample.
+
+    It is about 1 - (1/2)^k if the samples are real images.
+    """
     return estimate(near.covering, _any, len(near.dense)).measured()
 
 
 # --- Salvy et al. 2025, 2507.01761: fractions that can be read as percentages. If x % of the
 # samples are noise, clipped density is about 1 - x %. If samples miss x % of the modes of the real
-# images, clipped coverage is about 1 - x %. Real images have about 1.
+# images, clipped coverage is about 1 - x %. If the samples are real images, both are about 1.
 
 
 def clipped_density(near: Neighbourhoods) -> Measured:
     """Return the density of samples relative to that of real images, at most 1.
 
-    Balls are no larger than the median ball, and a sample counts at most as 1. The value is 0 if
-    the real images' own density is 0, because more than half of them are duplicates.
+    Balls are limited to the radius of the median ball, and a sample adds at most 1. The value is 0
+    if the density of the real images is 0, because more than half of them are duplicates.
     """
     samples = estimate(near.clipped, _filled, len(near.covering), rescale=True)
     real = estimate(near.clipped_real, _filled, len(near.covering), rescale=True)

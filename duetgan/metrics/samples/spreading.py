@@ -1,5 +1,6 @@
-"""Label spreading over a neighbour graph (Zhou et al. 2004, "Learning with local and global
-consistency").
+"""Label spreading over a graph of neighbours.
+
+Zhou et al. 2004, "Learning with local and global consistency".
 """
 
 import torch
@@ -20,19 +21,20 @@ def spreading(
 ) -> tuple[Tensor, Tensor]:
     """Spread labels over a neighbour graph and return the scores of each class.
 
-    Two images are joined if one is among the other's nearest in principal components of unit
-    variance, of which there are at most a tenth as many as images. The iteration is F <- ALPHA S F
-    + (1 - ALPHA) Y with S = D^-1/2 W D^-1/2 (section 2). Scores of a class sum to 1.
+    Two images are joined if one is among the NEIGHBOURS nearest of the other in principal
+    components of unit variance, of which there are at most a tenth as many as images. The iteration
+    is F <- ALPHA S F + (1 - ALPHA) Y with S = D^-1/2 W D^-1/2 (section 2). Scores of a class sum to
+    1 over the images of the graph.
 
     Args:
         features: Features of the images of the graph, [n, F].
-        labels: Their labels, int64 [n], some of them UNKNOWN.
+        labels: Label of each of these images, int64 [n], or UNKNOWN.
         queries: Features of images outside the graph, [m, F].
         classes: Number of classes K.
 
     Returns:
-        Scores of the images of the graph, float64 [n, K], and of the queries, [m, K], which are the
-        mean scores of their nearest images.
+        Scores of the images of the graph, float64 [n, K], and of the queries, [m, K]. The latter
+        are the mean scores of the nearest images of the graph.
     """
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
     x = (features - mean) / deviation
@@ -57,7 +59,7 @@ def spreading(
 def spread_to(queries: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Spread labels int64 [n] of features [n, F] to queries [m, F]; return probabilities [m, K].
 
-    The queries are images of the graph, too. The result is float64.
+    The queries are part of the graph. The probabilities are float64.
     """
     x = torch.cat([features, queries])
     unknown = labels.new_full((len(queries),), UNKNOWN)

@@ -1,8 +1,8 @@
 """airbench94 (Keller Jordan, 2404.00498, as in its airbench94_muon.py): 94 % on CIFAR-10 in eight
 epochs.
 
-Its first convolution whitens patches of 2x2 px: its filters are computed from training images
-before the first step (`whitening`) and never train, its bias does. The other convolutions start as
+The first convolution whitens patches of 2x2 px: `whitening` computes its filters from training
+images before the first step; of this layer only the bias trains. The other convolutions start as
 identities of their input, BatchNorms have no weights that train, and logits are scaled down.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from duetgan.models.backbones.base import Backbone
 
 SIDE = 2  # side of a patch in px
-EPS = 5e-4  # added to the second moments of images, which are normalised to a deviation of about 1
+EPS = 5e-4  # added to the second moments' eigenvalues; images have a deviation of about 1
 WIDTHS = (64, 256, 256)  # channels of the three layers
 SCALE = 1 / 9  # factor of the logits, which have no bias
 
@@ -30,8 +30,7 @@ def whitening(images: Iterable[Tensor], eps: float = EPS) -> Tensor:
     negatives. The second moments of the first K outputs are the identity.
 
     Args:
-        images: Training images in parts [n, C, H, W].
-        eps: Added to the eigenvalues.
+        images: Batches of training images [n, C, H, W].
     """
     moments = torch.zeros((), dtype=torch.float64)
     count = 0
@@ -58,7 +57,7 @@ def _layer(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class ScaledPool(nn.Module):
-    """Global max pooling to [N, C, 1, 1], times SCALE, which has the effect of scaling the logits.
+    """Global max pooling to [N, C, 1, 1], times SCALE, which scales the logits.
 
     Adaptive pooling has no deterministic gradient on CUDA.
     """

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from duetgan.utils.errors import UserError
 
-# Of ImageNet's images, per channel, for values in [0, 1].
+# Mean and deviation of ImageNet's images, per channel, for values in [0, 1].
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-# (a stage's modules, its input) -> its output, as `in_turn`
+# function that runs a stage, as `in_turn`: (its modules, its input) -> its output
 Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 
 
@@ -23,15 +23,15 @@ Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 class Backbone:
     """Description of a family of networks by the names of their modules.
 
-    Freezing, layer decay, splits, checkpointing, Grad-CAM, weights and export use nothing else.
+    It is all that freezing, layer decay, splits, checkpointing, Grad-CAM, weights and export use.
     """
 
-    names: tuple[str, ...]  # of the family's networks, as in model.name
+    names: tuple[str, ...]  # the family's values of model.name
     # (name, channels) -> the network, an nn.Module with any number of outputs; None: torchvision's
     # network of that name
     network: Callable[[str, int], nn.Module] | None = None
-    # name of the network -> names of its published weights with their URLs; None: torchvision's
-    # for torchvision's networks, no weights for others
+    # name of the network -> names of its published weights with their URLs; None: those of
+    # torchvision if `network` is None, else no weights
     files: Callable[[str], dict[str, str]] | None = None
     # Stage -> names of its modules, called one after another, from the images to the features.
     # Each module is a block, the unit of layer decay and model.split; `layer1.*` stands for the
@@ -49,14 +49,14 @@ class Backbone:
     side: int | None = None  # side of the images in px, if only one is possible
     head_bias: bool = True
     frozen: tuple[str, ...] = ()  # patterns of parameter names that never train
-    # Returns the first convolution's weights for training images, in parts [n, channels, H, W] as
-    # the convolution takes them; None: random initial weights.
+    # Computes the first convolution's weights from batches of training images [n, channels, H, W]
+    # as the convolution takes them. None: random initial weights.
     first_filters: Callable[[Iterable[Tensor]], Tensor] | None = None
-    # The first convolution can be replaced, for small images and other numbers of channels.
+    # True if the first convolution can be replaced, for small images or other channels.
     stems: bool = True
-    # The stages can be called one by one, for checkpointing and for several devices.
+    # True if stages can be called one by one, for checkpointing and several devices.
     in_turn: bool = True
-    # Arguments of torchvision's function. Dropout and stochastic depth are off, because their draws
+    # Arguments of torchvision's function. They switch dropout and stochastic depth off, whose draws
     # would depend on how a batch is divided.
     options: dict[str, object] = field(default_factory=dict)
     # Images that the published weights were trained on: side in px, shorter side in px before the
@@ -145,7 +145,7 @@ class Backbone:
         return blocks | {"head": (self.head,)}
 
     def block_of(self, network: nn.Module) -> dict[str, str]:
-        """Return the block of each parameter, from the images to the logits."""
+        """Return parameter name -> name of its block, from the images to the logits."""
         block_of: dict[str, str] = {}
         for block, modules in self.blocks(network).items():
             for module in modules:
@@ -154,7 +154,7 @@ class Backbone:
         return block_of
 
     def published(self, name: str) -> dict[str, str]:
-        """Return the names of the network's published weights with their URLs."""
+        """Return name -> URL for the published weights of the network `name`."""
         if self.files or self.network:
             return self.files(name) if self.files else {}
         # imported here: it takes 1.5 s, and a GAN's processes do not need it
@@ -165,9 +165,10 @@ class Backbone:
         }
 
     def images_of(self, name: str, file: str) -> tuple[int, int, str]:
-        """Return `images` of the network's published weights.
+        """Return the side, shorter side and filter (see `images`) for the published weights.
 
-        For torchvision's networks it is that of the weights in `file`, or of the first weights.
+        For torchvision's networks they are those of the weights file `file`, or else of the first
+        weights.
         """
         if self.images is not None:
             return self.images
@@ -211,14 +212,14 @@ def in_turn(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def make(name: str, **options: object) -> nn.Module:
-    """Return torchvision's network of that name with initial weights."""
-    from torchvision import models  # see `published`
+    """Return torchvision's network `name` with initial weights."""
+    from torchvision import models  # imported here as in `published`
 
     return models.get_model(name, weights=None, **options)
 
 
 def normalize(images: Tensor) -> Tensor:
-    """Normalise images by ImageNet's mean and deviation; grey is repeated.
+    """Normalise images by ImageNet's mean and deviation, after repeating a grey channel.
 
     [n, 1 or 3, H, W] in [0, 1] -> [n, 3, H, W].
     """
@@ -228,7 +229,7 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def _first(old: nn.Conv2d, channels: int, stem: str) -> nn.Conv2d:
-    """Return a first convolution for other channels, or a 3x3 one for small images.
+    """Return a new first convolution for `channels` channels, 3x3 for the stems of small images.
 
     The weights are initialised as in He's ResNets.
     """

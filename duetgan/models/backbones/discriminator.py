@@ -32,7 +32,7 @@ class Form(Stored):
 
 
 class Trunk(nn.Module):
-    """A discriminator's stages, the means of the last maps, and a head for classes."""
+    """The stages of a discriminator, the means of the last maps, and a head for classes."""
 
     def __init__(self, discriminator: ImageDiscriminator) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def discriminator_backbone(form: Tree) -> Backbone:
 
 
 def form_of(content: checkpoints.Checkpoint) -> Tree:
-    """Return the `Form` of the discriminator of a GAN's checkpoint, as a dict."""
+    """Return the `Form` of the discriminator in a GAN's checkpoint, as a dict."""
     shape = content["shape"]
     config = content["config"]
     return {
@@ -96,9 +96,9 @@ def form_of(content: checkpoints.Checkpoint) -> Tree:
 
 
 def read_form(run: str) -> Tree:
-    """Return the `form_of` a checkpoint file or a run's last checkpoint.
+    """Return `form_of` for a checkpoint file or a run's last checkpoint.
 
-    Raises UserError for the checkpoint of another task.
+    Raises UserError for a checkpoint that is not of a GAN.
     """
     content = checkpoints.load(checkpoints.resolve(run))
     if content["task"] != "gan":

@@ -1,4 +1,4 @@
-"""timm's networks, as `timm:NAME`, where timm is installed."""
+"""Networks of the timm library, named `timm:NAME`; they need timm to be installed."""
 
 import functools
 import importlib
@@ -17,7 +17,7 @@ PREFIX = "timm:"
 class TimmBackbone(Backbone):
     """A network as timm describes it (`group_matcher`, `pretrained_cfg`).
 
-    timm does not describe the order of the modules' calls, so that stages cannot run one by one.
+    timm does not describe the order in which modules are called, so stages cannot run one by one.
     """
 
     def block_of(self, network: Any) -> dict[str, str]:
@@ -39,7 +39,7 @@ class TimmBackbone(Backbone):
     def features(
         self, network: Any, x: Tensor, _run: object, begin: int = 0, end: int | None = None
     ) -> Tensor:
-        """Return the features [N, F] of images; `x` itself if it is features already (`begin`)."""
+        """Return the features [N, F] of images `x`; if `begin` is not 0, `x` is the features."""
         return x if begin else network.forward_head(network.forward_features(x), pre_logits=True)
 
 

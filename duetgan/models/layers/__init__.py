@@ -1,4 +1,4 @@
-"""Layers of several GANs: equalised learning rate, scaled activation, FIR resampling.
+"""Layers that several GANs use: equalised learning rate, scaled activation, FIR resampling.
 
 Formulas: Karras et al., StyleGAN (1812.04948) and StyleGAN2 (1912.04958).
 """
@@ -17,15 +17,15 @@ ACTIVATION_GAIN = math.sqrt(2)
 
 
 def normalize_second_moment(x: Tensor) -> Tensor:
-    """Scale each row of `x` [N, F] to unit mean square (StyleGAN2, mapping network's input)."""
+    """Scale `x` [N, F, ...] to unit mean square over F (StyleGAN2, mapping network's input)."""
     return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-8)
 
 
 class EqualizedLinear(nn.Module):
-    """Fully connected layer with equalised learning rate.
+    """Fully connected layer with equalised learning rate, [N, in_features] -> [N, out_features].
 
-    w ~ N(0, 1) / lr_multiplier; at run time w * lr_multiplier / sqrt(fan_in) and b * lr_multiplier.
-    Input [N, in_features], output [N, out_features]; with `activation` the output is leaky_relu *
+    The weight starts as N(0, 1) / lr_multiplier. Each pass multiplies it by lr_multiplier /
+    sqrt(in_features), and the bias by lr_multiplier. With `activation` the output is leaky_relu *
     sqrt(2).
     """
 
@@ -144,11 +144,11 @@ def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | No
 
 
 def pointwise(x: Tensor, filters: Tensor) -> Tensor:
-    """Return the 1x1 convolution of each sample with its own filters, in the layout of `x`.
+    """Return the 1x1 convolution of each sample with its own filters, in the memory format of `x`.
 
     x [N, I, H, W], filters [N, O, I] -> [N, O, H, W].
     """
-    # The product is in the layout of x, so that its gradient has that layout, too.
+    # The product has the memory format of x, so that its gradient has it, too.
     if x.is_contiguous(memory_format=torch.channels_last):
         n, _, h, w = x.shape
         rows = x.permute(0, 2, 3, 1).flatten(1, 2)  # [N, H W, I], a view
@@ -157,9 +157,9 @@ def pointwise(x: Tensor, filters: Tensor) -> Tensor:
 
 
 # --- FIR resampling
-# The low-pass is [1, 3, 3, 1] x [1, 3, 3, 1]. It is symmetric, so each of the three operations is
-# the transpose of another one: a blur of a blur, downsampling of upsampling. Their gradients are
-# written as these operations, and in turn have gradients. Autograd's derivatives of the
+# The low-pass filter is [1, 3, 3, 1] x [1, 3, 3, 1]. It is symmetric, so the transpose of a blur is
+# a blur, and downsampling and upsampling are each other's transpose. The gradient of each operation
+# is written as its transpose, which in turn has a gradient. Autograd's derivatives of the
 # convolutions below would compute gradients of the constant taps, use slow kernels (the backward of
 # a strided depthwise convolution, bf16 on the CPU: 16 times slower) and, for the second derivative,
 # a loop over the channels.
@@ -176,7 +176,7 @@ _kernels: dict[_KernelKey, Tensor] = {}
 def fir_kernel(channels: int, gain: float, x: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
     """Return a depthwise kernel [channels, 1, k, k] in the dtype and on the device of `x`.
 
-    It is the outer product of the k taps, scaled to the sum `gain`.
+    It is the outer product of the k `taps` with themselves, of the sum `gain`.
     """
     make = _make_kernel if torch.compiler.is_dynamo_compiling() else constant_kernel
     return make(gain, taps, x.dtype, x.device).expand(channels, 1, -1, -1)
@@ -185,7 +185,7 @@ def fir_kernel(channels: int, gain: float, x: Tensor, taps: tuple[float, ...] = 
 def _make_kernel(
     gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a kernel [1, 1, k, k] made by fills, without a copy from the host.
+    """Return a kernel [1, 1, k, k] (see `fir_kernel`) made by fills, without a copy from the host.
 
     Graphs of torch.compile call this in each pass: a cache outside of a graph would add guards, and
     torch 2.11 accepts only one constant in a graph.
@@ -197,7 +197,7 @@ def _make_kernel(
 def constant_kernel(
     gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the kernel of `_make_kernel` from a cache."""
+    """Return the kernel of `_make_kernel`, cached."""
     key = (gain, taps, dtype, device)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -209,15 +209,15 @@ def constant_kernel(
 
 
 def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
-    """Compute the operation `kind`.
+    """Resample `x` [N, C, H, W] with the FIR low-pass; `kind` is blur, down or up.
 
     Upsampling with gain 4 equals bilinear interpolation, except in the outermost rows and columns,
-    beyond which the filter reads zeros. A depthwise transposed convolution is 3 (fp32) to 40 (bf16)
-    times slower on the CPU.
+    beyond which the filter reads zeros. A depthwise transposed convolution would be 3 (fp32) to 40
+    (bf16) times slower on the CPU.
     """
     if kind == "up":
         x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it is cheapest
-        with torch.autocast(x.device.type, enabled=False):  # CUDA's would return fp32
+        with torch.autocast(x.device.type, enabled=False):  # CUDA's autocast would return fp32
             x = F.interpolate(x, scale_factor=2, mode="bilinear")
         for edge in (x[:, :, :1], x[:, :, -1:], x[..., :1], x[..., -1:]):
             edge.mul_(0.75)
@@ -233,9 +233,9 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
 
 
 def uses_odd_taps(x: Tensor) -> bool:
-    """Return True where 3x3 taps and means of neighbours are faster than 4x4 taps.
+    """Return True if 3x3 taps and means of neighbours are faster for `x` than 4x4 taps.
 
-    That is on CUDA: cuDNN has no kernel for 4x4 depthwise filters, which took 70 % of StyleGAN2's
+    They are on CUDA: cuDNN has no kernel for 4x4 depthwise filters, which took 70 % of StyleGAN2's
     step on an H200 (docs/measurements/gpu.md).
     """
     return x.is_cuda
@@ -263,19 +263,20 @@ def _resample(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
 
 
 def blur_fir(x: Tensor, *, padding: int, gain: float = 1.0) -> Tensor:
-    """Apply the FIR with zero padding of 0 to 3 pixels; [N, C, H, W] -> [N, C, H + 2 padding - 3,
-    W + 2 padding - 3].
+    """Apply the FIR low-pass with zero padding of 0 to 3 px.
+
+    [N, C, H, W] -> [N, C, H + 2 padding - 3, W + 2 padding - 3].
     """
     return _resample(x, "blur", gain, padding)
 
 
 def downsample_fir(x: Tensor) -> Tensor:
-    """Halve even H and W after the FIR low-pass, zero padding; [N, C, H, W] -> [N, C, H/2, W/2]."""
+    """Halve even H and W after the FIR, zero padding: [N, C, H, W] -> [N, C, H/2, W/2]."""
     return _resample(x, "down", 1.0, 1)
 
 
 def upsample_fir(x: Tensor) -> Tensor:
-    """Double H and W: insert zeros, then apply the FIR with gain 4 (2 per axis).
+    """Double H and W: insert zeros, then apply the FIR low-pass with gain 4 (2 per axis).
 
     [N, C, H, W] -> [N, C, 2H, 2W].
     """

@@ -1,11 +1,11 @@
 """Convolutions with fast second derivatives.
 
-Penalties differentiate a network's gradient. Autograd's second derivative of a convolution is a
-convolution with filters as large as the image, and for grouped ones a loop over the groups: on the
-CPU 2 times slower than necessary for grouped and 80 times for depthwise convolutions; on an H200 it
-takes half the time of StyleGAN2's penalties. Every derivative of a convolution is one of three
-operations: a convolution, its gradient for the input, its gradient for the weight. Here the input
-and the weight have separate autograd nodes, because a node written in Python computes all its
+Gradient penalties differentiate a network's gradient. Autograd's second derivative of a convolution
+is a convolution with filters as large as the image, and for grouped ones a loop over the groups: on
+the CPU 2 times slower than necessary for grouped and 80 times for depthwise convolutions; on an
+H200 it takes half the time of StyleGAN2's penalties. Every derivative of a convolution is one of
+three operations: a convolution, its gradient for the input, its gradient for the weight. Here the
+input and the weight have separate autograd nodes, because a node written in Python computes all its
 gradients, and the inner gradient of a penalty needs none for weights.
 """
 
@@ -22,8 +22,9 @@ _penalised = False
 
 @contextlib.contextmanager
 def penalised(on: bool = True) -> Iterator[None]:
-    """Inside the block `convolve` prepares for a penalty: second derivatives are fast, first ones a
-    little slower.
+    """Make second derivatives of `convolve` fast inside the block, and first ones a little slower.
+
+    With `on` False they are autograd's inside the block.
     """
     global _penalised
     previous = _penalised
@@ -40,7 +41,7 @@ def is_penalised() -> bool:
 
 
 class Geometry(NamedTuple):
-    """Stride, padding, groups and direction of a convolution of square filters."""
+    """Stride, padding, groups and direction (transposed or not) of a convolution."""
 
     stride: int = 1
     padding: int = 0
@@ -49,7 +50,7 @@ class Geometry(NamedTuple):
 
 
 class Context(Protocol):
-    """The part of an autograd context that these functions use."""
+    """The attributes of an autograd context that functions of models/layers use."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -63,7 +64,7 @@ class Context(Protocol):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that convolutions of `x` run in: autocast's if it is on, else that of `x`."""
+    """Return the dtype that convolutions of `x` run in: autocast's if it is on, else its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -76,13 +77,12 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """Return a convolution in autocast's precision, see `penalised`.
+    """Return the convolution of `x` in autocast's precision; for its derivatives see `penalised`.
 
     Args:
         x: [N, I, H, W].
-        weight: [O, I / groups, k, k]; transposed: [I, O / groups, k, k].
+        weight: [O, I / groups, k, k], or transposed [I, O / groups, k, k].
         bias: [O] or None.
-        geometry: Stride, padding, groups and direction.
     """
     # Compiled and traced graphs have no second derivatives.
     plain = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -119,7 +119,7 @@ class _InputPath(torch.autograd.Function):
 
 
 class _WeightPath(torch.autograd.Function):
-    """Zeros in the shape of the convolution, with gradients for weight and bias only.
+    """Zeros in the shape of the convolution's output, with gradients for weight and bias only.
 
     x comes in a tuple, which hides it from autograd: as an input it would connect this node to the
     image.
@@ -152,7 +152,7 @@ class _WeightPath(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """y itself, with the gradients of both paths: a sum would pass over the image once more."""
+    """Output of `_InputPath` with both paths' gradients; a sum would pass over the image again."""
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, _zeros: Tensor) -> Tensor:
@@ -165,10 +165,10 @@ class _Joined(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """Gradient of <grad, convolution> for `target`: x if `for_input`, else the weight.
+    """Gradient of <grad, convolution> for `target`: the input x if `for_input`, else the weight.
 
-    It is bilinear in `grad` and `factor`, which is the weight or x. Only the shape and the layout
-    of `target` matter.
+    It is bilinear in `grad` and `factor`, which is the other of x and the weight. Only the shape
+    and the memory format of `target` matter.
     """
 
     @staticmethod

@@ -42,7 +42,7 @@ def is_one(alpha: Alpha) -> bool:
 
 
 class Fp16Plan:
-    """Precision of a network's resolutions under fp16 autocast.
+    """Precision of each resolution of a network under fp16 autocast.
 
     The largest resolutions, from 8 px up, run in fp16, the others in fp32. It has no effect without
     autocast or under bf16; with `clamp_always` outputs are clamped in any precision.
@@ -58,7 +58,7 @@ class Fp16Plan:
     def clamp(self, x: Tensor) -> float | None:
         """Return the limit of convolutions' outputs at all resolutions, or None for no clamp.
 
-        fp32 resolutions are clamped, too, because their output enters the first one in fp16.
+        fp32 resolutions are clamped, too, because their output enters the first fp16 resolution.
         """
         return self.conv_clamp if self.clamp_always or compute_dtype(x) == torch.float16 else None
 
@@ -100,11 +100,12 @@ class MappingNetwork(nn.Module):
 
 
 class ModulatedConv2d(nn.Module):
-    """Style-modulated convolution, training form.
+    """Style-modulated convolution in the form for training.
 
     x [N, I, H, W], w [N, w_dim] -> [N, O, H, W], or [N, O, 2H, 2W] with `upsample`. The affine
     layer (bias 1 at the start) gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2)
-    + 1e-8). `demodulate=False` is ToRGB's form, whose style is scaled by 1/sqrt(fan_in).
+    + 1e-8). `demodulate=False` (ToRGB) omits the second factor and scales the style by
+    1/sqrt(fan_in).
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class ModulatedConv2d(nn.Module):
         self.upsample = upsample
 
     def forward(self, x: Tensor, w: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor | None]:
-        """Return the convolution's unscaled output and its scale [N, O, 1, 1] (None: 1).
+        """Return the convolution's unscaled output and its scale [N, O, 1, 1], None for 1.
 
         The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms
         that style and weight were divided by. Without demodulation `gain` is not used, and fp16's
@@ -137,7 +138,7 @@ class ModulatedConv2d(nn.Module):
             weight: Tensor = self.weight
             scale: Tensor | None = None
             if self.demodulate:
-                # The demodulation cancels the weight's gain, so neither is applied.
+                # Demodulation cancels the weight's gain, so the gain is not applied.
                 energy = style.square() @ weight.square().sum(dim=(2, 3)).t()  # [N, O]
                 scale = gain * torch.rsqrt(energy + 1e-8 / self.weight_gain**2)
             if dtype == torch.float16:
@@ -173,7 +174,7 @@ class ModulatedConv2d(nn.Module):
         weight = self.weight * (self.weight_gain / weight_norm)[:, None, None, None]
         norms = style_norm * weight_norm
         if scale is not None:
-            # The scale must be finite, since 0 * inf is NaN: it overflows where all large styles of
+            # The scale must be finite, since 0 * inf is NaN. It overflows where all large styles of
             # a sample meet small weights.
             norms = (scale * norms / self.weight_gain).clamp(max=torch.finfo(torch.float16).max)
         return style / style_norm, weight, norms
@@ -181,7 +182,7 @@ class ModulatedConv2d(nn.Module):
 
 class StyledLayer(nn.Module):
     """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky
-    ReLU, clamp. `size`: height and width in px, or the side.
+    ReLU, clamp. `size` is the height and width in px, or the side.
     """
 
     def __init__(
@@ -223,10 +224,10 @@ class ToRGB(nn.Module):
 
 
 class SynthesisBlock(nn.Module):
-    """One resolution: an upsampling layer (absent in the `first`), a layer, and ToRGB, whose output
-    is added to the upsampled image of the previous resolutions.
+    """One resolution: an upsampling layer (absent in the `first` block), a layer, and ToRGB, whose
+    output is added to the upsampled image of the previous resolutions.
 
-    `alpha` scales this resolution's contribution to the image; the first one ignores it.
+    `alpha` scales this resolution's contribution to the image; the first block ignores it.
     """
 
     def __init__(
@@ -269,11 +270,10 @@ class SynthesisBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Two 3x3 convolutions, the second of which halves H and W; residual: plus a 1x1 skip, both
-    times sqrt(0.5).
+    """Two 3x3 convolutions, the second of which halves H and W, and if `residual` a 1x1 skip.
 
-    `clamp` times the gain bounds the outputs of the 3x3 convolutions, but not the skip's, as in
-    NVIDIA's code.
+    With the skip, both branches are multiplied by sqrt(0.5). `clamp` (for the second one
+    times this factor) bounds the 3x3 convolutions' outputs, not the skip's, as in NVIDIA's code.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, residual: bool) -> None:
@@ -302,13 +302,11 @@ class DiscriminatorBlock(nn.Module):
 
 
 def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
-    """Append the standard deviation over groups of samples as a map; [N, C, H, W] -> [N, C + 1, H,
-    W].
+    """Append to `x` a map with the standard deviation over groups of samples.
 
-    It is sqrt(var + 1e-8), averaged over channels and pixels.
+    It is sqrt(var + 1e-8), averaged over channels and pixels: [N, C, H, W] -> [N, C + 1, H, W].
 
     Args:
-        x: Maps [N, C, H, W].
         group: Number of consecutive samples of a group.
         strided: Group j has the samples j, j + N / group, j + 2 N / group, ... instead, as in
             NVIDIA's code.

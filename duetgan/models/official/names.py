@@ -1,7 +1,7 @@
 """Conversion of networks from and to the files of other programs, tensor by tensor.
 
-For each program and network a function maps our names of tensors to the program's names; it serves
-both directions.
+For each program and network a function maps our (Duet's) tensor names to the program's names; it
+serves both directions.
 """
 
 import re
@@ -20,12 +20,12 @@ from duetgan.utils.errors import UserError, explained
 
 # Resampling filter [4, 4].
 FILTER = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2
-# Part of a GAN's state -> NVIDIA's and R3GAN's name of the network.
+# entry of a checkpoint's state -> network in NVIDIA's and R3GAN's files
 NETWORKS = {"generator": "G", "generator_ema": "G_ema", "discriminator": "D"}
 
 
 class Place(NamedTuple):
-    """Name of a tensor in another program's network, and how to index ours to get its shape.
+    """Name of a tensor in another program's network, and the index that gives our tensor its shape.
 
     The shapes differ only in dimensions of size 1.
     """
@@ -38,7 +38,7 @@ Places = Callable[[str], Place]  # our name of a tensor -> its place
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
-    """Return `name` expanded by the first pattern that matches all of it, or unchanged."""
+    """Return `name` rewritten by the first pattern that matches all of it, or unchanged."""
     for pattern, template in table.items():
         match = re.fullmatch(pattern, name)
         if match:
@@ -53,7 +53,7 @@ def official_state(
 
     Args:
         state: Our state dict.
-        place: Maps our names.
+        place: Maps our names to the program's.
         filters: Names of the resampling filters, which are added.
         gain: Factor of the filters.
     """
@@ -72,7 +72,7 @@ class Source:
 
     def __init__(self, tensors: Mapping[str, Tensor], title: str) -> None:
         self.tensors = dict(tensors)
-        self.title = title  # for messages
+        self.title = title  # name of the network in messages
 
     def take(self, name: str) -> Tensor:
         """Remove a tensor and return it as contiguous float32.
@@ -114,11 +114,11 @@ class Source:
 
 @dataclass
 class Converted:
-    """A converted GAN with our names, as in a checkpoint."""
+    """A converted GAN with our names, in the form of a checkpoint."""
 
-    architecture: str  # of models.registry
+    architecture: str  # key of ARCHITECTURES
     shape: dict[str, int]  # resolution, channels, classes
-    generator: Tree  # its configuration
+    generator: Tree  # configuration of the generator
     discriminator: Tree
     # generator_ema and, if the file has them, generator and discriminator
     state: dict[str, dict[str, Tensor]]
@@ -127,7 +127,7 @@ class Converted:
     def take(
         self, part: str, source: Source, place: Places, absent: tuple[str, ...] = ()
     ) -> dict[str, Tensor]:
-        """Read `source` into `state[part]` and return it.
+        """Convert the tensors of `source` into `state[part]` and return it.
 
         The names and shapes are compared with our network of this configuration, built on the meta
         device.
@@ -135,12 +135,12 @@ class Converted:
         Args:
             part: generator, generator_ema or discriminator.
             source: The other program's network.
-            place: Maps our names.
+            place: Maps our names to the program's.
             absent: Ends of our names of tensors that the other network does not have; they become
                 zeros.
 
         Raises:
-            Refused: It is another network.
+            Refused: The tensors differ from our network's.
         """
         section = part.removesuffix("_ema")
         with explained(UserError, lambda error: Refused(str(error))), torch.device("meta"):
@@ -170,7 +170,7 @@ class Converted:
 
 
 def sizes(resolution: object) -> list[int]:
-    """Return 4, 8, ... up to a resolution that is a power of two from 8 to 4096."""
+    """Return [4, 8, ..., resolution]; raise Refused unless this is 2^n from 8 to 4096."""
     if type(resolution) is not int or not 8 <= resolution <= 4096 or resolution & (resolution - 1):
         raise Refused(
             f"a resolution of {resolution!r}; Duet's networks have a power of two from 8 up"
@@ -179,7 +179,7 @@ def sizes(resolution: object) -> list[int]:
 
 
 def number(value: object, name: str) -> int:
-    """Return a whole number from 0 to 2^20; raise Refused for any other value."""
+    """Return `value` if it is a whole number from 0 to 2^20, else raise Refused."""
     if type(value) is not int or not 0 <= value <= 1 << 20:
         raise Refused(f"{name} is {value!r}, not a whole number in range")
     return value

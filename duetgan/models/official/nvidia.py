@@ -25,7 +25,7 @@ from duetgan.utils import bounded
 from duetgan.utils.config.yaml_files import Tree
 
 FILTER = [1, 3, 3, 1]
-ENTRY = "nvidia"  # of a .safetensors file's metadata: JSON of the keyword arguments
+ENTRY = "nvidia"  # metadata key of .safetensors files: JSON of the keyword arguments
 GENERATOR = {  # our names, with blocks called by their size (`b8` for 8 px) -> NVIDIA's names
     "w_avg": "mapping.w_avg",
     "constant": "synthesis.b4.const",
@@ -56,18 +56,18 @@ class Arguments:
         if not isinstance(values, dict):
             raise Refused(f"{title} are no dictionary")
         self.values = dict(values)
-        self.title = title  # for messages
+        self.title = title  # name of the arguments in messages
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Remove and return the argument."""
+        """Remove and return the argument `name`."""
         return self.values.pop(name, default)
 
     def number(self, name: str, default: int) -> int:
-        """Remove and return the argument, which must be a whole number from 0 up."""
+        """Remove and return the argument `name`, which must be a whole number from 0 up."""
         return number(self.take(name, default), name)
 
     def inner(self, name: str) -> "Arguments":
-        """Remove the argument, a dictionary, and return its entries."""
+        """Remove the argument `name`, a dictionary, and return its entries."""
         return Arguments(self.take(name, {}) or {}, f"{self.title}.{name}")
 
     def require(self, **allowed: Sequence[object]) -> None:
@@ -84,14 +84,14 @@ class Arguments:
                 )
 
     def done(self, *ignored: str) -> None:
-        """Raise Refused if there are arguments left that are not ignored."""
+        """Raise Refused if arguments remain that are not in `ignored`."""
         left = [str(name) for name in self.values if name not in ignored]
         if left:
             raise Refused(f"{self.title} has {', '.join(left)}, which Duet does not know")
 
 
 def convert(content: Mapping[str, object]) -> Converted:
-    """Return the networks `G`, `D`, `G_ema` of a PyTorch file."""
+    """Convert the networks `G`, `D` and `G_ema` in the content of a PyTorch pickle."""
     networks: dict[str, Inert] = {}
     for name in ("G", "D", "G_ema"):
         network = content.get(name)
@@ -111,11 +111,11 @@ def convert(content: Mapping[str, object]) -> Converted:
 def converted(
     generator: object, discriminator: object, states: Mapping[str, Mapping[str, Tensor]]
 ) -> Converted:
-    """Return NVIDIA's networks with our names.
+    """Convert NVIDIA's networks.
 
     Args:
         generator: Keyword arguments that the generator was built with.
-        discriminator: Those of the discriminator; unused without `D`.
+        discriminator: Keyword arguments of the discriminator; unused if `states` has no `D`.
         states: State dicts of `G_ema` and optionally `G` and `D`.
     """
     g, shape, has_noise = _generator_arguments(Arguments(generator, "the generator's arguments"))
@@ -133,7 +133,7 @@ def converted(
             source = Source(states[network], network)
             source.drop_filters("resample_filter")
             absent: tuple[str, ...] = ()
-            if network != "D" and not has_noise:  # equals noise of strength 0
+            if network != "D" and not has_noise:  # no noise equals noise of strength 0
                 absent = ("noise_strength", "noise_const")
             gan.take(part, source, partial(_place, network, shape["resolution"]), absent)
     for name, value in gan.state.get("discriminator", {}).items():
@@ -143,7 +143,7 @@ def converted(
 
 
 def from_file(path: Path) -> Converted:
-    """Return the networks of a .safetensors file of `to_official`.
+    """Convert the networks in a .safetensors file made by `to_official`.
 
     Raises UserError if it is missing, too large or damaged.
     """
@@ -212,7 +212,7 @@ def to_official(gan: Converted) -> tuple[dict[str, Tensor], Tree]:
 
 
 def _place(network: str, side: int, name: str) -> Place:
-    """Return the place of our tensor `name` in `G`, `G_ema` or `D` of `side` px.
+    """Return the `Place` of our tensor `name` in `G`, `G_ema` or `D` of `side` px.
 
     NVIDIA's blocks are named by their resolution.
     """
@@ -272,7 +272,7 @@ def _generator_arguments(arguments: Arguments) -> tuple[Tree, dict[str, int], bo
 def _discriminator_arguments(
     arguments: Arguments,
 ) -> tuple[Tree, dict[str, int], float, list[str]]:
-    """Return our configuration, the shape, the label mapping's rate multiplier, and notes."""
+    """Return our configuration, the shape, the label mapping's learning-rate factor, and notes."""
     shape = _shape(arguments)
     notes: list[str] = []
     architecture = arguments.take("architecture", "resnet")
@@ -337,8 +337,7 @@ def _sizes(arguments: Arguments) -> Tree:
 def _official_sizes(config: Tree) -> Tree:
     """Return NVIDIA's size arguments for our configuration.
 
-    NVIDIA's networks clamp in fp32, too. A clamp of ours that acts only in fp16 is left out, and so
-    is fp16.
+    NVIDIA's networks clamp in fp32, too. If ours clamps only in fp16, clamp and fp16 are left out.
     """
     is_exact = config["clamp_always"] or config["conv_clamp"] is None
     return {

@@ -1,4 +1,4 @@
-"""R3GAN's networks from the authors' program, which pickles modules without their arguments."""
+"""Conversion of R3GAN's networks from the authors' files, which lack the networks' arguments."""
 
 import re
 from functools import partial
@@ -21,7 +21,7 @@ NAMES = {  # our name -> R3GAN's, except for the first or last layers of stages
 
 
 def convert(content: Tree) -> Converted:
-    """Return the networks `G`, `D`, `G_ema` of a file.
+    """Convert the networks `G`, `D` and `G_ema` in the content of a file.
 
     Their sizes are inferred from the shapes of their weights.
     """
@@ -52,10 +52,10 @@ def convert(content: Tree) -> Converted:
 
 
 def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> Place:
-    """Return the place of our tensor `name`.
+    """Return the `Place` of our tensor `name`, given the last stage and the blocks per stage.
 
-    R3GAN's generator begins a stage with the change of width, as ours do. Its discriminator ends a
-    stage with it, and ours begins the next one. The same holds for the layer at 4 px.
+    R3GAN's generator begins a stage with the change of width, as ours does. Its discriminator ends
+    a stage with it, and ours begins the next one. The same holds for the layer at 4 px.
     """
     edge = f"{MAIN}.{last}.Layers.{blocks}" if is_discriminator else f"{MAIN}.0.Layers.0"
     if name == "basis":
@@ -74,7 +74,7 @@ def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> Place:
 
 def _sizes(source: Source, stages: int, is_discriminator: bool) -> Tree:
     """Return our configuration of a network, inferred from the shapes of its weights."""
-    first = 0 if is_discriminator else 1  # number of the first block in a stage
+    first = 0 if is_discriminator else 1  # index of the first block in a stage
     blocks = sum(
         f"{MAIN}.0.Layers.{first + n}.LinearLayer1.Layer.weight" in source.tensors
         for n in range(100)

@@ -1,4 +1,4 @@
-"""rosinality's StyleGAN2 (stylegan2-pytorch): `.pt` files of plain tensors, unconditional, RGB."""
+"""Conversion from and to rosinality's stylegan2-pytorch: `.pt` files, unconditional, RGB."""
 
 import re
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.seeding import generator as keyed
 
 DRAWS = 4096  # latents for the mean w, which training files do not have
-# part of our state -> rosinality's key
+# entry of our checkpoint's state -> rosinality's key
 NETWORKS = {"generator_ema": "g_ema", "generator": "g", "discriminator": "d"}
-LR_MULTIPLIER = 0.01  # of rosinality's mapping network's learning rate
+LR_MULTIPLIER = 0.01  # learning-rate factor of rosinality's mapping network
 STYLED = {  # our name -> rosinality's
     r"conv\.affine\.(.+)": r"conv.modulation.\1",
     "noise_strength": "noise.weight",
@@ -30,7 +30,7 @@ DISCRIMINATOR = {
     r"last_linear\.(.+)": r"final_linear.0.\1",
     r"output\.(.+)": r"final_linear.1.\1",
 }
-BLOCK = {  # of the discriminator
+BLOCK = {  # in a block of the discriminator: our name -> rosinality's
     r"first\.weight": "conv1.0.weight",
     r"first\.bias": "conv1.1.bias",
     r"second\.weight": "conv2.1.weight",
@@ -40,7 +40,7 @@ BLOCK = {  # of the discriminator
 
 
 def convert(content: Tree) -> Converted:
-    """Return the network `g_ema` of a file and, if it has them, `g` and `d`."""
+    """Convert the network `g_ema` in a file's content and, if present, `g` and `d`."""
     for name in NETWORKS.values():
         if name in content or name == "g_ema":
             check_tensors(name, content.get(name))
@@ -145,7 +145,7 @@ def _mean(state: Mapping[str, Tensor], config: Tree, shape: Mapping[str, int]) -
 
 
 def _generator_place(name: str) -> Place:
-    """Return the place of a tensor; files hold `latent_avg` next to the network, not inside it."""
+    """Return a tensor's `Place`; files hold `latent_avg` next to the network, not inside it."""
     if match := re.fullmatch(r"mapping\.layers\.(\d+)\.(.+)", name):
         return Place(f"style.{int(match[1]) + 1}.{match[2]}")
     if match := re.fullmatch(r"blocks\.(\d+)\.(first|second|to_rgb)\.(.+)", name):

@@ -35,7 +35,7 @@ NAMES = {
     r"LabelEmbed/(\w+)": r"mapping.embed.\1",
     r"Mapping(\d+)/(\w+)": r"mapping.fc\1.\2",
 }
-# Arguments -> those of NVIDIA's PyTorch program, with their defaults.
+# TensorFlow's argument -> the PyTorch program's, with its default.
 COMMON: dict[str, tuple[str, object]] = {
     "resolution": ("img_resolution", 1024),
     "num_channels": ("img_channels", 3),
@@ -73,7 +73,7 @@ UNUSED = re.compile(r"(synthesis/)?lod|.*/?ema_.*")
 
 
 def convert(content: object) -> Converted:
-    """Return the networks of a TensorFlow file, three `dnnlib.tflib.network.Network`: G, D, Gs."""
+    """Convert a TensorFlow file's content, three `dnnlib.tflib.network.Network`: G, D, Gs."""
     if not isinstance(content, (tuple, list)) or len(content) != 3:
         raise Refused("it holds no three networks (G, D, Gs)")
     generator, discriminator, average = content
@@ -103,7 +103,6 @@ def _tensors(network: object) -> dict[str, Tensor]:
 
 
 def _variables(network: Inert, prefix: str, depth: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the variables of a network and of its `components`."""
     components = network.state.get("components") or {}
     variables = network.state.get("variables") or []
     if depth > 2 or not isinstance(components, dict) or not isinstance(variables, (list, tuple)):
@@ -122,7 +121,7 @@ def _variables(network: Inert, prefix: str, depth: int) -> Iterator[tuple[str, n
 
 
 def _pytorch_name(name: str) -> str:
-    # noise0 is of 4 px; each larger size has two.
+    # noise0 belongs to 4 px; each larger size has two.
     if match := re.fullmatch(r"synthesis/noise(\d+)", name):
         index = int(match[1])
         return f"synthesis.b{4 << ((index + 1) // 2)}.conv{1 - index % 2}.noise_const"
@@ -130,7 +129,7 @@ def _pytorch_name(name: str) -> str:
 
 
 def _transposed(name: str, x: np.ndarray) -> np.ndarray:
-    """Return a variable in PyTorch's order of dimensions."""
+    """Return a variable as PyTorch stores it: order of dimensions, and style biases plus 1."""
     if name.endswith("Const/const"):
         return x[0]
     if name.startswith("synthesis/noise"):
@@ -151,6 +150,6 @@ def _arguments(network: Inert, table: dict[str, tuple[str, object]]) -> Tree:
         target = arguments.setdefault(section, {}) if section else arguments
         target[name] = source.take(key, default)
     arguments["channel_base"] *= 2
-    # Options of training.
+    # These options change no layer.
     source.done("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")
     return arguments

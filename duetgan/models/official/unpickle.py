@@ -1,8 +1,8 @@
 """Pickles of other programs, read without running anything in them.
 
-A pickle names functions and classes and calls them. Here each name in NVIDIA's and R3GAN's files is
-replaced by a function or class of ours that builds tensors, arrays and plain containers, or only
-stores its arguments; any other name is refused. The Python source inside NVIDIA's files
+A pickle names functions and classes and calls them. Here each name that NVIDIA's and R3GAN's files
+use is replaced by a function or class of ours that builds tensors, arrays and plain containers, or
+only stores its arguments; any other name is refused. The Python source inside NVIDIA's files
 (`module_src`) is never compiled, and the pickle inside each torch storage is read with
 `weights_only`.
 """
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from duetgan.utils import bounded
 
-DEPTH = 32  # most levels of nested modules
-TENSORS = 10_000  # most tensors of a network
-NUMBERS = frozenset("biuf")  # kinds of NumPy's types that only hold numbers
+DEPTH = 32  # maximum depth of nested modules
+TENSORS = 10_000  # maximum number of tensors in a network
+NUMBERS = frozenset("biuf")  # dtype.kind of NumPy's types of numbers
 CLASSES = (
     "torch.nn.modules.container.ModuleList",
     "torch.nn.modules.conv.Conv2d",
     "torch.nn.modules.linear.Linear",
 )
-PROGRAMS = ("training.networks", "R3GAN")  # modules whose classes are R3GAN's
+PROGRAMS = ("training.networks", "R3GAN")  # Python modules with R3GAN's classes
 
 
 class Refused(ValueError):
@@ -58,14 +58,14 @@ class Inert:
 
 
 class EasyDict(dict[str, Any]):
-    """dnnlib's EasyDict as a plain dictionary."""
+    """Replacement of dnnlib's EasyDict: a plain dictionary."""
 
     def __setstate__(self, state: object) -> None:
         raise Refused("a dictionary with a state of its own")
 
 
 class _DType:
-    """numpy.dtype of numbers."""
+    """Replacement of numpy.dtype, for numbers only."""
 
     def __init__(self, code: object, *_: object) -> None:
         if not isinstance(code, str) or len(code) > 4 or np.dtype(code).kind not in NUMBERS:
@@ -84,7 +84,7 @@ class _DType:
 
 
 class Array:
-    """numpy.ndarray of numbers, in the attribute `array`."""
+    """Replacement of numpy.ndarray, with numbers in `array`."""
 
     array: np.ndarray
 
@@ -106,7 +106,7 @@ def _frombuffer(data: bytes, dtype: object, shape: Sequence[int], order: object)
 
 
 def _persistent(meta: object) -> Inert:
-    """Return NVIDIA's persistent object; the source code in it is ignored."""
+    """Return NVIDIA's persistent object without the source code in it."""
     if (
         not isinstance(meta, dict)
         or not isinstance(meta.get("class_name"), str)

@@ -1,7 +1,8 @@
-"""torch.compile for computations with one backward pass.
+"""torch.compile for functions that are differentiated once.
 
-Penalties, and losses whose gradients are taken separately, run the module itself: compiled graphs
-have no second derivative and free their buffers, so that `retain_graph` raises an error.
+Penalties need second derivatives, which compiled graphs do not have, and per-loss gradients need
+`retain_graph`, which raises an error because compiled graphs free their buffers. Both call the
+uncompiled module.
 """
 
 from collections.abc import Callable
@@ -12,19 +13,19 @@ import torch
 from duetgan.utils.runlog.run_log import say_main
 
 CompileSetting = Literal["auto", "on", "off"]
-# largest number of graphs of a function; torch's limit of 8 is too low for progressive growing,
-# which needs two for every stage and use
+# largest number of compiled graphs of a function; torch's limit of 8 is too low for progressive
+# growing, which needs two graphs for every stage and call site
 GRAPHS = 64
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Compiled(Generic[P, R]):
-    """`function`, compiled at its first call.
+    """A wrapper that compiles `function` at its first call.
 
-    It runs uncompiled where compilation is off ("auto" compiles on accelerators only), and after
-    compilation has failed, which prints one line. Every shape and every Python number among the
-    arguments has a graph of its own; pass values that change often as tensors.
+    The function runs uncompiled if `setting` is "off", if it is "auto" on a CPU, and after
+    compilation has failed, which prints one line. Each new shape or Python number among the
+    arguments compiles another graph, so pass values that change often as tensors.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Compiled(Generic[P, R]):
         self.function = function
         self.name = name
         self.on = setting == "on" or (setting == "auto" and device.type != "cpu")
-        if self.on:  # beyond the limit torch runs a function uncompiled without a message
+        if self.on:  # Beyond its limit of graphs torch runs a function uncompiled, silently.
             torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
             self._run = torch.compile(function, dynamic=False)
 
@@ -47,10 +48,10 @@ class Compiled(Generic[P, R]):
             return self.function(*args, **kwargs)
         try:
             return self._run(*args, **kwargs)
-        # the base class of InductorError too; a later shape may raise it
+        # This includes InductorError. Compiling for a later shape may raise it too.
         except torch._dynamo.exc.TorchDynamoException as error:
             lines = (str(error).strip() or type(error).__name__).splitlines()
-            # the first line may only be "backend='inductor' raised:"
+            # The first line may only be "backend='inductor' raised:".
             reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
             say_main(f"compile: {self.name} runs uncompiled ({reason[:300]})")
             self.on = False

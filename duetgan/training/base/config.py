@@ -1,4 +1,4 @@
-"""Configuration that both tasks share. A recipe's YAML sets only what differs from the defaults."""
+"""Configuration that both tasks share. A recipe's YAML file sets what differs from the defaults."""
 
 import re
 from fractions import Fraction
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def in_updates(value: object, info: ValidationInfo) -> object:
     """Convert a length in epochs, such as `90ep`, into updates; return other values unchanged.
 
-    The context of the validation is a function from epochs to updates. Without it nothing is
-    converted.
+    `info.context` is the function from epochs to updates. Without it nothing is converted.
     """
     if not isinstance(value, str) or not info.context:
         return value
@@ -36,7 +35,7 @@ def in_updates(value: object, info: ValidationInfo) -> object:
     return info.context(float(epochs[1])) if epochs else value
 
 
-# the form in which a recipe may give a number of updates
+# a number of updates that a recipe gives in epochs, such as "90ep"
 Epochs = Annotated[str, Field(pattern=r"^\d+(\.\d+)?ep$")]
 Updates = Annotated[
     PositiveInt, BeforeValidator(in_updates, json_schema_input_type=PositiveInt | Epochs)
@@ -58,10 +57,10 @@ class SyntheticConfig(Config):
     path: str | None = None
     # instead of path: a GAN's run or checkpoint; new samples are drawn from it in every epoch
     checkpoint: str | None = None
-    # fraction of each global batch; null: as many as balance fill needs
+    # fraction of each global batch that is synthetic; null: computed, with balance fill
     share: PositiveFraction | None = None
-    weight: NonNegativeFloat = 1.0  # of their loss, relative to real images; classifiers only
-    # training goes on with real images alone from: a fraction of the steps, or (above 1) a step
+    weight: NonNegativeFloat = 1.0  # weight of a synthetic image's loss (real: 1); classifiers only
+    # end of the synthetic images: a fraction of the steps, or a step if above 1
     until: PositiveFloat = 1.0
     # fill: only samples of rare classes, until all classes are as frequent as the largest
     balance: Literal["off", "fill"] = "off"
@@ -94,30 +93,30 @@ class SyntheticConfig(Config):
     def last_step(self, steps: int) -> int | None:
         """Return the step from which a training of `steps` steps uses real images alone.
 
-        None if synthetic images are mixed in up to the end.
+        Return None if synthetic images are used up to the end.
         """
         end = ceil(Fraction(str(self.until)) * steps) if self.until <= 1 else int(self.until)
         return end if end < steps else None
 
 
 class DataConfig(Config):
-    """Location of the images and the way in which they are read."""
+    """Location of the images and settings for reading them."""
 
     # LMDB made by `duet pack`, a folder or zip of images, or webdataset's tar files: a file, a
     # folder of tar files, or a pattern for several as one data set: "train-*.lmdb",
     # "train-{0000..0146}.tar"
     path: str = ""
-    val_path: str | None = None  # held-out images, for evaluation; forms as for path
-    resolution: Resolution | None = None  # px, or 96x64; None: the largest that is stored
-    # of training images; random: with crop_area and crop_aspect
+    val_path: str | None = None  # held-out images for evaluation, in any form that path allows
+    resolution: Resolution | None = None  # size in px, or 96x64; null: the largest in the file
+    # crop of training images; random: according to crop_area and crop_aspect
     crop: Literal["centre", "random"] = "centre"
-    # range of the area of a random crop, as a fraction of the image's
+    # range of the area of a random crop, as a fraction of the image's area
     crop_area: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
-    # range of its width / height, before it is resized to a square
+    # range of the width / height of a random crop, before it is resized to a square
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)
-    # decoding threads; auto: the fastest number is measured. Raw images need none
+    # number of decoding threads; auto: measure the fastest. Raw images need no threads
     workers: Annotated[int, Interval(ge=0, le=1024)] | Literal["auto"] = "auto"
-    # skip: a damaged record is replaced by the next sound one
+    # skip: replace a damaged record by the next undamaged one
     on_damage: Literal["stop", "skip"] = "stop"
     # balanced: all classes are sampled equally often
     sampling: Literal["uniform", "balanced"] = "uniform"
@@ -131,7 +130,7 @@ class DataConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _drop_cache(cls, values: object) -> object:
-        """Accept the configs of older versions, which had a key `cache`, where it was off."""
+        """Accept configs of older versions, which had a key `cache`, if its value is "off"."""
         if not isinstance(values, dict) or values.get("cache") != "off":
             return values
         return {key: value for key, value in values.items() if key != "cache"}
@@ -145,13 +144,13 @@ class DataConfig(Config):
 class LogConfig(Config):
     """Logging during training, and its intervals in steps."""
 
-    every: PositiveInt = 50  # rows of metrics.jsonl
-    samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
+    every: PositiveInt = 50  # steps between two rows of metrics.jsonl
+    samples_every: NonNegativeInt = 500  # steps between two grids of samples; 0: no grids
     tensorboard: bool = True  # curves, grids and the network's graph in RUN/tensorboard
-    # receives the rows too, at each checkpoint
+    # service that also receives the rows of metrics.jsonl, at each checkpoint
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
     layers: list[str] = []  # names or patterns of layers; their statistics go to TensorBoard
-    layers_every: PositiveInt = 100  # steps between two computations of these statistics
+    layers_every: PositiveInt = 100  # steps between two computations of log.layers' statistics
 
     def check(self) -> None:
         if self.layers and not self.tensorboard:
@@ -159,15 +158,15 @@ class LogConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """Saving. The last step is always saved."""
+    """Saving of checkpoints. The last step is always saved."""
 
-    every: PositiveInt = 500  # steps
+    every: PositiveInt = 500  # steps between two checkpoints
     keep: PositiveInt = 2  # number of newest checkpoints that are kept, in addition to the best
-    # steps; checkpoints at its multiples are not deleted
+    # checkpoints at multiples of this step are never deleted; null: no such checkpoints
     keep_every: PositiveInt | None = None
-    # a thread writes while training continues; the files are the same
+    # write in a thread while training continues; the files are the same
     asynchronous: bool = True
-    # stop: a checkpoint that cannot be written ends the run, exit 4
+    # stop: a checkpoint that cannot be written ends the run with exit code 4
     on_disk_full: Literal["warn", "stop"] = "warn"
 
     def check(self) -> None:
@@ -178,32 +177,33 @@ class CheckpointConfig(Config):
             )
 
     def max_on_disk(self, steps: int) -> int:
-        """Return the largest number of checkpoints that a run of `steps` steps has on the disk.
+        """Return the largest number of checkpoints that a run of `steps` steps has on disk.
 
-        The best checkpoint and one that is being written are included.
+        It includes the best checkpoint and one that is being written.
         """
         permanent = steps // self.keep_every if self.keep_every else 0
         return self.keep + 2 + permanent
 
 
 class EvaluationConfig(Config):
-    """Evaluation during training; it chooses the best checkpoint."""
+    """Evaluation during training, whose metric chooses the best checkpoint."""
 
-    every: NonNegativeInt = 1000  # steps; 0: only at the end
+    every: NonNegativeInt = 1000  # steps between two evaluations; 0: only at the end
     n: Annotated[int, Ge(2)] = 1000  # GAN: number of samples; a final evaluation needs more
-    extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
+    # GAN: feature extractor: pixels, classifier:RUN, resnet50 or inception
+    extractor: str = "pixels"
     weights: str | None = None  # weights file of the extractor
     # images per forward pass of a process, in whole chunks (docs/evaluation.md)
     batch_size: PositiveInt = 100
 
 
 class DistributedConfig(Config):
-    """Several processes: timeouts, and the interval at which their weights are compared."""
+    """Settings for several processes: timeouts, and how often their weights are compared."""
 
     # timeout of a collective operation before the end of the first step, in seconds; compiling and
     # the first reads are slow
     start_timeout: Seconds = 600.0
-    # timeout after the first step; for work of rank 0 alone the others wait as long as it is alive
+    # timeout after the first step, in seconds; none while rank 0 works alone
     timeout: Seconds = 180.0
     # bf16: gradients are exchanged in half the bytes, rounded to bfloat16
     compress: Literal["off", "bf16"] = "off"
@@ -212,33 +212,34 @@ class DistributedConfig(Config):
 
 
 class RunConfig(Config):
-    """The keys that every task has."""
+    """The config keys that every task has."""
 
     # True if the task can split its micro-batches when memory runs out
     can_halve: ClassVar[bool] = False
 
     task: str  # gan or classifier
-    seed: int = 0  # of every random draw (docs/randomness.md)
-    # your own code: [my_losses.py], or installed modules; a run's config adds their digests
+    seed: int = 0  # seed of every random draw (docs/randomness.md)
+    # your own code, .py files or installed modules: [my_losses.py]; the run's config.yaml adds
+    # their hashes
     imports: Imports = {}
     init_from: str | None = None  # checkpoint or run with the initial weights
-    # length of the training and of its schedules; a step is one update of each network; 90ep: the
-    # steps of 90 epochs
+    # length of the training and its schedules in steps, or in epochs: 90ep; a step is one update of
+    # each network
     steps: Updates = 10_000
-    batch_size: PositiveInt = 64  # global: over all processes and micro-batches
-    # most samples in a forward pass of a process; None: its whole part of the batch; auto: the
-    # same, halved whenever memory runs out
+    batch_size: PositiveInt = 64  # samples per step, over all processes and micro-batches
+    # largest number of samples in a forward pass of a process; null: its whole part of the batch;
+    # auto: its whole part, halved whenever memory runs out
     micro_batch: PositiveInt | Literal["auto"] | None = None
-    # of convolutions and matrix products; weights stay in fp32. auto: the fastest on a CPU, the
-    # native one of an accelerator; a resumed run keeps it
+    # precision of convolutions and matrix products; weights stay in fp32. auto: the fastest on a
+    # CPU, the native one of an accelerator; a resumed run keeps its precision
     precision: PrecisionName = "auto"
-    # on a CPU; auto: one for each core that other programs leave free, the same for the whole run;
-    # adapt: follows other programs; {0: 2, 120: 1}: by first step
+    # number of threads on a CPU; auto: one per core that other programs leave free at the start;
+    # adapt: the same, adjusted during the run; {0: 2, 120: 1}: 2 from step 0, 1 from step 120
     threads: Threads = "auto"
-    channels_last: bool = True  # memory layout of images; faster in nearly every case
-    # use deterministic kernels only: equal bits in every run on accelerators, but slower
+    channels_last: bool = True  # memory layout of images; nearly always faster
+    # use deterministic kernels only: runs on accelerators are equal to the bit, but slower
     deterministic: bool = False
-    # most updates with non-finite gradients that are skipped; at one more training stops
+    # largest number of skipped updates with non-finite gradients; one more stops training
     nonfinite_cap: NonNegativeInt = 20
     data: DataConfig = DataConfig()
     log: LogConfig = LogConfig()
@@ -266,7 +267,7 @@ class RunConfig(Config):
         return False
 
     def spans(self, resolution: int | str) -> list[tuple[int, int, int]]:
-        """Return the parts of a training on images of `resolution`.
+        """Return the parts of a training that differ in resolution or batch size.
 
         Each part is (first step, px of the shorter side, global batch size).
         """
@@ -274,7 +275,7 @@ class RunConfig(Config):
 
     @property
     def schedule_steps(self) -> int:
-        """Number of steps over which learning rates go from their start to their end."""
+        """Number of steps over which learning rates go from their initial to their final value."""
         return self.steps
 
     @property
@@ -284,17 +285,11 @@ class RunConfig(Config):
 
     @property
     def smallest_batch(self) -> int:
-        """Number of samples in the smallest forward pass that is measured.
-
-        Larger passes are multiples of it.
-        """
+        """Number of samples in the smallest measured forward pass; larger ones are multiples of it."""
         return 2  # BatchNorm has no statistics of one sample, and mixup needs a pair
 
     def shape(self, dataset: "Dataset") -> Shape:
-        """Return the arguments from which networks for the images of `dataset` are built.
-
-        Checkpoints record them, so that their models can be built again.
-        """
+        """Return the arguments that build networks for `dataset`; checkpoints record them."""
         shape = {
             "channels": dataset.meta.channels,
             "classes": len(dataset.meta.classes),
@@ -304,7 +299,7 @@ class RunConfig(Config):
         return shape if pixel_format is None else shape | {"pixel_format": pixel_format}
 
     def for_trial(self, samples: int) -> Self:
-        """Return the config of a task for a few measured steps of `samples` samples."""
+        """Return this config, changed for measuring a few steps with a global batch of `samples`."""
         return self.changed(
             batch_size=samples,
             micro_batch=self.micro_limit,
@@ -315,13 +310,13 @@ class RunConfig(Config):
         )
 
     def batch_unit(self, world_size: int) -> int:
-        """Return the number of samples that a global batch must be a multiple of."""
+        """Return the number that the size of the global batch must be a multiple of."""
         return world_size
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of samples of the global batch that each process holds.
+        """Return the number of samples of the global batch that each process computes.
 
-        Raises UserError if the global batch cannot be divided evenly.
+        Raises UserError if the processes cannot have equal parts.
         """
         if self.batch_size % world_size:
             raise UserError(
@@ -332,10 +327,10 @@ class RunConfig(Config):
 
     @property
     def micro_limit(self) -> int | None:
-        """Largest number of samples in a forward pass of a process; None: its whole batch."""
+        """Largest number of samples in a forward pass of a process; None for its whole batch."""
         return None if self.micro_batch == "auto" else self.micro_batch
 
     def micro(self, world_size: int) -> int:
-        """Return the number of samples in a forward pass; raises UserError as `rank_batch` does."""
+        """Return the samples in a process's forward pass; raises UserError like `rank_batch`."""
         rank_batch = self.rank_batch(world_size)
         return min(self.micro_limit or rank_batch, rank_batch)

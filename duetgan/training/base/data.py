@@ -1,4 +1,4 @@
-"""The data of a run: opened, checked, sampled and loaded as the config says."""
+"""The images of a run: opening, checks, sampling order and loading according to the config."""
 
 import resource
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_log import say
 
-OPEN_FILES = 96  # files of a process besides the packed ones: libraries, sockets, logs
+OPEN_FILES = 96  # open files of a process besides the images: libraries, sockets, logs
 
 
 def open_training(config: DataConfig) -> Dataset:
-    """Open the training images, with the synthetic ones if the config names any.
+    """Open the training images, mixed with synthetic images if the config names some.
 
-    Raises UserError that names the key.
+    Raises UserError that names the config key.
     """
     if not config.path:
         raise UserError(
@@ -83,9 +83,9 @@ def open_images(
     crop: RandomCrop | None = None,
     on_damage: Literal["stop", "skip"] = "stop",
 ) -> Dataset:
-    """Open images whose path is the value of the config key `key`.
+    """Open the images at `path`, the value of the config key `key`.
 
-    Raises UserError, which for a missing file names the key and the remedy.
+    Raises UserError, which for a missing file names the key and `remedy`.
     """
     try:
         return Dataset(path, resolution=resolution, workers=workers, crop=crop, on_damage=on_damage)
@@ -97,7 +97,7 @@ def open_images(
 
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, object]]:
-    """Return the properties of the images that the run's report shows, by role."""
+    """Return the properties of the images for the run's report, by role such as "training"."""
     roles = {"training": training, "held-out": held_out, "synthetic": training.synthetic}
     result: dict[str, dict[str, object]] = {}
     for role, dataset in roles.items():
@@ -117,10 +117,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, ob
 
 
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
-    """Return the lineage of a run on these images, which its checkpoints record.
-
-    It names the files, and the generator of the synthetic images.
-    """
+    """Return the lineage of a run on these images, with the generator of synthetic ones."""
     synthetic = training.synthetic
     if synthetic is None:
         return lineage_of(training)
@@ -130,9 +127,9 @@ def lineage(config: RunConfig, training: Dataset) -> Lineage:
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
-    """Open the held-out images, uncropped, at the training images' resolution.
+    """Open the held-out images, uncropped, at the resolution of the training images.
 
-    A damaged record always raises an error, whatever `data.on_damage` says.
+    A damaged record always raises an error, also with `data.on_damage` skip.
     """
     if not config.val_path:
         return None
@@ -147,9 +144,9 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Check that the files hold images of one size and labels that fit each other.
+    """Check that all images have one size, and that training, synthetic and held-out images match.
 
-    Raises UserError if they do not. Warns of held-out images that are training images too.
+    Raises UserError if they do not. Warns of held-out images that are also training images.
     """
     if training.resolution == 0:
         raise UserError(
@@ -161,12 +158,12 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are "
             f"{training.spec.words}: set it false"
         )
-    # Raises an error for a damaged index and for a label without a class, in a GAN's data too.
+    # Reading the labels raises an error for a damaged index and for a label without a class.
     training.label_numbers()
     synthetic = training.synthetic
-    resized = config.data.resolution is not None  # images of a file are, generated ones are not
+    resized = config.data.resolution is not None  # applies to files, not to generated images
     if synthetic is not None:
-        for images in (training, synthetic):  # raises an error for images with several labels
+        for images in (training, synthetic):  # labels() raises an error for several labels an image
             images.labels()
         remedy = "draw samples from a generator of these images"
         any_size = resized and isinstance(synthetic, Dataset)
@@ -198,9 +195,9 @@ def require_same_images(
     *,
     any_size: bool,
 ) -> None:
-    """Raise UserError unless the images have the channels, depth and size of the training's.
+    """Raise UserError unless `images` have the channels, bit depth and size of the training images.
 
-    `any_size`: True to allow other sizes.
+    With `any_size` the size may differ.
     """
     spec, expected = images.meta.spec, training.spec
     resized = replace(spec, height=expected.height, width=expected.width)
@@ -241,9 +238,9 @@ def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
 
 
 def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError on all ranks unless all of them opened files of the same content.
+    """Raise UserError on all ranks unless all opened files of the same content.
 
-    Each node may have copies of its own.
+    Nodes may have copies of their own.
     """
     synthetic = training.synthetic
     synthetic_path = None if synthetic is None else synthetic.path
@@ -263,7 +260,7 @@ def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset |
 
 
 def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
-    """Raise UserError unless both files have the same classes in the same order."""
+    """Raise UserError unless training and held-out images have the same classes in the same order."""
     path, remedy = str(config.val_path), "pack both from the same class folders"
     require_same_classes(path, held_out.classes, str(config.path), training.classes, remedy)
     if (held_out.meta.sets is None) != (training.meta.sets is None):
@@ -273,7 +270,7 @@ def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset)
 
 
 def check_open_files(shards: int) -> None:
-    """Raise the process's limit of open files as far as needed.
+    """Raise this process's limit of open files if `shards` files of images need it.
 
     Raises UserError if the system does not allow it.
     """
@@ -295,7 +292,7 @@ def check_open_files(shards: int) -> None:
 def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
     """Return the sampling weight of each record, float64 [records]; None if all are equal.
 
-    Raises UserError.
+    Raises UserError for wrong settings.
     """
     factors = []
     if config.sampling == "balanced":
@@ -330,7 +327,7 @@ def label_frequencies(config: DataConfig, dataset: Dataset) -> list[float]:
 
 
 def missing_per_class(class_frequencies: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return how many images each class has fewer than the largest class, float64 [classes].
+    """Return how many more images each class needs to equal the largest class, float64 [classes].
 
     Raises UserError if all classes are equally frequent.
     """
@@ -349,7 +346,7 @@ def missing_per_class(class_frequencies: Sequence[float] | np.ndarray) -> np.nda
 def synthetic_fraction(
     config: SyntheticConfig, class_frequencies: Sequence[float] | np.ndarray
 ) -> Fraction:
-    """Return the fraction of the global batch that is synthetic.
+    """Return the fraction of the global batch that is synthetic, in 0..1.
 
     `class_frequencies` are those of the real images.
     """
@@ -360,7 +357,7 @@ def synthetic_fraction(
 
 
 def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """Return sampling weights of a file of synthetic images that fill up the rare classes.
+    """Return sampling weights of synthetic images with which all classes become equally frequent.
 
     Returns: float64 [n]; None if `data.synthetic.balance` is off or the images are generated.
 
@@ -382,9 +379,9 @@ def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
-    """Build the sampler of this rank.
+    """Build this rank's sampler of training images.
 
-    Raises UserError for wrong weights, and if rare classes cannot be filled up.
+    Raises UserError for wrong weights, or if rare classes cannot be filled up.
     """
     weights = sampling_weights(config.data, dataset)
     groups = None if weights is None or not dataset.classes else dataset.label_numbers()
@@ -421,12 +418,12 @@ def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
 
 
 def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader:
-    """Build the endless training loader of this rank."""
+    """Build this rank's endless loader of training images."""
     # On a CPU the step itself needs the cores, and a batch of raw images is read in microseconds.
     prefetch = config.data.prefetch if device.type != "cpu" else 0
     if isinstance(dataset.synthetic, GeneratedSamples):
         dataset.synthetic.generator.to(device)
-        # Samples are drawn between the steps: in a thread, they would change the steps' precision.
+        # Drawing samples changes the global precision, so it must not run in parallel with a step.
         prefetch = 0
     spans = config.spans(dataset.resolution)
     return InfiniteLoader(
@@ -436,15 +433,15 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         prefetch=prefetch,
         stages=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
-        # a key of both tasks' configs, but not of RunConfig
+        # Both tasks' configs have a section `augment`, RunConfig has none.
         alternating=getattr(vars(config).get("augment"), "flip", None) == "alternating",
     )
 
 
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
-    """Measure the best number of decoding threads if `data.workers` is "auto".
+    """Measure and set the best number of decoding threads if `data.workers` is "auto".
 
-    Returns the text about reading for the plan.
+    Returns a description of the reading for the printed plan.
     """
     auto = config.data.workers == "auto"
     rank_batch = config.batch_size // collectives.world_size()

@@ -1,6 +1,4 @@
-"""Synthetic images that are drawn during training from a generator's checkpoint, new in every
-epoch.
-"""
+"""Synthetic images that a generator draws during training, new ones in every epoch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -22,19 +20,19 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Provenance
 
-# samples of a forward pass; fixed, because rounding depends on the batch size
+# samples per forward pass; fixed because rounding depends on the batch size
 BLOCK = 16
 
 
 class GeneratedSamples:
-    """A source of `count` synthetic images an epoch, drawn by the average generator of a run.
+    """A data set of `count` synthetic images an epoch, drawn by a GAN's average generator.
 
-    `data.reading.mixture` mixes them with real images. Sample i of epoch e depends on its label and
-    the key (seed, "synthetic", e, i) alone, to the bit on one kind of device: samples [16 k, 16 k +
-    16) are always drawn in one pass. Truncation is off (psi 1). The `generator` computes on the
-    device of its weights.
+    `data.reading.mixture` mixes them with real images. Sample i of epoch e depends only on its
+    label and the seed key (seed, "synthetic", e, i), to the bit on one kind of device: samples [16
+    k, 16 k + 16) are always drawn in one pass. Truncation is off (psi 1). The `generator` computes
+    on its own device.
 
-    Raises UserError for a checkpoint of another task.
+    Raises UserError if the checkpoint is not a GAN's.
     """
 
     gathers = True  # nothing is decoded
@@ -43,9 +41,9 @@ class GeneratedSamples:
 
     def __init__(
         self,
-        run: str,  # or a checkpoint file
+        run: str,  # run folder or checkpoint file
         count: int,
-        # relative frequencies of the classes; None: equal
+        # relative frequencies of the classes; None: all equal
         class_frequencies: Sequence[float] | None = None,
     ) -> None:
         checkpoint = load(resolve(run))
@@ -61,7 +59,7 @@ class GeneratedSamples:
             )
         self._labels = even_labels(class_frequencies or [1.0] * classes, count)
         self._origin = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
-        # The last block is cached, since the next batch often begins in it.
+        # The last block is cached because the next batch often begins in it.
         self._block = lru_cache(maxsize=1)(self._draw)
         channels, step = self.generator.channels, checkpoint["step"]
         identity = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
@@ -87,7 +85,7 @@ class GeneratedSamples:
         return self._labels
 
     def passport(self, seed: int) -> Provenance:
-        """Return the provenance that checkpoints of a run with this seed record."""
+        """Return the provenance of the samples, which checkpoints of a run with this seed record."""
         return provenance_of(self.generator, self._origin, seed=seed)
 
     def read(
@@ -96,9 +94,9 @@ class GeneratedSamples:
         out: np.ndarray | None = None,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return samples [n, C, H, W] of the generator's depth, and labels int64 [n].
+        """Return samples [n, C, H, W] in the pixel depth of the generator, and labels int64 [n].
 
-        `keys` holds the seed and the samples' epochs. Raises ValueError without it.
+        `keys` holds the seed and the epoch of each sample. Raises ValueError without it.
         """
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")
@@ -111,7 +109,7 @@ class GeneratedSamples:
         return images, self._labels[numbers]
 
     def _draw(self, seed: int, epoch: int, block: int) -> np.ndarray:
-        """Return the samples of a block, [m, C, H, W]."""
+        """Return the samples of a block, [m, C, H, W] with m up to BLOCK."""
         indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
         labels = None
         if self.classes:
@@ -123,14 +121,14 @@ class GeneratedSamples:
             ).numpy()
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing, because no file is open."""
 
 
 def even_labels(class_frequencies: Sequence[float], count: int) -> np.ndarray:
-    """Return labels int64 [count] with these relative class frequencies, each class spread evenly.
+    """Return labels int64 [count] in the given relative frequencies, each class spread evenly.
 
-    Counts are rounded by the largest remainders. Equal frequencies give 0, 1, ..., K - 1, 0, 1, ...
-    Without classes all labels are 0.
+    Counts are rounded by the largest remainders. K equal frequencies give 0, 1, ..., K - 1, 0, 1,
+    ... Without classes all labels are 0.
     """
     if not len(class_frequencies):
         return np.zeros(count, np.int64)

@@ -1,7 +1,4 @@
-"""Monitors of a training: metrics since the last log row, loss spikes, early stopping and speed.
-
-`Pace` sets the number of threads of each step, and explains a drop to half the usual speed.
-"""
+"""Monitors of a training: means of metrics, skipped updates, loss spikes, early stopping and speed."""
 
 import copy
 import math
@@ -23,13 +20,13 @@ from duetgan.utils.memory import CGROUP
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.text import listed
 
-LEAST = 30  # steps that are needed before another step can be judged as unusual
-GAUSS = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
+LEAST = 30  # previous steps that are needed to judge a step as unusual
+GAUSS = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 State = dict[str, Any]  # a state dict
 
 
 class Fields:
-    """A base class whose state is its attributes named in STATE, which are plain data."""
+    """A base class of objects whose state is the attributes named in STATE, which are plain data."""
 
     STATE: ClassVar[tuple[str, ...]]
 
@@ -42,17 +39,17 @@ class Fields:
 
 
 class MetricWindow(Fields):
-    """Means of the metrics since the last log tick.
+    """Means of the training metrics since the last log tick.
 
-    Metrics stay on the device until `fold`. Of the metric `watched` every value is recorded.
+    Metrics stay on the device until `fold`. Every value of the metric `watched` is recorded.
     """
 
     STATE = ("sums", "counts", "values")
 
     def __init__(self, watched: str | None = None) -> None:
         self.watched = watched
-        self.values: list[float] = []  # of the watched metric, one per step
-        # one per step since `Failing.see` emptied it: True if an update was not finite
+        self.values: list[float] = []  # values of the watched metric, one per step
+        # one per step since `Failing.see` last emptied it: True if an update was not finite
         self.failed: list[bool] = []
         self._pending: dict[str, list[Tensor]] = {}
         self.sums: dict[str, float] = {}
@@ -63,9 +60,9 @@ class MetricWindow(Fields):
             self._pending.setdefault(name, []).append(value)
 
     def fold(self) -> None:
-        """Add up the pending values over steps and ranks, in one transfer and one collective.
+        """Add the pending values over steps and ranks, in one transfer and one collective.
 
-        Steps are added one after the other, so that the sums do not depend on when this is called.
+        Steps are added one by one, so that rounding does not depend on when this is called.
         """
         if not self._pending:
             return
@@ -87,7 +84,7 @@ class MetricWindow(Fields):
         self._pending.clear()
 
     def total(self, prefix: str) -> float:
-        """Return the sum of the folded metrics `prefix/...`."""
+        """Return the sum of the folded metrics whose names begin with `prefix/`."""
         return sum(total for name, total in self.sums.items() if name.startswith(f"{prefix}/"))
 
     def means(self) -> dict[str, float]:
@@ -95,7 +92,7 @@ class MetricWindow(Fields):
         return {name: total / self.counts[name] for name, total in self.sums.items()}
 
     def take(self) -> dict[str, float]:
-        """Return the means and start a new window, with no `values` either."""
+        """Return the means and start a new window, which also empties `values`."""
         means = self.means()
         self.sums = {}
         self.counts = {}
@@ -108,17 +105,17 @@ class MetricWindow(Fields):
         self.failed.clear()
 
 
-QUIET = 64  # steps without a skipped update after which training counts as sound again
+QUIET = 64  # steps without a skipped update after which training counts as healthy again
 
 
 class Failing:
-    """The latest span of steps in which updates were skipped because they were not finite."""
+    """The latest range of steps in which updates were skipped because they were not finite."""
 
     def __init__(self) -> None:
-        self.span: list[int] = []  # its first and last step; empty: no update was skipped
+        self.span: list[int] = []  # first and last of these steps; empty if no update was skipped
 
     def see(self, step: int, failed: list[bool]) -> None:
-        """Record a window's `failed`, whose last entry is of `step`, and empty it."""
+        """Record and empty `failed`, one bool per step (see `MetricWindow`), the last for `step`."""
         for number, bad in enumerate(failed, step - len(failed) + 1):
             if not bad:
                 continue
@@ -129,10 +126,10 @@ class Failing:
         failed.clear()
 
     def healthy(self, step: int) -> int | None:
-        """Return the last sound step while updates are being skipped, else None.
+        """Return the last healthy step if updates are being skipped at `step`, else None.
 
-        It precedes the last update before the first skipped one, since that update may have broken
-        the weights.
+        It is two steps before the first skipped update, because the update in between may have
+        broken the weights.
         """
         if not self.span or step - self.span[1] > QUIET:
             return None
@@ -142,18 +139,20 @@ class Failing:
 class SpikesConfig(Config):
     """Detection of spikes in the loss, at every log tick, and the reaction to them."""
 
-    # roll-back: go back to the last checkpoint before the spike and leave out the batches since
+    # roll-back: resume from the last checkpoint before the spike and skip the batches since then
     action: Literal["off", "warn", "roll-back"] = "warn"
-    metric: str | None = None  # of metrics.jsonl, one that every step has; None: the task's loss
+    # a metric of metrics.jsonl that every step computes; null: the loss
+    metric: str | None = None
     # a spike is this many robust standard deviations (1.4826 MAD) above the median of the last
     # steps
     factor: AboveOne = 20.0
-    window: Annotated[int, Ge(LEAST)] = 200  # previous steps with which a step is compared
-    limit: PositiveInt = 3  # most roll-backs; at one more training stops
+    # number of previous steps in the median for spikes.factor
+    window: Annotated[int, Ge(LEAST)] = 200
+    limit: PositiveInt = 3  # largest number of roll-backs; one more stops training
 
 
 class SpikeDetector(Fields):
-    """Compares the value of every step with the median of the previous ones.
+    """A detector that compares the metric of every step with the median of the previous steps.
 
     Values that are not finite are ignored.
     """
@@ -166,9 +165,9 @@ class SpikeDetector(Fields):
         self.unusual = 0  # consecutive unusual steps; after LEAST of them the history starts anew
 
     def see(self, first: int, values: Sequence[float]) -> tuple[int, float, float] | None:
-        """Record the values of the updates from number `first` on.
+        """Record the metric of consecutive steps, the first of which is step `first`.
 
-        Returns: The first spike: its update number, its value and the median; None without one.
+        Returns: The first spike as (step, value, median of the previous values); None without one.
         """
         first_spike = None
         for step, value in enumerate(values, first):
@@ -192,20 +191,23 @@ class SpikeDetector(Fields):
             return None
         median = float(np.median(self.history))
         spread = GAUSS * float(np.median(np.abs(np.array(self.history) - median)))
-        spread = max(spread, 1e-3 * abs(median))  # the loss may hardly move
+        spread = max(spread, 1e-3 * abs(median))  # a constant loss has a deviation of 0
         return median if value - median > self.config.factor * spread else None
 
 
 class EarlyStoppingConfig(Config):
     """Stopping before the last step, by the metric that chooses the best checkpoint."""
 
-    # evaluations in a row without an improvement; None: train to the last step
+    # stop after this many evaluations in a row without an improvement; null: never
     patience: PositiveInt | None = None
     min_delta: NonNegativeFloat = 0.0  # an improvement must be larger than this
 
 
 class EarlyStopping(Fields):
-    """Counts evaluations without an improvement. `best` is the last value that counted as one."""
+    """A counter of evaluations without an improvement of `metric`.
+
+    `best` is the last value that counted as an improvement.
+    """
 
     STATE = ("best", "waited")
 
@@ -214,7 +216,7 @@ class EarlyStopping(Fields):
         self.metric = metric
         self.lower_is_better = lower_is_better
         self.best: float | None = None
-        self.waited = 0  # evaluations since `best`
+        self.waited = 0  # number of evaluations since `best`
 
     def see(self, value: float) -> None:
         """Record the metric of an evaluation; NaN never counts as an improvement."""
@@ -242,27 +244,27 @@ class EarlyStopping(Fields):
 
 
 CHECK_INTERVAL = 1.0  # seconds between two checks of the load of other programs
-# seconds for which cores must have been free before they are used again; doubled every time
+# seconds for which cores must be free before threads are added; doubled each time they are
 PATIENCE = 5.0
 VMSTAT = Path("/proc/vmstat")
-MIN_TICK_SECONDS = 2.0  # the speed of a shorter log tick is noise
-SWAPPING_PAGES = 100.0  # pages a second read back from the disk that count as swapping
+MIN_TICK_SECONDS = 2.0  # shortest interval between log ticks whose speed is judged
+SWAPPING_PAGES = 100.0  # pages swapped in per second above which memory counts as short
 
 
 class Counters(NamedTuple):
-    """Readings of the clock and of the system's counters."""
+    """Readings of the clock and of the system's counters, all since an arbitrary start."""
 
-    seconds: float  # of the clock
+    seconds: float  # monotonic clock
     throttled: float  # seconds for which the container's CPU quota held processes back
-    swapped: float  # pages read back from the disk
+    swapped: float  # pages swapped in from the disk
 
 
 class Pace:
-    """Sets torch's threads before each step, and watches the speed.
+    """Sets torch's number of threads before each step, and warns of a drop in speed.
 
     `setting` is the number that this process already uses, a mapping from first step to number, or
-    "adapt": as many as other programs leave cores for. The numbers used are recorded in `by_step`,
-    with which `--threads '{0: 2, 120: 1}'` repeats the run.
+    "adapt": as many as other programs leave cores free. `by_step` records the numbers used;
+    `--threads '{0: 2, 120: 1}'` repeats a run with them.
     """
 
     def __init__(self, setting: int | str | Mapping[int, int], device: torch.device) -> None:
@@ -275,7 +277,7 @@ class Pace:
         self._checked = time.monotonic()
         self._patience = PATIENCE
         self._free_since: float | None = None
-        # the part of the training; images of another size are trained at another speed
+        # the current part of the training; its speed depends on the size of its images
         self._span: object = None
         self._rates: list[float] = []
         self._warned = False
@@ -283,7 +285,7 @@ class Pace:
         self._counters = _read_counters()
 
     def resume(self, step: int, by_step: Mapping[int, int]) -> None:
-        """Continue the record of a checkpoint of `step`, with this process's threads from it on."""
+        """Continue the record `by_step` of a checkpoint of `step`, with this process's threads."""
         recorded = {first: count for first, count in by_step.items() if first <= step}
         self.by_step = recorded or self.by_step
         if not self._adapts:
@@ -294,7 +296,7 @@ class Pace:
             self.by_step[step] = count
 
     def begin(self, step: int) -> None:
-        """Set the threads of an update, before it."""
+        """Set the number of threads for update number `step`, before it."""
         if not self._adapts and step in self._requested:
             self._record(step, self._requested[step])
         if self._adapts and time.monotonic() - self._checked >= CHECK_INTERVAL:
@@ -329,7 +331,7 @@ class Pace:
         """Return a warning if the speed has fallen to half of its median for a known cause, or "".
 
         Args:
-            span: The part of the training that was trained.
+            span: Identifier of the part of the training; each part has a median of its own.
             rate: Images per second since the last log tick.
             data_wait: The fraction of this time that was spent waiting for images.
         """
@@ -337,7 +339,7 @@ class Pace:
         previous, self._counters = self._counters, _read_counters()
         if self._counters.seconds - previous.seconds < MIN_TICK_SECONDS:
             return ""
-        if span != self._span:  # the previous tick may have been partly of the old span
+        if span != self._span:  # This tick's speed may be partly that of the previous part.
             self._span = span
             self._rates = []
             self._warned = False
@@ -354,7 +356,7 @@ class Pace:
         return f"{rate:,.3g} images/s instead of {usual:,.3g}: {listed(causes, 4)}"
 
     def _causes(self, busy: float, data_wait: float, previous: Counters) -> list[str]:
-        """Return the causes of a low speed since `previous`, each with a remedy."""
+        """Return the causes of low speed since the `previous` counters, each with a remedy."""
         seconds = self._counters.seconds - previous.seconds + 1e-9
         throttled = self._counters.throttled - previous.throttled + 1e-9
         swapped = self._counters.swapped - previous.swapped + 1e-9

@@ -1,4 +1,4 @@
-"""The phases of a training step, which `train.py --profile N` and the benchmarks measure."""
+"""The phases of a training step, whose times `train.py --profile N` and the benchmarks measure."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch.profiler import record_function
 
 UNMARKED = "other/host"  # time outside all phases
-# phases that include the phases inside them, such as the backward pass of a penalty
+# phases to which the time of the phases nested in them counts
 WHOLE = ("generator/path_length", "discriminator/penalty")
 
 _clock: "PhaseClock | None" = None
@@ -14,21 +14,20 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Mark a part of a training step: "data", "forward", "generator/backward", ...
-    (docs/training.md lists them).
+    """Return a context that marks a phase: "data", "generator/backward", ... (docs/training.md).
 
-    Phases may be nested. Time counts for the innermost phase, except inside a penalty (`WHOLE`),
-    which includes its inner phases.
+    Phases may be nested. Time counts for the innermost phase, but all time inside a penalty
+    (`WHOLE`) counts for the penalty.
     """
     return _NOTHING if _clock is None else _clock.phase(name)
 
 
 class PhaseClock:
-    """Divides time among the phases, and marks them in torch.profiler's trace.
+    """A clock that divides time among the phases, and marks them in torch.profiler's trace.
 
     Args:
         wait: Called before the clock is read, to wait for the queued work of an accelerator.
-        now: Reads the clock, in seconds.
+        now: Returns the time in seconds.
     """
 
     def __init__(self, wait: Callable[[], None], now: Callable[[], float]) -> None:
@@ -60,7 +59,7 @@ class PhaseClock:
 
 @contextmanager
 def listening(clock: PhaseClock) -> Iterator[PhaseClock]:
-    """Use `clock` for the phases inside the block."""
+    """Measure the phases inside the block with `clock`."""
     global _clock
     _clock = clock
     try:

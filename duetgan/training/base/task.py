@@ -1,4 +1,4 @@
-"""The protocol between the training loop and a task."""
+"""The interface between the training loop and a task."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from duetgan.utils.provenance import Lineage
 
 
 class Stateful(Protocol):
-    """An object that a checkpoint can hold."""
+    """An object whose state a checkpoint can hold."""
 
     def state_dict(self) -> State: ...
 
@@ -26,16 +26,17 @@ class Stateful(Protocol):
 
 # name -> network and example inputs
 Networks = dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]
-# section of the config -> its network, and the number of tensors of its size that training needs at
-# the least (weights, gradients, moments, average)
+# section of the config -> its network, and the least number of copies of its size that training
+# needs (weights, gradients, Adam's moments, moving average)
 Outline = Mapping[str, tuple[torch.nn.Module, int]]
 
 
 class Task(ABC):
-    """A training: its models, optimizers, losses and evaluation.
+    """Base class of a training: its models, optimizers, losses and evaluation.
 
-    A new task is one file and one line in `training.engine.tasks`. It is constructed as `(config,
-    dataset, val_dataset, device)`. Methods that are not abstract have a default.
+    A new task is one file and one line in `training.engine.tasks`. It is constructed with the
+    arguments `(config, dataset, val_dataset, device)`. Methods that are not abstract have a
+    default.
     """
 
     val_dataset: Dataset | None  # the validation images
@@ -43,9 +44,9 @@ class Task(ABC):
     shape: Shape
     best_metric: str  # key of `evaluate()` that chooses the best checkpoint
     best_is_lower: bool
-    best_interval: Sequence[float] | None = None  # 95 %, of that metric at the last evaluation
-    loss_metric: str  # key of every step's metrics: the loss that is watched for spikes
-    # why `--lr-find` does not work for this task, and what to do instead; empty: it works
+    best_interval: Sequence[float] | None = None  # 95 % interval of best_metric, last evaluation
+    loss_metric: str  # key of every step's metrics: the loss in which spikes are detected
+    # reason why `--lr-find` does not work for this task, and an alternative; empty if it works
     lr_find_unsupported_reason: ClassVar[str] = ""
 
     @staticmethod
@@ -58,27 +59,27 @@ class Task(ABC):
 
     @abstractmethod
     def registry(self) -> dict[str, Stateful]:
-        """Return by name every object whose state a checkpoint must hold."""
+        """Return every object whose state a checkpoint must hold, by name."""
 
     def begin(self, folder: Path) -> None:  # noqa: B027  # most tasks need no preparation
-        """Prepare a new run, before its first step; a resumed run does not repeat this."""
+        """Prepare a new run before its first step; not called when a run is resumed."""
 
     @abstractmethod
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        """Make one update from the next batch or batches.
+        """Make update number `step` from the next batch or batches.
 
-        Returns 0-d metrics on the device; their sum over the ranks is the value of the step.
+        Returns metrics, 0-d on the device, whose sum over the ranks is the value.
         """
 
     def source(self, step: int, folder: Path) -> Source | None:
-        """Return what the loader reads for update number `step` instead of images.
+        """Return data that the loader reads in place of images for update number `step`, or None.
 
-        None stands for the images. Computing a source may take an epoch.
+        Computing such data, for example features, may take an epoch.
         """
         return None
 
     def as_read(self, batch: Batch, step: int) -> Batch:
-        """Convert a batch of images into the batch that `source` gives for update number `step`."""
+        """Convert a batch of images into a batch of the data from `source` for update `step`."""
         return batch
 
     @abstractmethod
@@ -87,17 +88,17 @@ class Task(ABC):
 
     @abstractmethod
     def networks(self) -> Networks:
-        """Return the networks for summaries and for TensorBoard's graph."""
+        """Return the networks, by name, for summaries and for TensorBoard's graph."""
 
     @abstractmethod
     def images_at(self, step: int) -> int:
         """Return the number of training images before update number `step`.
 
-        A step counts its batch once.
+        A step counts one global batch, also if it reads several.
         """
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """Return one step of each kind with that kind's fraction of all steps, the largest first.
+        """Return one step of each kind with the fraction of all steps of that kind, largest first.
 
         They are measured to predict the duration of a training. Step numbers are `first` or later,
         except for kinds that only occur earlier.
@@ -105,32 +106,32 @@ class Task(ABC):
         return {first: 1.0}
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """Return a uint8 image of samples to save, or None."""
+        """Return a uint8 image of samples that the run saves at `step`, or None."""
         return None
 
     def describe(self) -> dict[str, str]:
-        """Return the rows of the plan that are special to this task: label -> text."""
+        """Return additional rows of the printed plan for this task: label -> text."""
         return {}
 
     def layer_table(self, name: str) -> str | None:
-        """Return a table of the layers of a network, or None for the default table.
+        """Return a table of the layers of the network `name`, or None for the default table.
 
         A task overrides this if it has more to report than shapes and parameters.
         """
         return None
 
     def trains(self, name: str, parameter: str) -> bool:
-        """Return True if training ever changes this parameter of the network `name`."""
+        """Return True if training ever changes the parameter `parameter` of the network `name`."""
         return True
 
     def provenance(self) -> dict[str, object]:
-        """Return the plain data that a checkpoint records besides the state."""
+        """Return plain data about the models that checkpoints record in addition to the state."""
         return {}
 
     def lineage(self) -> Lineage:
-        """Return the data that the weights were trained on besides this run's training images.
+        """Return the data behind the weights, other than this run's training images.
 
-        It comes from teachers and from files of pretrained weights.
+        These are the data of teachers and of pretrained weights.
         """
         return Lineage.of()
 

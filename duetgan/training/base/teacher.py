@@ -1,4 +1,4 @@
-"""A trained classifier that teaches a network in training."""
+"""A trained classifier whose predictions train another network."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,9 @@ from duetgan.utils.provenance import Lineage
 class Teacher:
     """The frozen classifier of a run, whose logits train another network.
 
-    It maps images [N, C, H, W] in [-1, 1] of any size to logits [N, classes]. `lineage` is what it
-    adds to the lineage of the network that it teaches.
-
-    Args:
-        option: The name of the option that names the run, for messages.
-        dataset: The training images.
+    It maps images [N, C, H, W] in [-1, 1] of any size to logits [N, classes]. `lineage` is the data
+    behind its weights, for the lineage of the network that it trains. `option` is the config key
+    whose value is `run`, for messages.
 
     Raises UserError if the classifier's classes differ from those of the images.
     """

@@ -1,4 +1,4 @@
-"""Configuration of the classifier, and checks of it against the data and the number of processes."""
+"""Configuration of the classifier, and its checks against the data and the number of processes."""
 
 from typing import ClassVar, Literal, Self
 
@@ -23,11 +23,11 @@ from duetgan.utils.runlog.run_log import say_main
 class ClassifierEmaConfig(Config):
     """The moving average of the classifier: the network that is evaluated and used.
 
-    With a schedule-free optimizer that network has the optimizer's own average of the weights, and
+    With a schedule-free optimizer this network has the optimizer's own average of the weights, and
     only the statistics of BatchNorm are averaged here.
     """
 
-    decay: Decay = 0.999  # per step; ramps up as (1 + step) / (10 + step)
+    decay: Decay = 0.999  # decay per step, at most (1 + step) / (10 + step)
 
 
 class ClassifierConfig(RunConfig):
@@ -36,8 +36,8 @@ class ClassifierConfig(RunConfig):
     can_halve: ClassVar[bool] = True
 
     task: Literal["classifier"] = "classifier"
-    compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
-    # auto: BatchNorm over all processes' samples where there are several
+    compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators only
+    # auto: BatchNorm's statistics are of the samples of all processes; off: of each process
     sync_bn: Literal["auto", "off"] = "auto"
     model: ModelConfig = ModelConfig()
     finetune: FineTuneConfig = FineTuneConfig()
@@ -53,8 +53,8 @@ class ClassifierConfig(RunConfig):
     def check(self) -> None:
         super().check()
         model = self.model
-        # "auto" depends on the weights. The resolved value is stored in the run, so that a resume
-        # notices other weights.
+        # "auto" depends on the pretrained weights. The run stores the resolved value, so that a
+        # resume with other weights is noticed.
         if model.normalise == "auto":
             imagenet = model.imagenet_normalised and not trained_symmetric(str(model.weights))
             self.model = model.changed(normalise="imagenet" if imagenet else "symmetric")
@@ -89,11 +89,12 @@ class ClassifierConfig(RunConfig):
         )
 
     def with_weights_at_hand(self, started: Tree) -> Self:
-        """Return the config without published weights if these cannot be downloaded: then all
-        layers train from scratch.
+        """Return this config, but without pretrained weights if they cannot be downloaded.
+
+        All layers then train from scratch.
 
         Args:
-            started: Config with which the run started, whose choice remains; empty for a new run.
+            started: Config with which the run started, whose choice is kept; empty for a new run.
         """
         if self.model.weights not in (published := self.model.backbone.published(self.model.name)):
             return self
@@ -126,9 +127,9 @@ class ClassifierConfig(RunConfig):
 
 
 def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
-    """Raise UserError unless the classes of the data sets and the head agree.
+    """Raise UserError unless the classes of the data sets agree with each other and with the head.
 
-    training.base.data has checked the labels.
+    `training.base.data` has already checked the labels.
     """
     classes, path = dataset.classes, config.data.path
     have_several = dataset.meta.sets is not None
@@ -166,7 +167,7 @@ def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Datas
 
 
 def check_batches(config: ClassifierConfig, world_size: int) -> None:
-    """Raise UserError unless the batch of each process can be mixed and split as the config says."""
+    """Raise UserError unless each process's batch can be mixed and split as the config says."""
     rank_batch = config.rank_batch(world_size)
     refuse(
         (

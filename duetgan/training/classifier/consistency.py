@@ -1,8 +1,8 @@
-"""Training on unlabelled images besides the labelled ones (FixMatch, 2001.07685).
+"""Training on unlabelled images in addition to labelled ones (FixMatch, 2001.07685).
 
-The average network predicts the class of a weakly augmented image. Where it is confident, the
-prediction is the label of the same image under strong augmentation. Labels that are propagated from
-labelled neighbours in the feature space of the initial network can take part in the prediction.
+The average network predicts the class of a weakly augmented image. If it is confident, the
+prediction is the label of the same image under strong augmentation. The prediction can be mixed
+with labels that are propagated from labelled neighbours in the initial network's feature space.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,18 +26,20 @@ from duetgan.utils.memory import upload
 if TYPE_CHECKING:
     from duetgan.training.classifier.config import ClassifierConfig
 
-DECAY = 0.99  # per step, of the means from which the thresholds are computed
+DECAY = 0.99  # decay per step of the means from which the adaptive thresholds are computed
 
 
 class UnlabelledConfig(Config):
-    """Unlabelled images that a classifier learns from too."""
+    """Unlabelled images from which a classifier learns in addition to labelled ones."""
 
-    path: str | None = None  # packed images; their labels are ignored
-    ratio: PositiveInt = 4  # unlabelled images for each labelled one
+    path: str | None = None  # packed images, whose labels are ignored
+    ratio: PositiveInt = 4  # unlabelled images for each labelled one in a batch
     # weight of labels propagated from neighbours in the pseudo-labels; needs finetune.probe
     spread: Probability = 0.0
-    weight: NonNegativeFloat = 1.0  # of their loss; 0: they only standardise finetune.probe
-    threshold: Probability = 0.95  # least probability of a pseudo-label, by the average network
+    # weight of the loss of unlabelled images; 0: they only standardise the features of
+    # finetune.probe
+    weight: NonNegativeFloat = 1.0
+    threshold: Probability = 0.95  # least probability of a pseudo-label that is used
     # multiply the threshold by the mean confidence, and by less for rare classes (FreeMatch)
     adaptive: bool = True
 
@@ -45,9 +47,9 @@ class UnlabelledConfig(Config):
 class Unlabelled:
     """The unlabelled images and their pseudo-labels.
 
-    `draw` reads and labels the images of a step, `append_to` adds them to the labelled ones. The
-    order of the images is a function of the seed and the step. The state is the means from which
-    the thresholds are computed, and the propagated labels.
+    `draw` reads and labels the images of a step, `append_to` adds them to labelled ones. Their
+    order is a function of seed and step. The state is the means that give the thresholds, and the
+    propagated labels.
     """
 
     optional = True  # A run that started without unlabelled images has no such state.
@@ -78,7 +80,7 @@ class Unlabelled:
             world_size=world,
         )
         self.rank_batch = batch_size // world
-        self.first_row = rank * self.rank_batch  # in the global batch
+        self.first_row = rank * self.rank_batch  # this rank's first row of the global batch
         self.weak = MixingAugment(
             flip=bool(augment.flip), shift=augment.shift, shift_edge=augment.shift_edge
         )
@@ -86,16 +88,16 @@ class Unlabelled:
         classes = len(dataset.classes)
         # Moving means of the class probabilities [K], then of the largest probability.
         self.means = torch.full((classes + 1,), 1 / classes)
-        # Class probabilities of each image by propagation; empty without it.
+        # Propagated class probabilities of each image [n, K]; n is 0 without propagation.
         self.propagated_labels = torch.zeros(len(self.images) if settings.spread else 0, classes)
-        self._drawn: tuple[Tensor, Targets] | None = None  # of the current step
+        self._drawn: tuple[Tensor, Targets] | None = None  # images and targets of the current step
 
     def draw(
         self, step: int, teacher: nn.Module, precision: Precision, device: torch.device
     ) -> dict[str, Tensor]:
-        """Read the images of update number `step` and label them by `teacher`.
+        """Read the unlabelled images of update number `step`, and label them by `teacher`.
 
-        Returns the fraction of them that is used, as a metric that adds up over the ranks.
+        Returns the fraction of these images that is used, a metric that adds up over the ranks.
         """
         settings, batch_size = self.settings, self.sampler.batch_size
         indices, keys = self.sampler.at(step * batch_size + self.first_row, self.rank_batch)
@@ -125,8 +127,9 @@ class Unlabelled:
         return {"unlabelled/used": is_used.sum() / batch_size}
 
     def _thresholds(self, probabilities: Tensor, confidences: Tensor) -> Tensor:
-        """Return the threshold of each class, [K]; adaptive ones are those of FreeMatch
-        (2205.07246, equations 5, 8 and 9) times `threshold`.
+        """Return the least probability of a pseudo-label of each class, [K].
+
+        Adaptive ones are `threshold` times those of FreeMatch (2205.07246, equations 5, 8 and 9).
         """
         if not self.settings.adaptive:
             return confidences.new_full((probabilities.shape[1],), self.settings.threshold)
@@ -137,7 +140,7 @@ class Unlabelled:
         return self.settings.threshold * confidence * class_means / class_means.max()
 
     def append_to(self, images: Tensor, targets: Targets) -> tuple[Tensor, Targets]:
-        """Append the drawn images to labelled images uint8 [n, C, H, W] and their targets."""
+        """Append the images of the last `draw` to labelled images uint8 [n, C, H, W] and targets."""
         assert self._drawn is not None
         drawn_images, drawn_targets = self._drawn
         assert drawn_targets.weights is not None

@@ -1,7 +1,7 @@
-"""Fine-tuning of a classifier: freezing, gradual unfreezing, learning rates by stage and by layer,
-and the table of layers for `train.py --dry-run`.
+"""Fine-tuning of a classifier: freezing, gradual unfreezing, learning rates by stage and layer.
 
-Everything here is a function of the config and the step, so there is no state.
+Everything is a function of the config and the step, so there is no state. `layer_table` is the
+table of layers that `train.py --dry-run` prints.
 """
 
 import math
@@ -30,58 +30,58 @@ from duetgan.utils.text import columns, did_you_mean
 
 T = TypeVar("T")
 
-BACKBONE = "backbone"  # every stage but the head
+BACKBONE = "backbone"  # all stages but the head
 HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")
 
 
 class FineTuneConfig(Config):
-    """Parameters that train, and their learning rates.
+    """Settings that say which parameters train, and with which learning rates.
 
     A part is a stage (stem, layer1 ... layer4, head, or backbone for all but the head) or a pattern
     of parameter names (`layer4.*.conv?.weight`).
     """
 
     freeze: list[str] = []  # parts that never train; overrides unfreeze
-    # part -> when it starts to train; parts that are not named never train
+    # {part: step or epoch at which it starts to train}; other parts never train; {}: all train
     unfreeze: dict[str, NonNegativeInt] = {}
-    freeze_at: dict[str, PositiveInt] = {}  # part -> when it stops training
+    freeze_at: dict[str, PositiveInt] = {}  # {part: step or epoch at which it stops training}
     unfreeze_by: Literal["step", "epoch"] = "step"  # unit of unfreeze and freeze_at
-    # keep the statistics of every BatchNorm; frozen layers always keep theirs
+    # freeze the statistics of every BatchNorm; those of frozen layers are always frozen
     freeze_bn: bool = False
-    # part -> factor of the rate; of several parts that match, the last counts
+    # {part: factor of the learning rate}; the last part that contains a parameter counts
     stage_lr: dict[str, PositiveFloat] = {}
-    # factor of the rate a layer further from the head, on top of stage_lr; 1: none
+    # factor of the learning rate for each layer further from the head, in addition to stage_lr
     layer_decay: PositiveFraction = 1.0
-    layer_decay_by: Literal["stage", "block"] = "block"  # what counts as a layer there
-    # GiB for outputs of frozen stages, computed once: in memory or, if large, on disk; 0: in each
-    # step
+    layer_decay_by: Literal["stage", "block"] = "block"  # unit that layer_decay counts as a layer
+    # GiB in memory or on disk to store outputs of frozen stages, which are then computed once; 0:
+    # compute them in each step
     cache: NonNegativeFloat = 16.0
-    # the head begins as a logistic regression on the features of all images (2202.10054)
+    # start with a logistic regression on the features of all images as the head (2202.10054)
     probe: bool = False
 
     @property
     def regrouped(self) -> bool:
-        """True unless all parameters train with one rate."""
+        """True unless all parameters train with one learning rate."""
         return bool(self.freeze or self.unfreeze or self.stage_lr or self.layer_decay < 1)
 
     @property
     def is_active(self) -> bool:
-        """True if any setting differs from training everything with one rate."""
+        """True if any setting differs from training all parameters with one learning rate."""
         return bool(self.regrouped or self.freeze_bn or self.freeze_at)
 
 
 def plain(name: str) -> str:
-    """Return the name of a parameter as in torchvision."""
+    """Return a parameter's name as in torchvision, without the prefix `network.`."""
     return name.removeprefix("network.")
 
 
 class FineTuning:
-    """The parameters of `model` that train at each step, and the factors of their rates.
+    """The parameters of `model` that train at each step, and the factors of their learning rates.
 
-    `begins` maps the name of each parameter to the first update (from 0) that changes it; None: it
-    never trains, like parameters that the backbone freezes. `ends` maps it to the update from which
-    on it does not train; None: it trains until the end. `factors` maps it to the factor of its
-    rate. The model is not changed before `at` is called.
+    Keys of `begins`, `ends` and `factors` are parameter names. `begins` has the first update (from
+    0) that changes the parameter, None if it never trains, like those that the backbone freezes.
+    `ends` has the update from which on it does not train, None if it trains to the end. `factors`
+    has the factor of its learning rate. The model is not changed before `at`.
 
     Raises UserError for a part that matches no parameter, and for steps in which nothing trains.
     """
@@ -121,7 +121,7 @@ class FineTuning:
         layers = model.block_of
         if config.layer_decay_by == "stage":
             layers = {name: model.stage_of(name) for name in model.block_of}
-        from_head = list(reversed(dict.fromkeys(layers.values())))  # layers, the head first
+        from_head = list(reversed(dict.fromkeys(layers.values())))  # layers from the head backwards
         self.factors: dict[str, float] = {}
         for name in self.parameters:
             decay = config.layer_decay ** from_head.index(layers[name])
@@ -134,7 +134,7 @@ class FineTuning:
                 self.norms.append((module, [f"{prefix}.{name}" for name, _ in parameters]))
 
     def matches(self, part: str, name: str) -> bool:
-        """Return True if a part (see FineTuneConfig) contains the parameter `name`."""
+        """Return True if `part` (see FineTuneConfig) contains the parameter `name`."""
         if part == BACKBONE:
             return self.model.stage_of(name) != "head"
         if part in self.model.stages:
@@ -142,7 +142,7 @@ class FineTuning:
         return fnmatchcase(plain(name), part) or fnmatchcase(name, part)
 
     def _last(self, values: Mapping[str, T], name: str, default: T) -> T:
-        """Return the value of the last part that contains the parameter."""
+        """Return the value of the last part in `values` that contains the parameter `name`."""
         for part, value in reversed(list(values.items())):
             if self.matches(part, name):
                 return value
@@ -161,13 +161,14 @@ class FineTuning:
                     )
 
     def trains(self, name: str, step: int) -> bool:
-        """Return True if update number `step` (from 0) changes the parameter."""
+        """Return True if update number `step` (from 0) changes the parameter `name`."""
         begin, end = self.begins[name], self.ends[name]
         return begin is not None and step >= begin and (end is None or step < end)
 
     def border(self, step: int) -> int:
-        """Return the number of first stages whose outputs for an image are constant at update
-        number `step`: nothing in them trains, draws, or depends on the other images of the batch.
+        """Return the number of first stages whose outputs for an image are constant at `step`.
+
+        In these stages nothing trains, is random, or depends on other images of the batch.
         """
         if not self.config.is_active or self._draws():
             return 0
@@ -190,14 +191,14 @@ class FineTuning:
         return min(frozen, len(stages) + 1 - used)
 
     def _draws(self) -> bool:
-        """Return True if the network has dropout or stochastic depth."""
+        """Return True if the network has random layers, dropout or stochastic depth."""
         for module in self.model.network.modules():
             if getattr(module, "p", 0) or getattr(module, "drop_prob", 0):
                 return True
         return False
 
     def at(self, step: int) -> None:
-        """Set the model up for update number `step`.
+        """Prepare the model for update number `step`.
 
         Only parameters that train require gradients. A BatchNorm is in evaluation mode, so that its
         statistics do not change, if all its parameters are frozen, or with `freeze_bn`.
@@ -211,9 +212,9 @@ class FineTuning:
             norm.train(not (self.config.freeze_bn or is_frozen))
 
     def groups(self, weight_decay: float) -> list[Group] | None:
-        """Return the optimizer's parameter groups; None if all parameters train with one rate.
+        """Return the optimizer's parameter groups; None if all train with one learning rate.
 
-        There are two groups for each pair of a factor (`lr_scale`) and a first update, because an
+        There are two for each pair of a factor (`lr_scale`) and a first update, because an
         optimizer may count a group's updates: matrices and filters with `weight_decay`, and vectors
         without. Parameters have names. Those that never train are in no group.
         """
@@ -236,7 +237,7 @@ class FineTuning:
         return [group for group in groups if group["params"]]
 
     def describe(self) -> list[str]:
-        """Return rows for the plan; empty if everything trains with one rate."""
+        """Return lines for the plan; empty if all parameters train with one learning rate."""
         if not self.config.is_active:
             return []
         by_begin: dict[int | None, list[str]] = {}
@@ -263,14 +264,14 @@ class FineTuning:
 def layer_table(
     network: nn.Module, inputs: tuple[object, ...], finetuning: FineTuning, config: OptimizerConfig
 ) -> str:
-    """Return a table of the layers in the order of the forward pass: output shape, parameters, peak
-    rate, weight decay, and the steps in which they train.
+    """Return a table of the layers in the order of the forward pass.
 
-    `network` is in evaluation mode; its parameters have the names of those of `finetuning`.
+    Columns are output shape, parameters, peak learning rate, weight decay and steps of training.
+    `network` is in evaluation mode, with the parameter names of `finetuning`.
     """
     modules = network.named_modules()
     names = {module: prefix for prefix, module in modules if not list(module.children())}
-    shapes: dict[nn.Module, str] = {}  # in the order of the forward pass
+    shapes: dict[nn.Module, str] = {}  # output shapes, in the order of the forward pass
 
     def note(module: nn.Module, _inputs: object, output: Tensor) -> None:
         if module in names:
@@ -297,7 +298,7 @@ def layer_table(
 def _layer_row(
     prefix: str, shape: str, module: nn.Module, finetuning: FineTuning, config: OptimizerConfig
 ) -> tuple[str, ...]:
-    """Return the cells of a layer; where its parameters differ, the values in their order."""
+    """Return the table cells of a layer; a cell lists all values if its parameters differ."""
     count = 0
     rates: dict[str, None] = {}  # dicts as ordered sets
     decays: dict[str, None] = {}

@@ -1,5 +1,6 @@
-"""Features of every image from the first stages of a classifier, computed once: for training with
-frozen stages, and for a regression on features.
+"""Outputs of a classifier's first stages for every image, computed once.
+
+They serve to train with frozen stages, and to fit a regression on features.
 """
 
 import tempfile
@@ -28,14 +29,14 @@ from duetgan.utils.memory import MIB, available_bytes, local_processes
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say_main
 
-BLOCK, PIXELS = 256, 1 << 21  # most images in a forward pass, and most of their pixels
+BLOCK, PIXELS = 256, 1 << 21  # largest numbers of images and of pixels in a forward pass
 
 
 def blocks(count: int, side: int) -> list[np.ndarray]:
-    """Split the records of images of `side` px into the batches of the forward passes.
+    """Split the record numbers 0..count-1 of images of `side` px into batches for forward passes.
 
-    The split does not depend on the caller, because the last bits of a convolution may depend on
-    the other images of the batch.
+    The split is always the same, because the last bits of a convolution may depend on the other
+    images of the batch.
     """
     size = max(1, min(BLOCK, PIXELS // side**2))
     return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
@@ -44,11 +45,10 @@ def blocks(count: int, side: int) -> list[np.ndarray]:
 def outputs(
     model: Classifier, dataset: Dataset, records: np.ndarray, mirror: bool, end: int | None = None
 ) -> Tensor:
-    """Return the outputs of the first `end` stages for images, and with `mirror` for their mirror
-    images: [n, ..., 1 or 2] on the CPU.
+    """Return the outputs of the first `end` stages for images, [n, ..., 1] on the CPU.
 
-    None as `end` stands for all stages and the pooling. The caller sets evaluation mode, precision
-    and gradients.
+    With `mirror` the last dimension is 2: image and mirror image. If `end` is None, all stages and
+    the pooling are applied. The caller sets evaluation mode, precision and gradients.
     """
     images = classifier_input(model, read_batch(dataset, records).images)
     views = [images, images.flip(3)] if mirror else [images]
@@ -63,16 +63,15 @@ def image_features(
     records: np.ndarray | None = None,
     progress: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Return pooled features, the input of the head, and labels.
+    """Return pooled features, which are the input of the head, and labels.
 
-    The same call gives the same bits.
+    Repeated calls give the same bits.
 
     Args:
-        model: The classifier; computes on its device.
         dataset: Images, which are converted to the model's size and channels, without random crops.
         mirror: Compute features of the mirror images too.
-        records: int64 [n], the images to compute; None: all of them.
-        progress: Text of a progress bar; empty: no bar.
+        records: int64 [n], the numbers of the images; None for all.
+        progress: Text of a progress bar; empty for no bar.
 
     Returns:
         Features float32 [n, V, F] on the CPU, where view 0 is the image and view 1 (with `mirror`)
@@ -92,7 +91,7 @@ def image_features(
 
 
 def holds_features(batch: Batch) -> bool:
-    """Return True if a batch holds the features of `Frozen.source` [n, F, 1, views], not images."""
+    """Return True if a batch holds features [n, F, 1, views] from `Frozen.source`, not images."""
     return batch.images.shape[2] == 1
 
 
@@ -100,7 +99,7 @@ def holds_features(batch: Batch) -> bool:
 
 
 class Span(NamedTuple):
-    """Steps in which the same first stages are frozen."""
+    """A range of steps in which the same first stages are frozen."""
 
     start: int  # first step
     stop: int  # the step after the last
@@ -108,7 +107,7 @@ class Span(NamedTuple):
 
 
 class Frozen:
-    """Cached outputs of the frozen first stages, which replace images as the input of training.
+    """A cache of the outputs of the frozen first stages, with which training replaces images.
 
     Images must be the same in every epoch, except for mirroring. The cache is used as long as the
     same stages are frozen. It is not saved with the run, because it is bit-identical when computed
@@ -134,20 +133,19 @@ class Frozen:
         self.count = sum(map(len, self.datasets))
         self.spans: list[Span] = []
         if config.finetune.cache and self._is_cacheable():
-            # All samples of a short span may be fewer than all images. The probe needs all images.
+            # A cache does not pay in a span with fewer samples than images, unless the probe needs
+            # it.
             samples = 0 if config.finetune.probe else self.count * (1 + self.mirror)
             for span in self._frozen_spans(finetuning, sizes):
                 if (span.stop - span.start) * config.batch_size > samples:
                     self.spans.append(span)
         self.begin = 0  # number of stages whose outputs the batches hold
-        self.shape = torch.Size()  # of a sample there
+        self.shape = torch.Size()  # shape of these outputs for a sample
         self._span: Span | None = None
-        self._source: Source | None = None  # of that span
+        self._source: Source | None = None  # the cache for this span
 
     def _is_cacheable(self) -> bool:
-        """Return True if each epoch has the same images up to mirroring, and nothing in training
-        needs the images themselves.
-        """
+        """Return True if epochs have the same images up to mirroring, and only the model uses them."""
         config, augment = self.config, self.config.augment
         for dataset in self.datasets:
             if not isinstance(dataset, Dataset) or dataset.crop or dataset.on_damage != "stop":
@@ -160,7 +158,7 @@ class Frozen:
         return not has_unlabelled and config.loss.teacher is None
 
     def _frozen_spans(self, finetuning: FineTuning, sizes: Resizing) -> Iterator[Span]:
-        """Yield the spans of steps with frozen first stages and one image size."""
+        """Yield the spans of steps with the same frozen first stages and image size."""
         changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}
         steps = sorted(step for step in changes if step is not None and step < self.config.steps)
         groups = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
@@ -176,9 +174,7 @@ class Frozen:
         return blocks(count, self.model.side or self.model.spec.side)
 
     def outputs(self, images: Tensor, step: int) -> Tensor:
-        """Return the input of update number `step` for images: features [n, F, 1, 1] while stages
-        are frozen, else the images.
-        """
+        """Return the input of update `step` for images: themselves, or features [n, F, 1, 1]."""
         if (span := self._span_of(step)) is None:
             return images
         with torch.no_grad():
@@ -201,7 +197,7 @@ class Frozen:
         return self._source
 
     def features(self, source: Source | None) -> tuple[Tensor, Tensor]:
-        """Return `image_features` in the run's precision, computed from a cache if there is one."""
+        """Return `image_features` in the run's precision, from the cached outputs `source` if any."""
         with self.precision.autocast():
             if source is None:
                 return image_features(
@@ -220,8 +216,9 @@ class Frozen:
         return torch.cat(parts), torch.tensor(self.dataset.labels())
 
     def _computed(self, end: int, folder: Path) -> Source | None:
-        """Cache the outputs of the first `end` stages in memory or on the disk; None if they need
-        too much space.
+        """Compute and cache the outputs of the first `end` stages, in memory or on disk.
+
+        Return None if they need too much space.
         """
         parts = self._parts(end)
         first = next(parts)
@@ -229,8 +226,8 @@ class Frozen:
         # On accelerators it is faster to compute maps than to copy more bytes than the images have.
         if first.ndim > 3 and device_of(self.model).type != "cpu":
             limit = min(limit, self.count * self.dataset.spec.values)
-        size = sample_bytes * self.count * local_processes()  # Each process holds all samples.
-        place = 2  # 0: in memory, 1: on the disk, 2: nowhere; the same for all processes
+        size = sample_bytes * self.count * local_processes()  # Each process caches all samples.
+        place = 2  # 0: in memory, 1: on disk, 2: no cache; the same for all processes
         if size <= min(available_bytes() / 4, limit):
             place = 0
         elif size <= min(disk_usage(folder).free / 1.1, limit):
@@ -264,7 +261,7 @@ class Frozen:
         return source
 
     def _parts(self, end: int) -> Iterator[Tensor]:
-        """Yield the outputs of all blocks in order; the processes compute them in turn."""
+        """Yield the outputs of all blocks of images in order; the processes divide the work."""
         records, world = self._blocks(self.count), collectives.world_size()
         self.model.begin = 0
         with Bar(
@@ -293,7 +290,7 @@ class Frozen:
 def on_disk(
     rows: Iterator[np.ndarray], row_bytes: int, folder: Path
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Write rows uint8 [n, row_bytes] to an unnamed file and return a function that reads rows.
+    """Write rows uint8 [n, row_bytes] to a temporary file; return a function that reads rows.
 
     The file is deleted when the process ends. Raises UserError if the disk is full.
     """

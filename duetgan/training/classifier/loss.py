@@ -1,5 +1,6 @@
-"""Losses of the classifier, with soft targets and class weights. Another loss is one entry in
-`CLASSIFIER_LOSSES`.
+"""Losses of the classifier, with soft targets and class weights.
+
+To add a loss, add an entry to `CLASSIFIER_LOSSES`.
 """
 
 import math
@@ -17,22 +18,22 @@ from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, Positive
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.text import did_you_mean
 
-FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels, as in the paper
-MIN_FREQUENCY = 1e-9  # relative to the most frequent class, in the logarithm of the prior
+FOCUS, MARGIN = 4, 0.05  # settings of the asymmetric loss, as in 2009.14119
+MIN_FREQUENCY = 1e-9  # least class frequency / largest one, in the logarithm of the prior
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierLoss:
     """A loss as a function of logits and targets, both [n, classes].
 
-    It returns one value per sample, [n], or with `several` one per label, [n, classes]. Raises
-    UserError for a loss that is a mean.
+    `errors` returns one value per sample, [n], or if `several` is True one per label, [n, classes].
+    Raises UserError if it returns a mean.
     """
 
     errors: Callable[[Tensor, Tensor], Tensor]
     # True: an image may have several labels, and targets are 0 or 1. False: targets add up to 1.
     several: bool = False
-    softmax: bool = True  # the logits are those of a softmax, so that `logit_adjustment` applies
+    softmax: bool = True  # True if the loss applies a softmax, so that `logit_adjustment` works
 
     def __post_init__(self) -> None:
         shape = list(self.errors(torch.zeros(3, 2), torch.full((3, 2), 0.5)).shape)
@@ -46,7 +47,8 @@ class ClassifierLoss:
 def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the asymmetric loss of each label, [n, classes] (2009.14119, equations 4 to 7).
 
-    An absent label with probability p is weighted by q^FOCUS, where q = max(p - MARGIN, 0).
+    The loss of an absent label with probability p is weighted by q^FOCUS with q = max(p - MARGIN,
+    0).
     """
     q = (logits.sigmoid() - MARGIN).clamp(min=0)
     return -targets * F.logsigmoid(logits) - (1 - targets) * q**FOCUS * torch.log1p(-q)
@@ -56,7 +58,7 @@ CLASSIFIER_LOSSES = {
     "cross-entropy": ClassifierLoss(
         errors=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none")
     ),
-    # between logits and one-hot targets (2006.07322)
+    # The error is that between logits and one-hot targets (2006.07322).
     "squared-error": ClassifierLoss(
         errors=lambda logits, targets: (logits - targets).square().mean(1), softmax=False
     ),
@@ -71,21 +73,22 @@ CLASSIFIER_LOSSES = {
 
 
 class ClassifierLossConfig(Config):
-    """Settings of the loss."""
+    """Settings of the classifier's loss."""
 
-    # cross-entropy, squared-error (2006.07322); for several labels an image bce, asymmetric
-    # (2009.14119); see loss.py
+    # cross-entropy or squared-error (2006.07322); for images with several labels bce or asymmetric
+    # (2009.14119)
     kind: str = "cross-entropy"
     # fraction of every target that is spread over all classes, or with several labels over 0 and 1
     label_smoothing: Decay = 0.1
-    # by name, else 1; balanced: 1 / frequency. With several labels: weights of present labels
+    # {class: weight}, 1 for other classes; balanced: 1 / frequency. With several labels an image:
+    # weights of present labels
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
     # factor of log(class frequency), which is added to logits in training (2007.07314)
     logit_adjustment: NonNegativeFloat = 0.0
-    # run of a classifier whose predictions are targets too (distillation)
+    # run of a classifier whose predictions are additional targets (distillation)
     teacher: str | None = None
-    teacher_share: Probability = 1.0  # fraction of the loss to the teacher, not to the labels
-    temperature: PositiveFloat = 2.0  # of both networks' predictions in distillation
+    teacher_share: Probability = 1.0  # weight of the teacher's targets; the labels have 1 - weight
+    temperature: PositiveFloat = 2.0  # temperature of both networks' predictions in distillation
 
     def check(self) -> None:
         refuse(
@@ -111,13 +114,13 @@ class ClassifierLossConfig(Config):
 
 
 class Targets(NamedTuple):
-    """The targets of n images: a class each, a mixture of two classes, or several labels."""
+    """The targets of n images: one class each, a mixture of two classes, or several labels."""
 
     labels: Tensor  # int64 [n]; with several labels per image float [n, classes] of 0 and 1
-    # Like `labels`: those of the images that are mixed in; None: no image is mixed.
+    # Labels of the images that are mixed in, in the form of `labels`; None if none are.
     partner_labels: Tensor | None = None
     fraction: Tensor | None = None  # float [n]: fraction of `labels` in the mixture, 0 to 1
-    weights: Tensor | None = None  # float [n]: weight of each sample's loss; None: 1
+    weights: Tensor | None = None  # float [n]: weight of each sample's loss; None for 1
 
     def rows(self, rows: slice) -> "Targets":
         return Targets(*(part if part is None else part[rows] for part in self))  # type: ignore[arg-type]
@@ -125,8 +128,8 @@ class Targets(NamedTuple):
     def correct(self, logits: Tensor) -> Tensor:
         """Return the number of correct predictions, 0-d.
 
-        A mixed sample counts as the fraction of the predicted class, a sample with several labels
-        as the fraction of the classes that are predicted correctly.
+        A mixed sample counts as the fraction of the predicted class in it, and a sample with
+        several labels as the fraction of its labels that are predicted correctly.
         """
         if self.labels.is_floating_point():
             targets = soft_targets(self, logits.shape[1], logits.dtype)
@@ -135,7 +138,7 @@ class Targets(NamedTuple):
         predicted = logits.argmax(1)
         if self.partner_labels is None or self.fraction is None:
             return (predicted == self.labels).sum()
-        # The sum has the precision of the loss.
+        # Compute the sum at least in the precision of the logits.
         fraction = self.fraction.to(torch.promote_types(self.fraction.dtype, logits.dtype))
         is_label, is_partner = predicted == self.labels, predicted == self.partner_labels
         return (fraction * is_label + (1 - fraction) * is_partner).sum()
@@ -146,17 +149,15 @@ def class_weight_list(
     classes: Sequence[str],
     class_frequencies: Sequence[float],
 ) -> list[float] | None:
-    """Return the weight of each class; None without class weights.
+    """Return the weight of each class; None if the config has no class weights.
 
-    Weights are scaled so that their mean over the training images is 1. So the loss of a batch can
-    be divided by its size, which is the same on all ranks and in all micro-batches, whatever
-    classes it holds. With several labels per image the weights of present labels are not scaled.
+    Weights are scaled to a mean of 1 over the training images. So the loss of a batch can be
+    divided by its size, which is the same on all ranks and in all micro-batches, whatever classes
+    it holds. With several labels per image the weights of present labels are not scaled.
 
     Args:
-        config: Settings of the loss.
-        classes: Names of the classes.
-        class_frequencies: Frequency of each class in training, relative to the others. With several
-            labels per image: the fraction of the images that have the label.
+        class_frequencies: Relative frequency of each class in training. With several labels per
+            image: the fraction of the images that have the label.
 
     Raises:
         UserError: A class is unknown, or all weights are 0.
@@ -192,7 +193,6 @@ def class_weights_and_prior(
     """Return the class weights and the prior, both [classes]; None where the config has none.
 
     The prior is the value that `logit_adjustment` adds to the logit of each class (2007.07314).
-    Arguments are those of `class_weight_list`.
     """
     weights, prior = None, None
     weight_list = class_weight_list(config, classes, class_frequencies)
@@ -209,16 +209,16 @@ def classifier_loss(
     logits: Tensor,  # [n, classes]
     targets: Targets,
     config: ClassifierLossConfig,
-    weights: Tensor | None = None,  # [classes], see `class_weights_and_prior`
-    prior: Tensor | None = None,  # [classes], see `class_weights_and_prior`
+    weights: Tensor | None = None,  # [classes]: class weights
+    prior: Tensor | None = None,  # [classes]: added to the logits
 ) -> Tensor:
-    """Return the weighted sum over the samples of their losses, 0-d.
+    """Return the sum of the weighted losses of the samples, 0-d.
 
     The caller divides it by the global batch size. The whole loss of a sample, to its smoothed
-    label, has the weight of that label. Weighted class by class, the smoothing would make the
-    rarest class the largest target of every image. A mixed sample has the mean of the losses to
-    both labels. With a prior, label smoothing is proportional to it: uniform smoothing would undo
-    the prior.
+    label, has the weight of its class: with a weight for each class of the smoothed label, the
+    rarest class would become the largest target of every image. A mixed sample has the mean of the
+    losses to both labels. With a prior, label smoothing is proportional to it, since uniform
+    smoothing would undo the prior.
     """
     loss, smoothing = config.function, config.label_smoothing
     classes = logits.shape[1]
@@ -246,7 +246,7 @@ def classifier_loss(
 
 
 def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor:
-    """Return the cross entropy without class weights and prior, by torch's fused function."""
+    """Return the sum of the losses without class weights and prior, by torch's fused function."""
     reduction = "sum" if targets.weights is None else "none"
     if targets.partner_labels is None:
         errors = F.cross_entropy(
@@ -261,15 +261,12 @@ def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor
 
 
 def _total(label_errors: Tensor, partner_errors: Tensor | None, targets: Targets) -> Tensor:
-    """Return the weighted sum over the samples of errors [n] to their labels and to their partners'
-    labels.
-    """
+    """Return the weighted sum of errors [n] to the samples' own and their partners' labels, 0-d."""
     errors = _mixed(label_errors, partner_errors, targets.fraction)
     return (errors if targets.weights is None else errors * targets.weights).sum()
 
 
 def _mixed(values: Tensor, partner_values: Tensor | None, fraction: Tensor | None) -> Tensor:
-    """Return fraction * values + (1 - fraction) * partner_values; `values` without a partner."""
     if partner_values is None or fraction is None:
         return values
     return torch.lerp(partner_values, values, fraction.to(values.dtype))
@@ -281,12 +278,12 @@ def add_distillation(
     teacher_logits: Tensor | None,
     targets: Targets,
     config: ClassifierLossConfig,
-    weights: Tensor | None = None,  # [classes], see `class_weights_and_prior`
+    weights: Tensor | None = None,  # [classes]: class weights
 ) -> Tensor:
-    """Return the mean of `loss` and the distillation loss, by the fraction `teacher_share`, 0-d.
+    """Return the mean of `loss` and the distillation loss of weight `teacher_share`, 0-d.
 
     `loss` is a `classifier_loss`. The distillation loss is the sum over the samples, each with the
-    weight of its label, of T^2 KL(softmax(t / T) || softmax(z / T)) for logits z and the teacher's
+    weight of its class, of T^2 KL(softmax(t / T) || softmax(z / T)) for logits z and the teacher's
     logits t [n, classes] (Hinton et al. 2015, 1503.02531).
     """
     if teacher_logits is None:
@@ -312,12 +309,12 @@ def sample_weights(
     """Return the weight of each sample's loss, float [n].
 
     It is `weight` for synthetic images, 1 for real images, and for a mixed sample the mean of both
-    images' weights by the fraction of its label.
+    images' weights, according to `fraction`.
 
     Args:
         is_synthetic: bool [n].
         weight: Weight of a synthetic image.
-        is_partner_synthetic: bool [n], of the images that are mixed in; None: no image is mixed.
+        is_partner_synthetic: bool [n], for the images that are mixed in; None if none are.
         fraction: float [n], the fraction of the sample's own label in the mixture.
     """
     partner_weights = None
@@ -327,9 +324,7 @@ def sample_weights(
 
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
-    """Return the target of each class, [n, classes] in [0, 1]; rows add up to 1 with one label per
-    image.
-    """
+    """Return the targets [n, classes] in [0, 1]; rows add up to 1 with one label per image."""
     hard = one_hot(targets.labels, classes, dtype)
     if targets.partner_labels is None or targets.fraction is None:
         return hard

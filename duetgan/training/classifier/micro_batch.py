@@ -1,4 +1,4 @@
-"""Micro-batches: the number of samples of a process that go through the network at once."""
+"""Micro-batches: parts of a process's batch that go through the network at once."""
 
 from itertools import pairwise
 from typing import Any, Literal
@@ -10,13 +10,13 @@ from duetgan.utils.errors import TrainingHalted
 class MicroBatch(Fields):
     """The largest number of samples per forward pass, `size`, which is also the state.
 
-    With the setting `auto` it starts at all samples of the process and is halved when memory runs
-    out. Several processes do so in the first steps only.
+    With `auto` it starts at all samples of the process and is halved when memory runs out; several
+    processes halve it only in tried steps (`retry`).
     """
 
     STATE = ("size",)
     optional = True  # A run that started with a number has no such state.
-    tries = 0  # steps that several processes still try without sending gradients first
+    tries = 0  # number of next steps that several processes first try without sending gradients
 
     def __init__(self, setting: int | Literal["auto"] | None, rank_batch: int) -> None:
         self.auto = setting == "auto"
@@ -28,18 +28,18 @@ class MicroBatch(Fields):
     def slices(self) -> list[slice]:
         """Return as few micro-batches as possible, of nearly equal sizes.
 
-        A short last one would give BatchNorm poor statistics.
+        A much smaller last one would give BatchNorm poor statistics.
         """
         count = -(-self.rank_batch // self.size)
         ends = [self.rank_batch * number // count for number in range(count + 1)]
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def retry(self) -> None:
-        """Try the next two steps, because other parameters train or images have another size."""
+        """Check the memory in the next two steps, since parameters or image sizes have changed."""
         self.tries = 2 if self.auto else 0
 
     def halve(self) -> str:
-        """Halve the size and return a message.
+        """Halve the size, and return a message about it.
 
         Raises TrainingHalted if a single sample needs too much memory.
         """

@@ -1,6 +1,4 @@
-"""Preparation of a classifier's network before the first step: pretrained weights, first filters
-that fit the images, and padding.
-"""
+"""Preparation of a classifier's network: pretrained weights, fitted first filters, padding."""
 
 import numpy as np
 import torch
@@ -20,21 +18,21 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage, join, recorded
 from duetgan.utils.runlog.run_log import say_main
 
-IMAGES = 5000  # most images that the filters are fitted to
-PART, PIXELS = 256, 1 << 22  # most images in memory at a time, and most of their pixels
-# The last result, because the start of a training builds several tasks.
+IMAGES = 5000  # largest number of images to which the first filters are fitted
+PART, PIXELS = 256, 1 << 22  # largest numbers of images and of pixels in memory at a time
+# The last filters are cached because the start of a training builds several tasks.
 _last_filters: dict[tuple[object, ...], list[float]] = {}
 
 
 def initialise(model: Classifier, dataset: Dataset) -> None:
     """Load the weights that `model.weights` names, or else fit the first filters to the images.
 
-    All ranks must call this. Raises UserError like `load_pretrained` and `load_discriminator`.
+    All ranks must call this. Raises UserError for weights that are missing or do not fit.
     """
     if model.config.weights is None:
         fit_first_filters(model, dataset)
         return
-    with collectives.raising_together():  # each node may have files of its own
+    with collectives.raising_together():  # Nodes may have different files.
         if model.config.discriminator is None:
             message = load_pretrained(model, dataset.meta.classes)
         else:
@@ -43,10 +41,11 @@ def initialise(model: Classifier, dataset: Dataset) -> None:
 
 
 def load_discriminator(model: Classifier) -> str:
-    """Copy the weights of a discriminator, except its head, and return a message.
+    """Copy the weights of a GAN's discriminator, except its head, and return a message.
 
-    `model.config.weights` is the run of the GAN. The discriminator has seen samples of its
-    generator. So the lineage of the classifier records them, and it cannot judge them.
+    `model.config.weights` is the run of the GAN. Its discriminator has seen samples of its
+    generator. So the lineage of the classifier records these samples, and the classifier cannot
+    judge them.
 
     Raises:
         UserError: The checkpoint is not of a GAN, or its discriminator differs from the one that
@@ -109,10 +108,10 @@ def fit_first_filters(model: Classifier, dataset: Dataset) -> None:
 def widen_narrow_maps(model: nn.Module) -> None:
     """Make strided convolutions pad maps that are narrower than the stride, in bf16 on CPUs.
 
-    In these cases oneDNN (torch 2.15, AVX-512) leaves part of the weight gradient uninitialised:
-    for 3x3 kernels with stride 2 the taps that see only padding. More zeros at the side of the map
-    do not change the output. This applies to odd kernels with zero padding of half their width,
-    like those of torchvision's networks.
+    For such maps oneDNN (torch 2.15, AVX-512) leaves part of the weight gradient uninitialised: for
+    3x3 kernels with stride 2 the taps that see only padding. More zeros at the side of the map do
+    not change the output. This applies to odd kernels with zero padding of half their width, like
+    those of torchvision's networks.
     """
 
     def widened(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:

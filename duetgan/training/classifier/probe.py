@@ -1,8 +1,7 @@
-"""A linear probe: multinomial logistic regression on a network's features of images and of their
-mirror images.
+"""A linear probe: logistic regression on a network's features of images and mirror images.
 
-Fine-tuning starts with the probe as its head (2202.10054). The accuracy of the probe is the
-baseline that fine-tuning must beat.
+Fine-tuning can start with the probe as its head (2202.10054). Its accuracy is the baseline that
+fine-tuning must beat.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,32 +22,32 @@ from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import duration
 
-FOLDS = 5
+FOLDS = 5  # of the cross-validation
 # Strengths of the penalty, strongest first: each fit starts from the previous solution.
 STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)
-# Most images x features x classes in the cross-validation, which then takes about half a minute.
+# Limit of images x features x classes in the cross-validation, for about half a minute.
 WORK = 2e8
-ITERATIONS = 100  # of L-BFGS, at most
+ITERATIONS = 100  # largest number of iterations of L-BFGS
 COMPARED = 20_000  # most images that are searched for look-alikes, which takes seconds
-PREVIEW_IMAGES = 200  # of the preview, at least
-PREVIEW_PER_CLASS = 5  # on average, at least
+PREVIEW_IMAGES = 200  # least images in the preview
+PREVIEW_PER_CLASS = 5  # least mean number of images per class in the preview
 
 
 class Probe(NamedTuple):
-    """A fitted regression: logits are features @ weight.T + bias."""
+    """A fitted logistic regression, whose logits are features @ weight.T + bias."""
 
     weight: Tensor  # float32 [K, F]
     bias: Tensor  # float32 [K]
-    # Cross-validated: of images that neither the regression nor its strength was fitted to.
+    # cross-validated: on images to which neither the regression nor its strength was fitted
     accuracy: float
     interval: list[float]  # 95 % interval of the accuracy
-    images: int  # images from which the accuracy is computed
-    # of the penalty: mean cross-entropy + strength / 2 * |weights of standardised features|^2
+    images: int  # number of images from which the accuracy is computed
+    # The loss is mean cross-entropy + strength / 2 * |weights of standardised features|^2.
     strength: float
 
 
 class ProbeSummary(Fields):
-    """Summary of the probe that a run started with; part of its checkpoints."""
+    """The summary of the probe with which a run started; part of its checkpoints."""
 
     STATE = ("accuracy", "interval", "images", "strength", "seconds")
     optional = True  # A run that started without a probe has no such state.
@@ -58,7 +57,7 @@ class ProbeSummary(Fields):
         self.interval = [0.0, 1.0]
         self.images = 0
         self.strength = 0.0
-        self.seconds = 0.0  # duration of the features and the regression
+        self.seconds = 0.0  # duration of computing the features and the regression
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -70,7 +69,7 @@ class ProbeSummary(Fields):
 
     @torch.no_grad()
     def install(self, probe: Probe, heads: Sequence[nn.Linear]) -> None:
-        """Copy the weights of `probe` into the heads, and record its accuracy."""
+        """Copy the weights of `probe` into the heads, and record its accuracy and settings."""
         self.accuracy = probe.accuracy
         self.interval = probe.interval
         self.images = probe.images
@@ -81,7 +80,7 @@ class ProbeSummary(Fields):
 
 
 def preview_records(count: int, classes: int, seed: int) -> np.ndarray | None:
-    """Choose records for a quick preview of the probe, int64; None if that saves little time."""
+    """Choose image numbers for a quick preview, int64; None if it would save little time."""
     number = max(PREVIEW_IMAGES, PREVIEW_PER_CLASS * classes)
     if 3 * number >= count:
         return None
@@ -91,7 +90,7 @@ def preview_records(count: int, classes: int, seed: int) -> np.ndarray | None:
 def look_alike_groups(dataset: Dataset) -> np.ndarray:
     """Return for each image the number of the first image that looks like it, int64 [n].
 
-    An image without look-alikes has its own number, and so have all images of a data set of several
+    Without look-alikes this is its own number; so it is for all images of a data set of several
     files or of more than COMPARED images, which is not searched.
     """
     firsts = np.arange(len(dataset))
@@ -113,17 +112,15 @@ def fit(
 ) -> Probe:
     """Fit a logistic regression, and choose the strength of its penalty by cross-validation.
 
-    The strength has the best accuracy of the first view over FOLDS folds. The accuracy of each fold
-    is that of the strength that is best on the other folds.
+    The strength has the best accuracy on the first view of held-out images. The accuracy of each
+    fold is that of the strength that is best on the other folds.
 
     Args:
         features: [n, V, F] of V views of each image, on the device that computes.
         labels: int64 [n] below `classes`.
-        classes: Number of classes.
-        seed: Seed of the folds.
-        groups: int64 [n]. Images of a group are in one fold; None: each image is a group.
-        unlabelled_features: [m, F] whose mean and deviation standardise the features; None: those
-            of `features`.
+        groups: int64 [n]. Images of a group are in one fold; None if each image is a group.
+        unlabelled_features: [m, F] whose mean and deviation standardise the features; None to use
+            those of `features`.
     """
     n, _, width = features.shape
     scale = None if unlabelled_features is None else _scale(unlabelled_features)
@@ -149,8 +146,9 @@ def fit(
 
 
 def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
-    """Return the fold of each image, int64 [n]. The groups of each class are spread evenly over the
-    folds.
+    """Return the fold of each image, int64 [n].
+
+    The groups of each class are spread evenly over the folds.
     """
     _, firsts, group = np.unique(groups, return_index=True, return_inverse=True)
     order = numpy_generator(seed, "probe", "folds").permutation(len(firsts))
@@ -171,11 +169,11 @@ def _path(
     strengths: Sequence[float],
     scale: tuple[Tensor, Tensor] | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield weight [K, F] and bias [K] for features that are not standardised, for each strength."""
+    """Yield weight [K, F] and bias [K], for features that are not standardised, for each strength."""
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     mean, deviation = scale or _scale(x)
     x, basis = (x - mean) / deviation, None
-    if len(x) < x.shape[1]:  # The penalty keeps the solution in the span of the images.
+    if len(x) < x.shape[1]:  # Because of the penalty, the solution is in the span of the features.
         basis = torch.linalg.qr(x.T)[0]
         x = x @ basis
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)

@@ -1,8 +1,7 @@
-"""Progressive resizing: training starts with smaller images, which cost less, and ends at full size
-(fast.ai, 2018).
+"""Progressive resizing: training starts with smaller images, which cost less (fast.ai, 2018).
 
-Names and defaults are those of ProgressiveResizing in MosaicML's Composer. The size is a function
-of the step alone.
+It ends at full size. Names and defaults are those of ProgressiveResizing in MosaicML's Composer.
+The size is a function of the step alone.
 """
 
 from bisect import bisect_right
@@ -14,18 +13,18 @@ from duetgan.models.classifier import Classifier
 from duetgan.utils.config.model import Config, PositiveFraction, Probability
 from duetgan.utils.errors import UserError
 
-SMALLEST = 8  # px, as for model.input_size
-# px. Sizes are multiples of it. There are few, because torch.compile compiles for each size, and at
-# most eight times.
+SMALLEST = 8  # smallest image size in px, as for model.input_size
+# Sizes are multiples of this number of px, and few, because torch.compile compiles for each size,
+# at most eight times.
 INCREMENT = 4
 
 
 class ResizingConfig(Config):
     """Progressive resizing: smaller images at first. Evaluation is always at full size."""
 
-    # initial scale of the sides; 0.5: a quarter of the pixels; 1: off
+    # initial scale of the image sides; 0.5: a quarter of the pixels; 1: no resizing
     initial_scale: PositiveFraction = 1.0
-    delay_fraction: Probability = 0.5  # fraction of the steps before the sides grow, linearly
+    delay_fraction: Probability = 0.5  # fraction of the steps before the images grow, linearly
     finetune_fraction: PositiveFraction = 0.2  # fraction of the steps at full size, at the end
 
     def check(self) -> None:
@@ -39,8 +38,8 @@ class ResizingConfig(Config):
 class Resizing:
     """The image size of a model in a training of `steps` steps.
 
-    It does not affect evaluation, which uses another model, the average. Raises UserError if the
-    first size is too small for the network.
+    Evaluation is not affected, because it uses another model, the moving average. Raises UserError
+    if the first size is too small for the network.
     """
 
     def __init__(self, config: ResizingConfig, model: Classifier, steps: int) -> None:
@@ -70,7 +69,7 @@ class Resizing:
         return len(self.spans) > 1
 
     def at(self, step: int) -> bool:
-        """Set the image size of update number `step`; return True if it has changed."""
+        """Set the model's image size for update number `step`; return True if it has changed."""
         if not self.on:
             return False
         previous = self.model.side
@@ -78,17 +77,17 @@ class Resizing:
         return self.model.side != previous
 
     def side_of(self, step: int) -> int:
-        """Return the image size of update number `step` in px."""
+        """Return the side of the images at update number `step` in px."""
         return self.spans[bisect_right(self.spans, step, key=lambda span: span[0]) - 1][1]
 
     def typical_steps(self) -> dict[int, float]:
-        """Return the last step of each size with its fraction of all steps, the largest first."""
+        """Return the last step of each image size with its fraction of all steps, largest first."""
         ends = [*(first for first, _ in self.spans), self.steps]
         fractions = {end - 1: (end - first) / self.steps for first, end in pairwise(ends)}
         return dict(sorted(fractions.items(), key=lambda item: -item[1]))
 
     def describe(self) -> dict[str, str]:
-        """Return a row for the plan; nothing if images keep their size."""
+        """Return a row for the plan, label -> text; empty if the image size is constant."""
         if self.config.initial_scale == 1:
             return {}
         changes = [f", {side} px from step {first:,}" for first, side in self.spans[1:]]
@@ -96,9 +95,9 @@ class Resizing:
 
 
 def side_at(config: ResizingConfig, step: int, steps: int, full: int) -> int:
-    """Return the image size of update number `step` of `steps` in px, at most `full`.
+    """Return the side of the images at update number `step` of `steps` in px, at most `full`.
 
-    It grows in multiples of 4 px, or for `full` above 32 px of an eighth of `full`, rounded up to a
+    It is a multiple of 4 px, or for `full` above 32 px of an eighth of `full`, rounded up to a
     multiple of 4 px. The arithmetic is exact.
     """
     # The decimal text of a float gives the exact fraction: 0.1 is a tenth.

@@ -1,4 +1,4 @@
-"""The classifier task: networks, one training step, the state that is saved, and the evaluation."""
+"""The classifier task: networks, a training step, the saved state, and the evaluation."""
 
 import time
 from collections.abc import Iterator
@@ -72,12 +72,12 @@ class Prepared(NamedTuple):
 
     images: Tensor  # [n, C, H, W]; uint8 if the data set has 8 bits
     targets: Targets
-    partners: Tensor | None = None  # [n, C, H, W]: the images to mix in; None: no image is mixed
+    partners: Tensor | None = None  # [n, C, H, W]: the images to mix in; None if none are
     mixing: Mixing | None = None
 
 
 class ClassifierTask(Task):
-    """The classifier, its optimizer and moving average, and one step."""
+    """The training of a classifier: network, optimizer, moving average, and the step."""
 
     best_metric = "accuracy"
     best_is_lower = False
@@ -100,9 +100,9 @@ class ClassifierTask(Task):
         if config.early_stopping.patience is not None and val_dataset is None:
             raise UserError("early_stopping.patience needs validation images; give data.val_path")
         self.rank_batch = config.rank_batch(world)
-        self.first_row = collectives.rank() * self.rank_batch  # in the global batch
+        self.first_row = collectives.rank() * self.rank_batch  # first row of the global batch
         self.unlabelled = Unlabelled(config, dataset) if config.unlabelled.path else None
-        # The unlabelled images as training data; with weight 0 they only standardise the probe.
+        # None with weight 0: then unlabelled images do not train, but standardise the probe.
         self.unlabelled_stream = self.unlabelled if config.unlabelled.weight else None
         samples = self.rank_batch
         if self.unlabelled_stream:
@@ -123,7 +123,7 @@ class ClassifierTask(Task):
             )
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         model = model.to(memory_format=layout)
-        self.device_parts: list[DevicePart] = []  # of a model that is split over several devices
+        self.device_parts: list[DevicePart] = []  # parts of a model that is split over devices
         if config.model.split == "off":
             model = model.to(device)
         else:
@@ -142,8 +142,8 @@ class ClassifierTask(Task):
         self.model.train()  # It stays in training mode: only the average is evaluated.
         self.resizing = Resizing(config.resizing, self.model, config.steps)
         self.statistics = list(self.model.buffers())  # running statistics of BatchNorm
-        self.replica: DistributedDataParallel | None = None  # the model, with several processes
-        self.forward: Compiled | None = None  # the model or its replica
+        self.replica: DistributedDataParallel | None = None  # the model for several processes
+        self.forward: Compiled | None = None  # the model or its replica, compiled
         self._wrapped_for: list[bool] = []  # `requires_grad` of the parameters at the last `_wrap`
         frequencies = np.array(label_frequencies(config.data, dataset))
         if config.loss.several:
@@ -173,9 +173,9 @@ class ClassifierTask(Task):
 
     @staticmethod
     def outline(config: ClassifierConfig, shape: Shape) -> Outline:
-        """Return the layer of a hidden head after the narrowest backbone, with its average.
+        """Return a hidden head after the narrowest backbone, counted twice: weights and average.
 
-        Only its width is free: backbones have fixed sizes.
+        Backbones are left out because their sizes cannot be configured.
         """
         width = 1
         if config.model.head == "hidden":
@@ -200,7 +200,7 @@ class ClassifierTask(Task):
     def begin(self, folder: Path) -> None:
         """Fit a logistic regression and start with it as the head, if `finetune.probe` is set.
 
-        The main process computes it and sends it to the others.
+        Rank 0 computes it and sends it to the other ranks.
         """
         if not self.config.finetune.probe:
             return
@@ -246,14 +246,15 @@ class ClassifierTask(Task):
 
         probe, propagated_labels, self.probe.seconds = collectives.from_main_process(fitted)
         self.probe.install(probe, [self.model.head, self.ema.model.head])
-        self.updater.reset()  # A schedule-free optimizer holds a copy of the previous weights.
+        self.updater.reset()  # A schedule-free optimizer holds a copy of the replaced weights.
         if self.unlabelled is not None and propagated_labels is not None:
             self.unlabelled.propagated_labels = propagated_labels
         say_main(f"probe: {self.probe}; training begins there")
 
     def probe_subset(self, records: np.ndarray, groups: np.ndarray) -> Probe:
-        """Fit the logistic regression to some of the images, int64 [n]; `groups` [len(dataset)] are
-        those of `probe.fit`.
+        """Fit the logistic regression to the images `records`, int64 [n].
+
+        `groups` [len(dataset)] are the groups of images that belong in one fold.
         """
         with self.precision.autocast():
             features, labels = image_features(
@@ -284,7 +285,7 @@ class ClassifierTask(Task):
         }
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        """Make one update at the global batch; the returned metrics add up over the ranks."""
+        """Make one update from the next global batch; the returned metrics add up over the ranks."""
         batch = next(batches)
         self._set_up(step)
         self._wrap()
@@ -295,7 +296,7 @@ class ClassifierTask(Task):
         loss, correct = self._gradients(batch, step, statistics)
         with phase("optimizer"):
             update = self.updater.step(step)
-            # Running statistics must not keep the NaN of a masked step.
+            # The NaN of a masked step must not remain in the running statistics.
             statistics.restore(update.skipped)
             if self.local_batchnorm:
                 self._average_statistics()
@@ -308,7 +309,6 @@ class ClassifierTask(Task):
         return metrics | used | update.metrics("classifier")
 
     def _average_statistics(self) -> None:
-        """Average the running statistics of BatchNorm over the processes."""
         running: list[Tensor] = []
         for module in self.model.modules():
             if isinstance(module, torch.nn.BatchNorm2d) and module.training:
@@ -329,7 +329,7 @@ class ClassifierTask(Task):
             self.micro.retry()
 
     def _wrap(self) -> None:
-        """Compile the model, with several processes inside DDP; again if other parameters train."""
+        """Compile the model, in DDP for several processes; again if other parameters train."""
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         if trains == self._wrapped_for:
             return
@@ -339,8 +339,8 @@ class ClassifierTask(Task):
         self.updater.zero_grad()
         self.micro.retry()
         if collectives.world_size() > 1:
-            # Inputs are on the right device already, so there are no device_ids. The weights are
-            # sent the first time only: later they are equal on all ranks.
+            # Inputs are on the right device already, so no device_ids are needed. Rank 0 sends its
+            # weights the first time only, since they are equal on all ranks later.
             self.replica = DistributedDataParallel(
                 self.model, gradient_as_bucket_view=True, init_sync=is_first
             )
@@ -356,16 +356,11 @@ class ClassifierTask(Task):
         )
 
     def _gradients(self, batch: Batch, step: int, statistics: Snapshot) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of the global batch, in smaller micro-batches if memory runs out
-        and the config allows it.
+        """Compute the gradients of the global batch, in smaller micro-batches if memory runs out.
 
-        Several processes must agree on the micro-batches before one of them sends gradients. So
-        they first try without sending.
-
-        Args:
-            batch: This process's batch.
-            step: Number of the update.
-            statistics: Running statistics from before the step, which failed tries have changed.
+        Several processes must agree on the micro-batches before one of them sends gradients, so
+        they first try without sending. `statistics` are the running statistics from before the
+        step, which failed tries have changed.
 
         Returns:
             The loss and the number of correct predictions of this process, 0-d.
@@ -389,8 +384,9 @@ class ClassifierTask(Task):
         return self._accumulate(batch, step)
 
     def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
-        """Return the result of `_accumulate` without sending gradients; None on
-        out-of-memory, after the tensors of the failed pass are released.
+        """Return the result of `_accumulate` without sending gradients.
+
+        Return None if memory runs out; the tensors of the failed pass are then released.
         """
         try:
             return self._accumulate(batch, step, send=False)
@@ -402,8 +398,8 @@ class ClassifierTask(Task):
     def _accumulate(self, batch: Batch, step: int, *, send: bool = True) -> tuple[Tensor, Tensor]:
         """Accumulate the gradients of this process's batch in micro-batches.
 
-        With `send`, DDP adds them up over the processes during the last backward pass. Returns the
-        loss and the number of correct predictions of this process, 0-d.
+        If `send` is True, DDP adds them up over the processes during the last backward pass.
+        Returns the loss and the number of correct predictions of this process, 0-d.
         """
         assert self.forward is not None
         loss_sum = torch.zeros((), device=self.device)
@@ -444,10 +440,10 @@ class ClassifierTask(Task):
         return loss_sum, correct
 
     def _sum_gradients(self) -> None:
-        """Turn DDP's means over the processes into sums.
+        """Turn DDP's mean gradients over the processes into sums.
 
-        Larger losses would give the same sums, but then the logged gradients of layers and the
-        overflow of fp16 would depend on the number of processes.
+        Larger losses would give the same sums, but make logged gradients and the overflow of fp16
+        depend on the number of processes.
         """
         gradients: list[Tensor] = []
         unused: list[str] = []
@@ -467,9 +463,9 @@ class ClassifierTask(Task):
             torch._foreach_mul_(group, collectives.world_size())
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:
-        """Augment a batch, rows [start, start + n) of the global batch.
+        """Augment a batch, the rows [start, start + n) of the global batch.
 
-        Images of 8 bits stay uint8, in a quarter of the memory.
+        8-bit images stay uint8, in a quarter of the memory.
         """
         config, spec = self.config, self.model.spec
         images, labels = batch.images, batch.labels
@@ -510,9 +506,7 @@ class ClassifierTask(Task):
         return prepared._replace(targets=prepared.targets._replace(weights=weights))
 
     def _micro_batch(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
-        """Return the rows of a prepared batch as inputs of the network: float images with their
-        partners mixed in, or features.
-        """
+        """Return rows of a prepared batch as targets and inputs: mixed float images, or features."""
         spec, targets = self.model.spec, prepared.targets.rows(rows)
         images = prepared.images[rows]
         if images.shape[2] == 1:  # Features: the random flip has chosen the view that comes first.
@@ -527,7 +521,7 @@ class ClassifierTask(Task):
         return images, targets
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """At step 0, return the first training images as the network will see them."""
+        """Return the first training images as the network sees them, at step 0; later None."""
         if step:
             return None
         count = min(64, len(self.dataset), self.config.batch_size)
@@ -562,7 +556,7 @@ class ClassifierTask(Task):
         return self.finetuning.begins[parameter] is not None
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the average model on the validation images; empty without data.val_path."""
+        """Evaluate the average model on the validation images; return {} without data.val_path."""
         if self.val_dataset is None:
             return {}
         document = evaluate_classifier(
@@ -572,8 +566,8 @@ class ClassifierTask(Task):
             details=False,
         )
         if self.model.thresholds is not None and self.ema.model.thresholds is not None:
-            # The evaluation has set the thresholds of the average. Equal ones in the model keep
-            # later averages there.
+            # The evaluation has set the average's thresholds. The model gets the same ones, so that
+            # averaging keeps them.
             self.model.thresholds.copy_(self.ema.model.thresholds)
         self.best_interval = document.get(f"{self.best_metric}_interval")
         return history(self.metric_rows, document)

@@ -1,4 +1,7 @@
-"""Writes a run's checkpoints and restores the newest one; the loop decides what they hold."""
+"""Writing of a run's checkpoints, and restoring of the newest one.
+
+The training loop decides which objects they hold.
+"""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,16 +27,16 @@ Evaluation = Mapping[str, object]  # metric, value and interval of an evaluation
 
 
 class CheckpointManager:
-    """Writes and reads the checkpoints of one run: rank 0 writes, every rank reads."""
+    """The checkpoints of one run: rank 0 writes them, every rank reads them."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config = config
         self.folder = folder
         self.loader = loader
         self.lineage = Lineage.of()  # all data that the weights were trained on
-        # Rank 0 alone sets the next three.
-        self.saved_step = -1  # of the newest checkpoint that was written or restored
-        self._best_step = -1  # of the best checkpoint
+        # The next three attributes are set on rank 0 only.
+        self.saved_step = -1  # step of the newest checkpoint that was written or restored
+        self._best_step = -1  # step of the best checkpoint
         self._failure = ""  # the reason why the last write failed
         # The interpreter waits for this thread at exit.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -49,18 +52,18 @@ class CheckpointManager:
         best: bool = False,
         healthy: int | None = None,
     ) -> None:
-        """Write the state of the registry as the checkpoint of `step`, unless it exists.
+        """Write the states of the objects in `registry` as the checkpoint of `step`, if it is new.
 
-        `last.json` is pointed at it. If the disk is full, a warning is printed and the previous
-        checkpoint stays; see `failure`. With `checkpoint.asynchronous` a thread writes, and this
-        method only waits for the thread's previous write.
+        `last.json` then points at it. If the disk is full, a warning is printed and the previous
+        checkpoint remains; see `failure`. With `checkpoint.asynchronous` a thread writes, and this
+        method only waits for the previous write.
 
         Args:
             metadata: Entries of the checkpoint besides the state.
             evaluation: Metric, value and interval of an evaluation, for `last.json`.
             best: True to point `best.json` at this checkpoint too.
-            healthy: While updates are being skipped, the last step that is known to be sound. The
-                two newest checkpoints up to it are not deleted: the newest may be broken too.
+            healthy: The last healthy step, while updates are being skipped. The two newest
+                checkpoints up to it are not deleted, because later ones may be broken.
         """
         if not collectives.is_main():
             return
@@ -73,7 +76,7 @@ class CheckpointManager:
             "task": self.config.task,
             "step": step,
             "config": to_tree(self.config),
-            # an unconditional generator has no classes, though its images have
+            # empty for an unconditional generator, even if its images have classes
             "classes": list(images.classes)[: metadata["shape"]["classes"]],
             "data": {
                 "content_hash": images.content_hash,
@@ -95,7 +98,7 @@ class CheckpointManager:
         folder, step = self.folder.checkpoints, snapshot.step
         evaluation = snapshot.content["figure"]
         try:
-            checkpoints.sweep(folder)  # the remains of a killed write may be what fills the disk
+            checkpoints.sweep(folder)  # The remains of an interrupted write may fill the disk.
             path = checkpoints.save(folder, snapshot)
             checkpoints.point(folder, "last", path, **evaluation)
             self.saved_step = step
@@ -126,19 +129,19 @@ class CheckpointManager:
         )
 
     def wait(self) -> None:
-        """Return when every saved checkpoint is on the disk, or its failure was reported."""
+        """Wait until every saved checkpoint is on disk, or its failure has been reported."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     def failure(self, *, last: int | None = None) -> str:
-        """Return the reason why training must stop if a checkpoint could not be written, else "".
+        """Return the reason why training must stop because a checkpoint was not written, else "".
 
         The result is the same on all ranks.
 
         Args:
-            last: The last step of the run, at its end. A run without a checkpoint of it has
-                failed, whatever `checkpoint.on_disk_full` says.
+            last: The last step, if the run has ended. A run without its last checkpoint has failed,
+                also with `checkpoint.on_disk_full` warn.
         """
         only_warns = self.config.checkpoint.on_disk_full == "warn"
         if only_warns and last is None:
@@ -154,24 +157,24 @@ class CheckpointManager:
         return f"{problem} and {reason}; make room, then the same command resumes"
 
     def steps_up_to(self, step: int) -> list[int]:
-        """Return the steps of the run's checkpoints up to `step`, newest first."""
+        """Return the steps of the run's checkpoints that are at most `step`, newest first."""
         steps = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
         return [saved for saved in steps if saved <= step]
 
     def restore(
         self, registry: Registry, *, up_to: int | None = None
     ) -> checkpoints.Checkpoint | None:
-        """Load the newest readable checkpoint of the run folder into the registry.
+        """Load the newest readable checkpoint of the run folder into the objects of `registry`.
 
         Args:
-            up_to: Load a checkpoint of this step at most, and delete newer ones.
+            up_to: Load a checkpoint of at most this step, and delete newer ones.
 
         Returns: The checkpoint; None if there is none.
 
         Raises UserError if it does not fit the data or the task.
         """
         self.wait()
-        # Read now: the checkout may have changed by the time a checkpoint is saved.
+        # Record the versions at the start, since the source code may change during the run.
         self._versions = versions()
         path = collectives.from_main_process(lambda: self._find(up_to))
         if path is None:
@@ -187,9 +190,10 @@ class CheckpointManager:
         return content
 
     def _find(self, up_to: int | None) -> str | None:
-        """Return the path of the newest readable checkpoint, on rank 0; delete what `up_to` says.
+        """Return the path of the newest readable checkpoint up to step `up_to`; delete newer ones.
 
-        Without `up_to` the limit is where `last.json` points if the run broke after that step.
+        Without `up_to`, the limit is the step of `last.json` if the run broke after it. Called on
+        rank 0.
         """
         folder = self.folder.checkpoints
         last = checkpoints.pointer(folder, "last")
@@ -205,7 +209,6 @@ class CheckpointManager:
         return None if newest is None else str(newest[0])
 
     def _check_images(self, content: checkpoints.Checkpoint) -> None:
-        """Raise UserError if the checkpoint was trained on other images than the run's."""
         data = content.get("data") or {}
         images = self.loader.dataset.meta
         if data.get("content_hash") != images.content_hash:
@@ -216,7 +219,7 @@ class CheckpointManager:
             )
 
     def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
-        """Compare the whole state with the registry, then load it.
+        """Check that the whole state fits the objects of `registry`, then load it.
 
         Raises UserError that names the file and the key.
         """
@@ -241,7 +244,7 @@ class CheckpointManager:
         except UserError:
             raise
         except FAULTS as error:
-            # the text of a LookupError is only the key
+            # The text of a LookupError is only the key.
             kind = type(error).__name__ if isinstance(error, LookupError) else ""
             problem = shorten(f"{kind} {error}", 160)
             raise UserError(
@@ -251,7 +254,7 @@ class CheckpointManager:
             ) from error
 
     def _point(self, path: Path, evaluation: Evaluation) -> None:
-        """Write the pointers that are missing if the process was killed after a checkpoint."""
+        """Point `last.json` and `best.json` at `path`, if the process was killed before it did."""
         folder = self.folder.checkpoints
         pointers = ["last"]
         if self._best_step == self.saved_step:
@@ -260,7 +263,7 @@ class CheckpointManager:
             for pointer in pointers:
                 if (checkpoints.pointer(folder, pointer) or {}).get("file") != path.name:
                     checkpoints.point(folder, pointer, path, **evaluation)
-        except OSError as error:  # if the disk is full, the next save says what to do
+        except OSError as error:  # If the disk is full, the next save reports a remedy.
             say(
                 f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})"
             )

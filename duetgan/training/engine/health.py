@@ -1,7 +1,6 @@
-"""Checks while a run trains: equal weights on all ranks, missing ranks, and the causes of failed
-steps.
+"""Checks during training: equal weights on all ranks, missing ranks, and causes of failed steps.
 
-`LayerLog` writes statistics of named layers to TensorBoard: `log.layers` and `log.layers_every`.
+`LayerLog` writes statistics of layers to TensorBoard (`log.layers`, `log.layers_every`).
 """
 
 import os
@@ -33,9 +32,9 @@ from duetgan.utils.text import listed
 
 
 def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
-    """Return by part of the registry the tensors that must be the same on all ranks.
+    """Return the tensors by object of `registry` that must be equal on all ranks.
 
-    They are weights, averages, moments and ADA's strength.
+    They are weights, averages, optimizer moments and the strength of ADA.
     """
     result = {}
     for name, part in registry.items():
@@ -51,9 +50,7 @@ def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
 
 
 def check_equal(registry: Mapping[str, Stateful], step: int, device: torch.device) -> None:
-    """Raise TrainingHalted on all ranks unless the shared tensors are bit for bit equal on all of
-    them.
-    """
+    """Raise TrainingHalted on all ranks unless their `shared_tensors` are bit-identical."""
     different = collectives.unequal_ranks(shared_tensors(registry), device)
     if not different:
         return
@@ -66,7 +63,7 @@ def check_equal(registry: Mapping[str, Stateful], step: int, device: torch.devic
 
 
 def unused_parameters(registry: Mapping[str, Stateful]) -> str:
-    """Return a warning of parameters that train but had no gradient in the first step, or ""."""
+    """Return a warning of trainable parameters without a gradient in the first step, or ""."""
     lists = []
     for name, part in registry.items():
         if unused := getattr(part, "unused", None):
@@ -82,7 +79,7 @@ def unused_parameters(registry: Mapping[str, Stateful]) -> str:
 def explain(
     error: BaseException, config: RunConfig, step: int, resolution: int | str
 ) -> str | None:
-    """Return the cause of a failed step and a remedy; None if the program itself is at fault."""
+    """Return the cause of a failed step and a remedy, or None for an unknown error."""
     if ran_out(error):
         world_size = collectives.world_size()
         processes = "process" if world_size == 1 else "processes"
@@ -107,7 +104,7 @@ def explain(
 def remedy_for_broken(config: RunConfig, step: int | None) -> str:
     """Return a remedy for updates that are not finite.
 
-    `step`: the step of the last sound checkpoint, None if there is none.
+    `step` is the step of the last healthy checkpoint, None if there is none.
     """
     keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
     rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
@@ -130,10 +127,10 @@ def _memory_savers(config: RunConfig, world_size: int) -> list[str]:
     if config.precision == "fp32":
         savers.append("--precision bf16")
     for name, section in vars(config).items():
-        # True: it is on already, or the section is not a network's
+        # It is on already, or the section has no such key.
         if getattr(section, "activation_checkpointing", True):
             continue
-        with suppress(UserError):  # this backbone does not support it
+        with suppress(UserError):  # raised if the backbone does not support it
             section.changed(activation_checkpointing=True)
             savers.append(f"--{name}.activation_checkpointing true")
     return savers or ["smaller networks or images"]
@@ -142,12 +139,12 @@ def _memory_savers(config: RunConfig, world_size: int) -> list[str]:
 def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
     """Return the exception to raise after a collective operation failed with `error`.
 
-    It names the ranks that are missing. status.json names them too, as rank 0 may be one of them.
-    Only the lowest rank that is left reports them, and none does if the launcher reports the killed
-    processes itself.
+    The exception names the ranks that are missing, and so does status.json, since rank 0 may be one
+    of them. Only the lowest remaining rank reports them; none does if the launcher reports the
+    killed processes itself.
     """
     if under_launcher():
-        # torchrun would otherwise end this rank before it has reported the reason
+        # Otherwise torchrun would end this rank before it has reported the reason.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, world_size = collectives.rank(), collectives.world_size()
     missing = silent_ranks(folder.path, world_size, own_rank=rank)
@@ -157,7 +154,7 @@ def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHal
     reason = "; ".join(reasons) or "the ranks lost touch with each other"
     if len(missing) > 4:
         reason += f"; and {len(missing) - 4} more"
-    # gloo's messages begin with the place in its source, "[/.../pair.cc:545] "
+    # gloo's messages begin with the location in its source, "[/.../pair.cc:545] ".
     detail = re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0])
     detail = shorten(detail, 120, placeholder=" ...")
     launcher_reports = LAUNCHED in os.environ and missing and all(s.gone for s in missing)
@@ -172,10 +169,10 @@ FOLDER = "layers"  # in RUN/tensorboard; TensorBoard shows it as a separate run
 
 
 class LayerLog:
-    """Logs statistics of the layers that `log.layers` names, as `NETWORK.LAYER`.
+    """A log of statistics of the layers that `log.layers` names, as `NETWORK.LAYER`.
 
-    They are computed in every `log.layers_every`-th step; other steps have no hooks. Raises
-    UserError before the first step for a pattern that matches no layer.
+    The statistics are computed in every `log.layers_every`-th step; other steps have no hooks.
+    Raises UserError before the first step for a pattern that matches no layer.
     """
 
     def __init__(self, config: LogConfig, registry: Mapping[str, Stateful], folder: Path) -> None:
@@ -196,8 +193,7 @@ class LayerLog:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Watch the layers during the step that completes `step` updates, if it is due, and log
-        them.
+        """Log the layers' statistics of the step inside the block if they are due at `step`.
 
         Only such a step waits for the device, and runs compiled functions uncompiled.
         """
@@ -209,7 +205,7 @@ class LayerLog:
             yield
         values = self._statistics.collect(over_ranks(self._statistics.packed()))
         if collectives.is_main():
-            # purges the later steps of a run that died
+            # `purge_step` removes later steps of a run that was killed.
             self._events = self._events or Events(self._folder, purge_step=step)
             self._events.scalars(step, values)
 
@@ -220,5 +216,5 @@ class LayerLog:
 
 
 def over_ranks(packed: Tensor) -> Tensor:
-    """Return the moments of all ranks together, [layers, 2, 6] on the CPU."""
+    """Merge the layers' moments [layers, 2, 6] of all ranks, on the CPU."""
     return reduce(merge, collectives.gather_objects(packed.cpu(), patient=False))

@@ -1,6 +1,6 @@
 """The training loop: steps, evaluation, checkpoints, logging and signals.
 
-It knows no model; `training.base.task` is the protocol between the two.
+It is independent of models; `training.base.task` is the interface to them.
 """
 
 import os
@@ -40,7 +40,7 @@ from duetgan.utils.runlog.run_log import Metrics, RunLog, say, say_main
 
 
 class Loop(Fields):
-    """Trains `task` on `loader` and maintains the run folder.
+    """The training loop, which trains `task` on `loader` and maintains the run folder.
 
     Its own state is the step, the best evaluation and counters.
     """
@@ -54,13 +54,13 @@ class Loop(Fields):
         self.task = task
         self.loader = loader
         self.folder = folder
-        self.step = 0  # updates made
-        # training images of these updates; counted, as a resume may change the batch size
+        self.step = 0  # number of updates made
+        # training images of these updates, counted because a resume may change the batch size
         self.images = 0
         self.best: dict[str, float | int] = {}
-        # the checkpoint from which the run started (training.engine.transfer)
+        # The checkpoint of another run from which this run started (training.engine.transfer).
         self.origin: Mapping[str, object] | None = None
-        # totals, in which the update of each network counts
+        # Totals of the updates of all networks.
         self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}
         self.failing = Failing()
         self.spikes = SpikeDetector(config.spikes)
@@ -70,7 +70,7 @@ class Loop(Fields):
         self.window = MetricWindow(watched)
         self.pace = Pace(config.threads, loader.device)
         self.roll_backs = 0
-        # records that any process has replaced (data.on_damage: skip)
+        # Damaged records that any process has replaced (data.on_damage: skip).
         self.damaged: set[int] = set()
         self.heartbeat: Heartbeat | None = None
         self.stopping = EarlyStopping(
@@ -85,18 +85,18 @@ class Loop(Fields):
         )
         self.manager = CheckpointManager(config, folder, loader)
         self.layers = health.LayerLog(config.log, task.registry(), folder.path)
-        self._first_step_here = True  # this process has not made a step yet
-        self._signal = 0  # the first signal that this process has received
+        self._first_step_here = True  # True until this process has made a step
+        self._signal = 0  # first signal that this process has received
         self._tick_started = 0.0
         self._tick_step = 0
         self._pauses = 0.0  # seconds since the last log tick that were not spent on training
 
     def registry(self) -> dict[str, Stateful]:
-        """Return by name every object whose state a checkpoint holds."""
+        """Return every object whose state a checkpoint holds, by name."""
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def _fold(self) -> None:
-        """Add up the metrics of the steps since the last call; waits for the device."""
+        """Add up the metrics of the steps since the last call, waiting for the device."""
         self.window.fold()
         self.failing.see(self.step, self.window.failed)
 
@@ -115,14 +115,14 @@ class Loop(Fields):
         self.stopping.load_state_dict(state["stopping"])
         self.spikes.load_state_dict(state["spikes"])
         self.damaged |= set(state["damaged"])
-        # checkpoints of earlier versions lack these two
+        # Checkpoints of earlier versions lack "threads" and "failing".
         self.pace.resume(self.step, state.get("threads", {}))
         self.failing.span = list(state.get("failing", []))
 
     # --- saving and resuming
 
     def save(self, evaluation: Evaluation | None = None, *, best: bool = False) -> None:
-        """Save the state of this step.
+        """Save a checkpoint of the current step.
 
         Args:
             evaluation: The metric, its value and its interval, if the step was evaluated.
@@ -153,10 +153,7 @@ class Loop(Fields):
             )
 
     def _check_saving(self, *, at_the_end: bool = False) -> None:
-        """Halt all ranks if a checkpoint could not be written and training must not go on without.
-
-        That is so where the config says so, and at the end of a run.
-        """
+        """Halt all ranks if a checkpoint that the run must have could not be written."""
         if reason := self.manager.failure(last=self.step if at_the_end else None):
             self.halt(reason)
 
@@ -184,11 +181,11 @@ class Loop(Fields):
         Evaluates, saves and logs at the intervals of the config.
 
         Args:
-            profile: Number of steps to profile first, after a few steps of warm-up. The result is
+            profile: Number of steps to profile first, after a few warm-up steps; the result is
                 written to RUN/profile/.
 
         Raises StoppedBySignal after a signal, once the state is saved, and TrainingHalted if
-        training cannot go on.
+        training cannot continue.
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step, target, going_on=self.step < target and not self.stopping.reached)
@@ -209,14 +206,13 @@ class Loop(Fields):
                     self.log.metrics(self.step, self._row(time.perf_counter()), partial=True)
                 self._check_saving(at_the_end=True)
             finally:
-                # However the run ended, its checkpoints are on the disk before the process exits.
+                # Wait for checkpoints that are being written, also if the run failed.
                 self.manager.wait()
                 self.log.close()
                 self.layers.close()
                 self.loader.close()
 
     def _prepare(self) -> None:
-        """Do the work of a new run that precedes its first step."""
         with self.log.pausing("before the first step"):
             self.task.begin(self.folder.path)
             self._samples()
@@ -224,7 +220,7 @@ class Loop(Fields):
                 self.log.graph(self.task.networks())
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the training batches, or batches of the source that the task names for a step."""
+        """Yield the training batches, of images or of the data from `task.source`."""
         while True:
             with phase("data"):
                 started = time.perf_counter()
@@ -242,13 +238,13 @@ class Loop(Fields):
         while self.step < target and not self.stopping.reached:
             self._take_step(batches)
             self.log.advance()
-            # The last step of the config, not `max_steps`: a run that was stopped there and resumed
-            # must write the same rows as an uninterrupted one.
+            # Not at `max_steps`, because a run that stops there and is resumed must write the same
+            # rows as an uninterrupted one.
             is_last = self.step == self.config.steps
             if is_last or self.step % log.every == 0:
                 tick_step = self.step
                 self._log_tick()
-                if self.step < tick_step:  # rolled back
+                if self.step < tick_step:  # true after a roll-back
                     continue
             if log.samples_every and (is_last or self.step % log.samples_every == 0):
                 self.off_the_clock(self._samples, "drawing samples")
@@ -285,7 +281,6 @@ class Loop(Fields):
             self.halt(reason, rank_specific=True)
 
     def _check_watched(self, metrics: Mapping[str, object]) -> None:
-        """Raise UserError if the metric that is watched for spikes is none of a step's metrics."""
         watched = self.window.watched
         if watched is None or watched in metrics:
             return
@@ -296,7 +291,7 @@ class Loop(Fields):
         )
 
     def _after_first_step(self) -> None:
-        """Set the shorter timeout, as compilation is done, and check which parameters train."""
+        """Set the shorter timeout after compilation, and warn of parameters without gradients."""
         collectives.set_timeout(self.config.distributed.timeout)
         if unused := health.unused_parameters(self.task.registry()):
             say_main(f"warning: {unused}")
@@ -306,7 +301,7 @@ class Loop(Fields):
     ) -> None:
         """Run `action` on all ranks, without counting its time in images per second.
 
-        The ranks wait for one another, however long the action takes.
+        The ranks wait for one another, however long it takes. The progress bar shows `activity`.
         """
         started = time.perf_counter()
         with self.log.pausing(activity):
@@ -315,7 +310,7 @@ class Loop(Fields):
         self._pauses += time.perf_counter() - started
 
     def _row(self, now: float) -> Metrics:
-        """Return the metrics of the steps since the last log tick. Collective."""
+        """Return the metrics of the steps since the last log tick; all ranks must call this."""
         means = self.window.means()
         images = self.task.images_at(self.step) - self.task.images_at(self._tick_step)
         seconds = max(1e-9, now - self._tick_started - self._pauses)
@@ -323,7 +318,7 @@ class Loop(Fields):
             "images": self.images,
             "images_per_second": images / seconds,
             "data_wait": min(1.0, self.loader.wait_seconds / seconds),
-            # of the process with the highest peak
+            # peak of the process with the highest one
             "memory_mib": collectives.all_reduce_max(peak_bytes(self.loader.device) >> 20),
         }
         for name, mean in means.items():
@@ -376,16 +371,16 @@ class Loop(Fields):
             say_main(f"warning: step {self.step}: {line}")
 
     def rolled_back(self, count: int) -> None:
-        """Continue the log from the present step, after roll-back number `count`."""
+        """Continue the log from the current step, after roll-back number `count`."""
         self.roll_backs = count
         self._tick_step = self.step
         self.log.close()
         self.log.open(self.step)
 
     def halt(self, reason: str, *, rank_specific: bool = False) -> NoReturn:
-        """Stop training with exit code 4 and write the reason to status.json.
+        """Stop training with exit code 4, and write the reason to status.json.
 
-        `rank_specific`: True if the other ranks do not know the reason.
+        `rank_specific` is True if the other ranks do not know the reason.
         """
         self.folder_status("failed", reason, TrainingHalted.exit_code)
         raise TrainingHalted(reason, rank_specific=rank_specific)
@@ -397,7 +392,7 @@ class Loop(Fields):
             path = self.folder.samples / f"step-{self.step:08d}.png"
             try:
                 save_png(image, path)
-            except UserError as error:  # a full disk
+            except UserError as error:  # raised if the disk is full
                 self.log.refused(path, error, "sample grids")
             self.log.image(self.step, "samples", image)
 
@@ -405,7 +400,7 @@ class Loop(Fields):
         try:
             metrics = self.task.evaluate()
         except DamageError:
-            self.save()  # only the validation images are damaged, the training state is sound
+            self.save()  # The training state is good, since only validation images are damaged.
             raise
         except UserError as error:
             # The data was checked before the first step, so the networks must be broken.
@@ -421,7 +416,6 @@ class Loop(Fields):
             self._save_evaluated(value)
 
     def _save_evaluated(self, value: float) -> None:
-        """Save the state with the value of the metric that chooses the best checkpoint."""
         metric = self.task.best_metric
         previous = self.best.get(metric)
         if previous is None:
@@ -438,11 +432,11 @@ class Loop(Fields):
         interval = list(self.task.best_interval or ())
         self.save({"metric": metric, "value": value, "interval": interval}, best=is_best)
 
-    # --- signals that stop a run: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, with which SLURM announces
-    # a job's end
+    # --- signals that stop a run: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, which SLURM sends before it
+    # ends a job
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
-        """Remember the first signal until the end of the step; exit at once at a second signal."""
+        """Remember the first signal until the end of the step; exit immediately at a second one."""
         is_first = not self._signal
         # SLURM may deliver SIGUSR1 twice: to all processes, and through their launcher.
         exits = not is_first and signum != signal.SIGUSR1
@@ -452,14 +446,14 @@ class Loop(Fields):
                 f"left without saving; the last checkpoint is of step {self.manager.saved_step}"
             )
         if (exits or is_first) and collectives.is_main():
-            with suppress(OSError):  # the terminal is gone, or the disk is full
+            with suppress(OSError):  # The terminal may be closed, or the disk full.
                 os.write(2, f"{signal.Signals(signum).name}: {message}\n".encode())
         if exits:
             os._exit(128 + signum)
         self._signal = self._signal or signum
 
     def agreed_signal(self) -> int:
-        """Return a signal that some rank has received, the same on all ranks; 0 without one."""
+        """Return a signal that any rank has received, the same on all ranks; 0 without one."""
         return collectives.all_reduce_max(self._signal)
 
     def _obey_signal(self) -> None:
@@ -467,7 +461,7 @@ class Loop(Fields):
         if not signum:
             return
         self.save()
-        self.off_the_clock(self.manager.wait)  # the other ranks wait at the barrier
+        self.off_the_clock(self.manager.wait)  # The other ranks wait at its barrier.
         name = signal.Signals(signum).name
         saved = collectives.broadcast_object(self.manager.saved_step)
         self.folder_status("stopped", name, StoppedBySignal.exit_code)

@@ -1,8 +1,7 @@
-"""The learning-rate search, `train.py --lr-find`: a short training with a growing rate, undone
-afterwards.
+"""The learning-rate search `train.py --lr-find`: a short training at growing rates, then undone.
 
-The range test of Smith (1506.01186, section 3.3) with exponential steps: at rates that are too
-small the loss stays, then it falls, then training diverges. A good rate lies where it falls.
+The range test of Smith (1506.01186, section 3.3), with rates in geometric sequence. At too small
+rates the loss is constant, then it falls, then training diverges. A good rate is where it falls.
 """
 
 import math
@@ -24,15 +23,15 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.runlog.run_folder import SEARCHED
 
-IMAGE, NUMBERS = SEARCHED  # in the run folder
-SMOOTHING = 0.9  # of the running mean from which the suggestions are computed
-DIVERGED = 4.0  # the sweep stops at this multiple of the lowest smoothed loss
-FEWEST = 10  # losses that a suggestion needs
+IMAGE, NUMBERS = SEARCHED  # file names in the run folder
+SMOOTHING = 0.9  # decay of the running mean of losses
+DIVERGED = 4.0  # multiple of the lowest smoothed loss at which the search stops
+FEWEST = 10  # least number of losses for a suggestion
 
 
 @dataclass(kw_only=True)
 class Sweep:
-    """The rates to try: `steps` of them from `first` to `last`, in a geometric sequence."""
+    """The rates to try, `steps` of them from `first` to `last` in a geometric sequence."""
 
     steps: int = 100
     first: float = 1e-6
@@ -52,28 +51,28 @@ class Sweep:
 
 
 class Suggestion(NamedTuple):
-    """Rates that a curve suggests."""
+    """Learning rates that a curve of losses suggests."""
 
-    steepest: float  # where the loss falls fastest: the one that is recommended
-    valley: float  # fastai's suggestion: half-way down the longest fall
+    steepest: float  # rate at which the loss falls fastest, which is recommended
+    valley: float  # fastai's suggestion, about half-way down the longest fall of the loss
     below_minimum: float  # a tenth of the rate with the lowest loss
 
 
 @dataclass(kw_only=True)
 class Curve:
-    """The losses of a sweep. A rate's loss is that of the batch after the update at that rate."""
+    """The losses of a search, one for each rate: that of the batch after the update at this rate."""
 
     # optimizer.lr divided by the rate at this batch size (optimizer.lr_batch_size)
     scale: float = 1.0
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smoothed: list[float] = field(default_factory=list)
-    start_loss: float | None = None  # before the first update
+    start_loss: float | None = None  # loss before the first update
     stopped: str = "all rates were tried"  # the reason why the sweep ended
 
     def suggestion(self) -> Suggestion | None:
-        """Compute the rates from the smoothed curve up to its minimum; None if it does not fall."""
-        # The first tenth of the curve is a mean of few losses.
+        """Compute rates from the smoothed curve up to its minimum; return None if it does not fall."""
+        # The first tenth of the smoothed curve is skipped, as a mean of few losses.
         first = len(self.rates) // 10
         lowest = int(np.argmin(self.smoothed)) if self.smoothed else 0
         if lowest + 1 - first < FEWEST:
@@ -84,10 +83,10 @@ class Curve:
 
 
 def search(loop: Loop, sweep: Sweep) -> Curve:
-    """Run the sweep from the present state of `loop`, then restore that state.
+    """Train at the rates of `sweep` from the current state of `loop`, then restore that state.
 
-    It comprises weights, optimizer, averages, BatchNorm's statistics, the loader's position,
-    counters and torch's random state. Collective: every rank takes part.
+    The state comprises weights, optimizer, averages, BatchNorm's statistics, the loader's position,
+    counters and torch's random state. Every rank must call this.
     """
     updater = next(part for part in loop.task.registry().values() if isinstance(part, Updater))
     loop.window.fold()
@@ -110,14 +109,15 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
 
 
 def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
-    """Fill in the curve. A step returns the loss before its update, so one more step than rates is
-    made.
+    """Fill in the curve.
+
+    A step returns the loss before its update, so there is one more step than rates.
     """
     losses: list[float] = []
     for number in range(sweep.steps + 1):
         updater.rate = sweep.rate(min(number, sweep.steps - 1))
         value = loop.task.step(loop.loader, loop.step + number)[loop.task.loss_metric]
-        # the same on all ranks
+        # All ranks need the same loss.
         loss = collectives.all_reduce_sum_(value.to(collectives.widest(value.device))).item()
         if not math.isfinite(loss):
             curve.stopped = "the loss was not finite"
@@ -128,7 +128,7 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
             continue
         curve.rates.append(sweep.rate(number - 1))
         curve.losses.append(loss)
-        # a running mean without a bias towards 0, as Adam's moments (1412.6980, section 3)
+        # This running mean has no bias towards 0, like Adam's moments (1412.6980, section 3).
         curve.smoothed.append(
             float(np.average(losses, weights=SMOOTHING ** np.arange(number, -1, -1)))
         )
@@ -139,10 +139,10 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the rate half-way through the longest decreasing subsequence of losses.
+    """Return the rate about half-way through the longest decreasing subsequence of losses.
 
-    It is computed as in fastai's `valley`: a subsequence of length n whose last member is at index
-    e counts as beginning at e - n.
+    It is computed like fastai's `valley`, where a subsequence of length n that ends at index e is
+    taken to begin at e - n.
     """
     length = [1] * len(losses)
     for i in range(len(losses)):
@@ -156,7 +156,7 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
-    """Write the curve as a PNG, without the part where training diverges."""
+    """Write the curve as a PNG file, without the part where training diverges."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
@@ -179,11 +179,10 @@ def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
 
 
 def write(curve: Curve, folder: Path) -> str:
-    """Write the curve as an image and as numbers into the run folder.
+    """Write the curve into the run folder, as an image and as numbers.
 
-    Returns the text for the user, with the option that sets the suggested rate. That is the one of
-    the steepest fall, since noise moves the foot of fastai's valley far below the rates that train
-    well.
+    Returns the text for the user, with the option that sets the rate at which the loss falls
+    fastest. fastai's valley is not suggested, since noise moves it far below rates that train well.
 
     Raises UserError if the disk is full, or the curve suggests no rate.
     """

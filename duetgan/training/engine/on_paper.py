@@ -1,9 +1,9 @@
-"""Predictions of a training without the hardware: memory, arithmetic, bytes and time on GPUs.
+"""Predictions of a training on GPUs without having them: memory, arithmetic, bytes and time.
 
-The task's own step runs on tensors that have shapes but no values (torch's fake tensors), operation
-by operation as an accelerator would run it uncompiled. Counts are exact except for the augmentation
-of images. Times rest on published peak rates and on two numbers fitted to published trainings:
-docs/predictions.md. No GPU has confirmed them yet.
+The task's own step runs on tensors with shapes but no values (torch's fake tensors), operation by
+operation as an accelerator would run it uncompiled. Counts are exact except for the augmentation of
+images. Times follow from published peak rates and from two numbers fitted to published trainings
+(docs/predictions.md).
 """
 
 import contextlib
@@ -27,26 +27,26 @@ from duetgan.training.engine.speed import Trial
 from duetgan.training.gan.ada import Ada
 from duetgan.utils.text import columns, duration
 
-# Both are fitted by `python benchmarks/predictions.py --fit`.
+# `python benchmarks/predictions.py --fit` fits EFFICIENCY and OVERHEAD.
 EFFICIENCY = 0.75  # fraction of the roofline that operations reach
 OVERHEAD = 40e-6  # seconds that every operation takes in addition
-MEMORIES = (24, 80, 141)  # GiB of GPUs
-# fraction of the memory for tensors; context, cuDNN's workspaces and gaps between blocks need some
+MEMORIES = (24, 80, 141)  # memory sizes of GPUs in GiB
+# fraction of the memory for tensors, without context, cuDNN workspaces and fragmentation
 USABLE = 0.9
 
 
 class Gpu(NamedTuple):
-    """Published peak rates of dense arithmetic, in FLOP/s, and of the memory."""
+    """A GPU's published peak rates of dense arithmetic, in FLOP/s, and of its memory."""
 
     name: str
-    half: float  # products in half precision
-    convolution: float  # in fp32: TF32
-    single: float  # other products in fp32
-    bandwidth: float  # bytes/s
-    gib: int = 80  # of memory
+    half: float  # matrix products and convolutions in half precision
+    convolution: float  # convolutions in fp32, computed in TF32
+    single: float  # matrix products in fp32
+    bandwidth: float  # memory, bytes/s
+    gib: int = 80  # memory size
 
 
-CONSUMER_GPUS = (  # NVIDIA's architecture papers: tensor cores without sparsity, sums in fp32
+CONSUMER_GPUS = (  # by NVIDIA's architecture papers: tensor cores, no sparsity, sums in fp32
     Gpu("RTX 5090", 209.5e12, 104.8e12, 104.8e12, 1.792e12, 32),
     Gpu("RTX 4090", 165.2e12, 82.6e12, 82.6e12, 1.008e12, 24),
     Gpu("RTX 4070", 58.3e12, 29.1e12, 29.1e12, 0.504e12, 12),
@@ -55,7 +55,7 @@ CONSUMER_GPUS = (  # NVIDIA's architecture papers: tensor cores without sparsity
     Gpu("RTX 3080", 59.5e12, 29.8e12, 29.8e12, 0.760e12, 10),
     Gpu("RTX 3060", 25.4e12, 12.7e12, 12.7e12, 0.360e12, 12),
 )
-# error of the total time: docs/predictions.md
+# error of the predicted total time (docs/predictions.md)
 STATED_ERROR = (
     "predicted, not measured: on the one GPU that was tried, an H200, StyleGAN2 took up to 4 times as long and small "
     "networks two thirds of it; evaluations come on top"
@@ -73,13 +73,13 @@ class Operation(NamedTuple):
     phase: str
     kind: str
     flop: float  # of convolutions and matrix products; a multiply-add counts as two
-    bytes: int  # read and written
+    bytes: int  # bytes read and written
 
 
 class Ledger(PeakBytes):
-    """Lists the operations inside the block too, except views and bare allocations.
+    """A counter of bytes that also lists the operations, except views and bare allocations.
 
-    `phase` is the phase in which `peak` was reached.
+    `phase` is the training phase in which the memory peak was reached.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def arithmetic(
     to a leaf.
     """
     if func is torch.ops.aten.convolution_backward.default and args[9] > 1:
-        # torch's formula ignores the groups in the weight's gradient
+        # torch's formula ignores a convolution's groups in the gradient of its weight.
         grad, x, weight = args[:3]
         transposed, output_mask = args[7], args[10]
         strided = x if transposed else grad
@@ -137,13 +137,13 @@ def arithmetic(
 def fakes() -> Iterator[None]:
     """Give tensors shapes but no values inside the block (FakeTensorMode).
 
-    Modules can be copied, moving them does nothing, and images are not augmented.
+    Modules can be copied, moving them does nothing, and ADA does not augment images.
     """
     with (
         mock.patch.object(nn.Module, "to", lambda network, *_args, **_options: network),
         mock.patch.object(FakeTensor, "__deepcopy__", _copy),
-        mock.patch("duetgan.training.classifier.network.fit_first_filters"),  # there are no images
-        # the augmentation depends on values
+        mock.patch("duetgan.training.classifier.network.fit_first_filters"),  # reads images
+        # The operations of this augmentation depend on values.
         mock.patch.object(Ada, "apply", lambda _ada, images, _draws, _rows: images),
         FakeTensorMode(allow_non_fake_inputs=True),  # modules cache constants between calls
     ):
@@ -151,20 +151,20 @@ def fakes() -> Iterator[None]:
 
 
 def _copy(tensor: FakeTensor, _memo: dict[int, object]) -> Tensor:
-    """Copy a tensor within its mode; deepcopy would copy the mode too."""
+    """Copy a tensor within its fake mode; the original `__deepcopy__` would copy the mode too."""
     copy = tensor.detach().clone()
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
 
 class Count(NamedTuple):
-    """Memory and operations of a step of `samples` samples on one device."""
+    """Memory and operations of a training step of `samples` samples on one device."""
 
     samples: int
-    task: Task  # of fake tensors
+    task: Task  # built of fake tensors
     held: int  # bytes between steps: weights, averages, moments, gradients
-    peak: int  # bytes at most, including `held`
-    phase: str  # in which the peak is reached
-    # of steps: the fraction of all steps, and the operations of one
+    peak: int  # largest number of bytes, including `held`
+    phase: str  # training phase in which the peak is reached
+    # for each kind of step: its fraction of all steps, and the operations of one
     kinds: list[tuple[float, list[Operation]]]
 
     def mean(self, value: Callable[[Operation], float]) -> float:
@@ -179,8 +179,8 @@ class Count(NamedTuple):
     ) -> float:
         """Predict the seconds of an uncompiled step.
 
-        An operation takes the time of its arithmetic or of its bytes, whichever is longer, plus the
-        overhead.
+        An operation takes the time of its arithmetic or its bytes, whichever is longer, divided by
+        `efficiency`, plus `overhead` seconds.
         """
 
         def roofline(operation: Operation) -> float:
@@ -191,7 +191,7 @@ class Count(NamedTuple):
 
 
 def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
-    """Count a process's steps of so many samples, in which all layers train.
+    """Count memory and operations of a process's steps of `samples` samples; all layers train.
 
     `precision: auto` counts as bf16. No image is read.
     """
@@ -200,7 +200,7 @@ def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
     kinds = []
     with fakes(), Ledger() as ledger, listening(ledger.clock):
         trial = Trial(config, samples, dataset, torch.device("cpu"))
-        trial.seconds(precision)  # the optimizer allocates its moments
+        trial.seconds(precision)  # The optimizer allocates its moments.
         ledger.peak = held = ledger.live
         for step, fraction in trial.step_fractions.items():
             ledger.operations = []
@@ -210,9 +210,9 @@ def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
 
 
 def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
-    """Return the largest number of samples in a pass that fits into `gib` GiB.
+    """Return the largest multiple of `multiple` samples whose forward pass fits into `gib` GiB.
 
-    It lies on a line through two counts of one pass each.
+    Memory lies on a line through two counts of one pass each.
     """
     slope = (large.peak - small.peak) / (large.samples - small.samples)
     samples = small.samples + (gib * USABLE * GIB - small.peak) / slope
@@ -220,9 +220,9 @@ def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
 
 
 def predictions(config: RunConfig, dataset: Dataset, world_size: int) -> str:
-    """Return the output of `--dry-run gpu`: memory, speed and duration of a recipe on GPUs.
+    """Return the output of `--dry-run gpu`: memory, speed and duration of a recipe on each GPU.
 
-    Each is predicted for a run on `world_size` GPUs, without the exchange of gradients.
+    The predictions are for a run on `world_size` GPUs, without the exchange of gradients.
     """
     rank_batch, micro = config.rank_batch(world_size), config.micro(world_size)
     step = count(config, dataset, rank_batch)

@@ -1,4 +1,4 @@
-"""Checks of memory and disk before the first step, the preflight's table and `--dry-run`'s plan."""
+"""Checks of memory and disk before the first step, and the plan that a run prints."""
 
 import copy
 import shutil
@@ -32,13 +32,13 @@ GIB = 2**30
 
 
 def state_bytes(task: Task) -> int:
-    """Return the bytes of all tensors in a checkpoint."""
+    """Return the bytes of all tensors in a checkpoint of `task`."""
     leaves = tree_leaves([part.state_dict() for part in task.registry().values()])
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def check_disk(folder: Path, task: Task, count: int) -> None:
-    """Raise UserError if the disk has no room for `count` more checkpoints."""
+    """Raise UserError if the disk of `folder` has no room for `count` more checkpoints."""
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     needed, free = state_bytes(task) * count, shutil.disk_usage(existing).free
     if free < needed:
@@ -53,9 +53,9 @@ def check_memory(
     outline: Callable[[], Outline],  # builds the networks; called on the meta device
     shape: Shape,  # of the images: channels, resolution
     device: torch.device,
-    images: int = sys.maxsize,  # in the dataset: no larger batch is proposed
+    images: int = sys.maxsize,  # in the dataset: the largest batch that is proposed
 ) -> None:
-    """Raise UserError if weights and batches alone need more memory than there is."""
+    """Raise UserError if weights and a batch of images alone exceed the memory."""
     processes = local_processes() if device.type == "cpu" else 1
     room = total_bytes(device, several=config.several_devices) // processes
     machine = "this machine" if device.type == "cpu" else "the GPU"
@@ -73,7 +73,7 @@ def check_memory(
         rank_batch = max(1, batch_size // world_size)
         micro = 1 if config.micro_batch == "auto" else config.micro_limit or rank_batch
         spec = ImageSpec.read(shape).at(side)
-        # bytes: all images have 1 byte a value, those of a pass have floats too
+        # Images have 1 byte a value, and those of a forward pass 4 more as floats.
         batch = (rank_batch + 4 * min(micro, rank_batch)) * spec.values
         if weights + batch > room:
             fits = min(images, int((room - weights) / batch * rank_batch) * world_size)
@@ -85,7 +85,7 @@ def check_memory(
 
 
 def _weight_bytes(config: RunConfig, outline: Callable[[], Outline]) -> dict[str, int]:
-    """Return by section of the config the bytes of its network's weights and their copies."""
+    """Return the bytes of each network's weights and their copies, by section of the config."""
     try:
         with torch.device("meta"):
             needs = {}
@@ -93,7 +93,7 @@ def _weight_bytes(config: RunConfig, outline: Callable[[], Outline]) -> dict[str
                 needs[name] = copies * sum(p.nbytes for p in network.parameters())
             return needs
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
-        # another RuntimeError is a fault of the network
+        # Any other RuntimeError is an error of the network itself.
         if isinstance(error, RuntimeError) and "overflow" not in str(error).lower():
             raise
         raise UserError(
@@ -126,10 +126,7 @@ def plan_rows(
     device: torch.device,
     choice: Choice,
 ) -> dict[str, str]:
-    """Return the preflight's table: label -> value.
-
-    `reading`: the text about the measured number of decoding threads.
-    """
+    """Return the table of the plan: label -> value; `reading` describes how images are read."""
     world_size, images = collectives.world_size(), task.images_at(config.steps)
     processes = "process" if world_size == 1 else "processes"
     place = f"{device} x {world_size} {processes}, {counted(torch.get_num_threads())}"
@@ -171,7 +168,6 @@ def plan_rows(
 
 
 def _batch_rows(config: RunConfig, dataset: Dataset) -> dict[str, str]:
-    """Return the rows about batches, with a warning if one is larger than the dataset."""
     rows = {}
     world_size, spans = collectives.world_size(), config.spans(dataset.resolution)
     if len(spans) > 1:
@@ -192,7 +188,7 @@ def _batch_rows(config: RunConfig, dataset: Dataset) -> dict[str, str]:
 
 
 def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
-    """Describe an optimizer's learning rates and clipping, for the global batch size."""
+    """Describe an optimizer's learning rates over `steps` steps, and its gradient clipping."""
     configured, config = config, config.for_batch(batch_size)
     text = f"{config.name}, lr {config.lr:g}"
     if configured.lr_batch_size is not None:
@@ -216,7 +212,7 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors created inside the block: `live` now, `peak` at most.
+    """A counter of the bytes of tensors created inside the block: `live` now, `peak` at most.
 
     Tensors that share a storage count once. Tensors in the storage of one of `existing` do not
     count.
@@ -254,7 +250,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """Return the peak bytes of a forward and a backward pass, which are made.
+    """Make a forward and a backward pass, and return their peak memory in bytes.
 
     The network, its gradients and the inputs are not included.
     """
@@ -270,15 +266,15 @@ def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 
 def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> str:
-    """Describe a network's memory in a training step of this micro-batch size.
+    """Describe a network's memory in a training step of `micro` samples.
 
-    `layers`: also list the shape and the parameters of each layer.
+    With `layers` the text lists the shape and the parameters of each layer.
     """
     network, inputs = task.networks()[name]
-    clone = copy.deepcopy(network).train()  # a forward pass changes BatchNorm's statistics
+    clone = copy.deepcopy(network).train()  # A forward pass would change BatchNorm's statistics.
     for key, parameter in clone.named_parameters():
         parameter.requires_grad_(task.trains(name, key))
-    # two samples, as BatchNorm refuses a single one
+    # Two samples are needed because BatchNorm refuses a single one.
     pair = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)
     activations = activation_bytes(clone, pair) / len(pair[0]) * micro
     weights = 5 * sum(p.nbytes for p in network.parameters())
@@ -296,7 +292,7 @@ def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> 
 
 
 def _torchinfo(network: nn.Module, inputs: tuple[Tensor, ...]) -> str:
-    # torchinfo counts multiply-adds with deprecated calls
+    # torchinfo counts multiply-adds with deprecated calls, which print warnings.
     with warnings.catch_warnings(action="ignore"):
         info = torchinfo.summary(
             network,
@@ -306,5 +302,5 @@ def _torchinfo(network: nn.Module, inputs: tuple[Tensor, ...]) -> str:
             col_names=("output_size", "num_params"),
             row_settings=("var_names",),
         )
-    # Its totals are left out: it sees modules only, not functional layers.
+    # torchinfo's totals are left out because they miss functional layers.
     return str(info).split("Total mult-adds")[0].rstrip("=\n ")

@@ -1,7 +1,7 @@
-"""The profile of a training step, `train.py --profile N`: time by phase, memory, and operators.
+"""The profile of training steps, `train.py --profile N`: time by phase, memory, and operators.
 
 The same N steps are made twice from the same state, because torch.profiler slows them down: once
-with a clock at the phases, once under the profiler. Afterwards the state is restored.
+with a clock for the phases, once under the profiler. Afterwards the state is restored.
 """
 
 import copy
@@ -26,13 +26,13 @@ from duetgan.utils.text import columns
 if TYPE_CHECKING:
     from duetgan.training.engine.loop import Loop
 
-WARM_UP = 3  # steps before the measured ones: caches fill, optimizers allocate their moments
-TRACE, SUMMARY = "trace.json.gz", "summary.txt"  # in RUN/profile
-TOP = 12  # rows of the table of operators
+WARM_UP = 3  # steps before the measured ones, to fill caches and allocate optimizer moments
+TRACE, SUMMARY = "trace.json.gz", "summary.txt"  # file names in RUN/profile
+TOP = 12  # number of rows in the table of operators
 
 
 class Rewind:
-    """A copy of the state at one moment, in main memory, to which training can go back.
+    """A copy of the training state in main memory, to which training can go back.
 
     A profile and a learning-rate search train for a few steps and undo them.
 
@@ -48,7 +48,7 @@ class Rewind:
         self.bytes = snapshot.size
 
     def rewind(self) -> None:
-        """Restore the state. The parts load copies, since they may change what they have loaded."""
+        """Restore the state from a copy of it, since objects may change what they have loaded."""
         for name, part in self._registry.items():
             part.load_state_dict(copy.deepcopy(self._state[name]))
             if isinstance(part, torch.nn.Module):
@@ -56,7 +56,7 @@ class Rewind:
 
 
 def profile_steps(loop: "Loop", count: int) -> None:
-    """Measure the next `count` steps and go back to the state before them; rank 0 writes the files.
+    """Measure the next `count` steps, go back to the state before them, and write the files.
 
     After a signal nothing is written.
     """
@@ -83,16 +83,16 @@ def profile_steps(loop: "Loop", count: int) -> None:
 
 
 def measure(
-    step: Callable[[], bool],  # makes one training step; returns False if a signal has come
+    step: Callable[[], bool],  # makes one training step; returns False if a signal was received
     count: int,
     registry: Mapping[str, Stateful],  # all objects that training changes
     device: torch.device,
-    folder: Path | None,  # where rank 0 writes; None on the other ranks
+    folder: Path | None,  # folder into which rank 0 writes; None on the other ranks
     heading: str,
 ) -> None:
-    """Make the next `count` steps twice, write the trace and the summary, and restore the state.
+    """Make the next `count` steps twice, restore the state, and write the trace and the summary.
 
-    Writes nothing after a signal. Collective: every rank takes part.
+    Nothing is written after a signal. Every rank must call this.
     """
     initial_peak = peak_bytes(device)
     state, one_step = Rewind(registry), record_function("step")(step)
@@ -114,7 +114,7 @@ def measure(
     peak = max(initial_peak, peak_bytes(device) - (state.bytes if device.type == "cpu" else 0))
     if not completed:
         return
-    # silences its errors about CUDA on machines without it
+    # Silence the profiler's errors about CUDA on machines without it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     names = ("CPU", device.type.upper())
     activities = {kind for kind in supported_activities() if kind.name in names}
@@ -139,12 +139,12 @@ def measure(
 
 
 def summary(seconds: Mapping[str, float], overhead: float, peak: int, device: torch.device) -> str:
-    """Return a profile as text.
+    """Return the table of a profile as text.
 
     Args:
-        seconds: Seconds of a step by phase.
+        seconds: Mean seconds of a step by phase.
         overhead: Time that torch.profiler added, as a fraction of the step.
-        peak: Bytes.
+        peak: Bytes of memory.
     """
     names = sorted(seconds, key=lambda name: (name == UNMARKED, name != "data", name))
     total = sum(seconds.values())

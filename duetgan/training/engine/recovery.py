@@ -1,6 +1,4 @@
-"""Recovery of a training that breaks: going back after a loss spike, and stopping when updates are
-not finite.
-"""
+"""Recovery from a loss spike by going back, and from non-finite updates by stopping."""
 
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def halt_broken(loop: "Loop", reason: str) -> NoReturn:
-    """Stop because the weights are broken; a resume continues from the last sound checkpoint."""
+    """Stop training because the weights are broken.
+
+    The same command then resumes from the last healthy checkpoint.
+    """
     healthy = loop.failing.healthy(loop.step)
     step = select_healthy(loop.manager, loop.step - 1 if healthy is None else healthy, loop.step)
     loop.halt(f"{reason}; {health.remedy_for_broken(loop.config, step)}")
 
 
 def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int | None:
-    """Point `last.json` at the newest checkpoint up to step `healthy`, from which a resume
-    continues.
+    """Point `last.json`, from which a resume continues, at the newest checkpoint up to `healthy`.
 
-    Args:
-        step: The step at which training stopped.
-
-    Returns: The step of the checkpoint, the same on all ranks; None if there is none.
+    `step` is the one at which training stopped. Returns the checkpoint's step, the same on all
+    ranks; None if there is none.
     """
     manager.wait()
 
@@ -45,7 +43,7 @@ def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int |
 
 
 def check_spikes(loop: "Loop", values: list[float]) -> None:
-    """Warn of a spike in the latest values of the watched metric, or roll back.
+    """Warn of a spike in `values`, the metric of the latest steps, or roll back.
 
     Raises TrainingHalted after `spikes.limit` roll-backs.
     """
@@ -68,7 +66,10 @@ def check_spikes(loop: "Loop", values: list[float]) -> None:
 
 
 def roll_back(loop: "Loop", spike: int, problem: str) -> None:
-    """Go back to the last checkpoint before update `spike`, and skip the batches read since."""
+    """Go back to the last checkpoint before step `spike`, and skip the batches read since then.
+
+    `problem` describes the spike.
+    """
     broken_step, count = loop.step, loop.roll_backs + 1
     position = loop.loader.state_dict()
     content = loop.manager.restore(loop.registry(), up_to=spike)
@@ -78,8 +79,8 @@ def roll_back(loop: "Loop", spike: int, problem: str) -> None:
             "log.every, at which spikes are checked, or raise checkpoint.keep"
         )
         return
-    # The loader goes on from its position, but its step, which selects the stage of progressive
-    # growing, is the checkpoint's.
+    # The loader continues with new images, but takes the step, which selects the stage of
+    # progressive growing, from the checkpoint.
     restored = content["state"]["loader"]
     for key in ("step", "batch"):
         if key in restored:

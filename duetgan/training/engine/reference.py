@@ -1,4 +1,4 @@
-"""A reference of all config keys with defaults, types and comments, read from the config models."""
+"""A reference of all config keys: defaults, types and comments, read from the config models."""
 
 import inspect
 import json
@@ -30,17 +30,17 @@ NAMES: dict[object, str] = {
 }
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 Schema = dict[str, Any]  # a JSON schema
-Entry = tuple[str, str, str]  # of a key: name without its section, type, meaning
-Section = dict[Entry, str]  # its keys -> their defaults
+Entry = tuple[str, str, str]  # a key: name without its section, type, meaning
+Section = dict[Entry, str]  # the keys of a section -> their defaults
 
 
 @dataclass(frozen=True)
 class Key:
-    """A config key that takes a value."""
+    """A config key that takes a value, not a section."""
 
-    name: str  # dotted
+    name: str  # dotted name
     default: str  # as in YAML
-    takes: str
+    takes: str  # type in short form
     meaning: str  # the comment beside the field
 
 
@@ -64,7 +64,7 @@ def groups() -> dict[str, list[Key]]:
 def keys(config: type[Config], prefix: str = "", values: Config | None = None) -> Iterator[Key]:
     """Yield every key of a config and its sections, in the order of the fields.
 
-    Defaults are those of the instance `values`, or without one those of the class.
+    Defaults are those of the instance `values`, or of the class if it is None.
     """
     for name, hint in hints(config).items():
         if name not in config.model_fields:
@@ -79,7 +79,7 @@ def keys(config: type[Config], prefix: str = "", values: Config | None = None) -
 
 
 def takes(hint: object) -> str:
-    """Return a short form of a type: `int>0|null`."""
+    """Return a type annotation in short form, such as `int>0|null`."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         bounds = []
@@ -103,7 +103,7 @@ def takes(hint: object) -> str:
 
 
 def comment(config: type, name: str) -> str:
-    """Return the comment beside or above a field, from the class that declares it."""
+    """Return the comment beside or above a config field, from the class that declares it."""
     for declaring in config.__mro__:
         if name in (comments := _comments(declaring)):
             return comments[name]
@@ -114,7 +114,7 @@ def comment(config: type, name: str) -> str:
 def _comments(config: type) -> dict[str, str]:
     try:
         lines = inspect.getsource(config).splitlines()
-    except (OSError, TypeError):  # a class of Python itself, or one that a function created
+    except (OSError, TypeError):  # Built-in classes, and those made by a function, have no source.
         return {}
     comments: dict[str, str] = {}
     above: list[str] = []
@@ -133,7 +133,7 @@ def _comments(config: type) -> dict[str, str]:
 def matching(word: str) -> dict[str, list[Key]]:
     """Return the keys that have `word` in their name or meaning, by group.
 
-    Raises UserError if there is none.
+    Raises UserError if there are none.
     """
     word = word.lower().replace("-", "_")
     result = {}
@@ -161,7 +161,7 @@ def as_text(selected: dict[str, list[Key]]) -> str:
 
 
 def as_markdown(selected: dict[str, list[Key]]) -> str:
-    """Return the body of the page of keys: a list for each section of each group.
+    """Return the body of docs/keys.md: a list of keys for each section of each group.
 
     A key that a previous section documents is only named, with its default.
     """
@@ -211,9 +211,9 @@ def _default(entry: Entry, default: str) -> str:
 def _most_similar(
     name: str, section: Section, previous: Mapping[str, Section], *, part: bool
 ) -> str:
-    """Describe a section by a previous one with the same keys, and its other defaults.
+    """Describe a section by a previous one with the same keys, and by defaults that differ.
 
-    `part`: True if the previous section may have more keys. Returns "" if there is no such section.
+    With `part` the previous section may have more keys. Returns "" if there is no such section.
     """
     candidates = {}
     for candidate, defaults in previous.items():
@@ -224,14 +224,14 @@ def _most_similar(
             ]
     if not candidates:
         return ""
-    # a section of the same name if possible, then the one with the fewest differences
+    # Prefer a section of the same name, then the one with the fewest differences.
     best = min(candidates, key=lambda candidate: (candidate != name, len(candidates[candidate])))
     exceptions = f", but {', '.join(candidates[best])}" if candidates[best] else ""
     return f"As `{best}`{exceptions}."
 
 
 def _plain(text: str) -> str:
-    """Escape Markdown's signs, except inside code."""
+    """Escape Markdown's special characters, except inside code."""
     parts = text.split("`")
     for index in range(0, len(parts), 2):
         parts[index] = re.sub(r"[\\*_<>\[\]]|(?<=\d)[.)](?= |$)", r"\\\g<0>", parts[index])
@@ -239,7 +239,7 @@ def _plain(text: str) -> str:
 
 
 class _Documented(GenerateJsonSchema):
-    """Adds the comments of the fields to a model's schema."""
+    """A generator of JSON schemas that adds the comments of config fields as descriptions."""
 
     def model_schema(self, schema: ModelSchema) -> Schema:
         result = super().model_schema(schema)
@@ -249,9 +249,9 @@ class _Documented(GenerateJsonSchema):
 
 
 def schema(taskless: Mapping[str, type[Config]]) -> Schema:
-    """Return the JSON schema of a recipe, with which editors complete and check it.
+    """Return the JSON schema with which editors complete and check recipes.
 
-    `taskless`: name -> config of the recipes without a task.
+    `taskless` maps names to the configs of recipes without a task.
     """
     gans = {name: TASKS["gan"].config(name) for name in ARCHITECTURES}
     configs = {"classifier": TASKS["classifier"].config(), **gans, **taskless}

@@ -1,4 +1,4 @@
-"""A training run from a config file to a finished run folder, in every process of `train.py`."""
+"""A training run from config file to finished run folder, in each process of `train.py`."""
 
 import os
 from collections.abc import Mapping
@@ -45,11 +45,11 @@ def train(
     dry_run: str = "",
     layers: bool = False,
 ) -> int:
-    """Train or resume a run, or do what one of the options says instead.
+    """Train or resume a run; or search a learning rate or print the plan, if requested.
 
     Args:
-        profile_steps: Profile so many steps first.
-        sweep: Options of `lr_find.Sweep`: search the learning rate.
+        profile_steps: Number of steps to profile first.
+        sweep: Options of `lr_find.Sweep` for a learning-rate search.
         dry_run: If not empty, only print the plan; "gpu" adds predictions for GPUs.
         layers: Print every layer in the plan.
 
@@ -83,8 +83,8 @@ def train(
         return _run(loop, max_steps, profile_steps)
     except Exception as error:
         if not collectives.is_peer_error(error):
-            # Leaving the process group in good order would wait for ranks that may be in an
-            # operation that waits for this one.
+            # An orderly exit from the process group would wait for ranks that may in turn be
+            # waiting for this one.
             stops_alone = getattr(error, "of_rank", None) is None
             lost = stops_alone and not isinstance(error, StoppedBySignal)
             raise
@@ -96,14 +96,14 @@ def train(
 
 
 def _start_process(config: RunConfig, requested: str | None) -> torch.device:
-    """Configure this process and join the process group; return the process's device."""
+    """Configure this process, join the process group, and return the device of this process."""
     device = collectives.choose_device(requested, several=config.several_devices)
     if device.type == "cpu":
         tune_malloc()
     if config.deterministic:
         seeding.use_deterministic_kernels()
     elif device.type != "cpu":
-        # chooses the fastest algorithms; shapes are the same in every step
+        # cuDNN measures the fastest algorithms, which pays because shapes rarely change.
         torch.backends.cudnn.benchmark = True
     collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
     return device
@@ -112,9 +112,9 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
 def prepare(
     config: RunConfig, folder: RunFolder, device: torch.device, *, optional_weights: bool = False
 ) -> Loop:
-    """Check everything that can be checked before the first step, and build the loop.
+    """Check everything that can be checked before the first step, and build the training loop.
 
-    Writes nothing.
+    Nothing is written.
 
     Args:
         optional_weights: Train from scratch if the recipe's pretrained weights cannot be
@@ -128,13 +128,13 @@ def prepare(
     config = _resolve_auto(config, saved)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     task_class = TASKS[config.task].task
-    with collectives.raising_together():  # each node may have its own files
+    with collectives.raising_together():  # Nodes may have different files.
         dataset = data.open_training(config.data)
         val_dataset = data.open_held_out(config.data, dataset)
         data.check_data(config, dataset, val_dataset)
     data.check_same_images(config.data, dataset, val_dataset)
     shape = config.shape(dataset)
-    # before anything of the configured sizes is allocated; machines differ
+    # This precedes any allocation of the configured sizes. Machines may differ.
     with collectives.raising_together():
         preflight.check_memory(
             config, partial(task_class.outline, config, shape), shape, device, len(dataset)
@@ -146,7 +146,7 @@ def prepare(
         config = config.changed(threads=choice.threads)
     if choice.warning:
         say_main(f"warning: {choice.warning}")
-    # sets config.init_from, which the task reads
+    # This sets config.init_from, which the task reads.
     donor = transfer.find_donor(config, folder)
     task: Task = task_class(config, dataset, val_dataset, device)
     with collectives.raising_together():
@@ -155,7 +155,7 @@ def prepare(
         preflight.check_disk(folder.path, task, new_checkpoints)
     transferred = None
     if donor is not None:
-        # an unconditional network has no classes, though its images have
+        # empty for an unconditional network, even if its images have classes
         classes = dataset.meta.classes[: task.shape["classes"]]
         transferred = transfer.transfer(
             donor, task.registry(), resolution=dataset.resolution, classes=classes
@@ -176,7 +176,7 @@ def prepare(
 
 
 def _resolve_auto(config: RunConfig, saved: Tree) -> RunConfig:
-    """Replace values of "auto" by those that an earlier start of the run has saved."""
+    """Replace settings of "auto" by the values that an earlier start of the run has saved."""
     resolved = {}
     for key in ("precision", "threads"):
         if key in saved and getattr(config, key) == "auto":
@@ -192,7 +192,7 @@ def _print_plan(loop: Loop, layers: bool, gpu: bool) -> None:
     for name in loop.task.networks():
         print(preflight.model_summary(loop.task, name, micro, layers=layers))
     if gpu:
-        # imported here, since fake tensors take a while to import
+        # Imported only if needed because importing fake tensors is slow.
         from duetgan.training.engine.on_paper import predictions
 
         print(predictions(loop.config, loop.loader.dataset, world_size))
@@ -206,9 +206,9 @@ def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
 
 
 def _resume(loop: Loop, activity: str) -> None:
-    """Open the run's folder and load its newest checkpoint, if there is one.
+    """Open the run folder and load its newest checkpoint, if there is one.
 
-    If the config is refused, the folder stays unchanged.
+    If the config is refused, the folder remains unchanged.
     """
 
     def open_folder() -> None:
@@ -228,9 +228,7 @@ def _resume(loop: Loop, activity: str) -> None:
 
 
 def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
-    """Search the learning rate from the run's present state; only the curve and the lock are
-    written.
-    """
+    """Search a learning rate from the run's current state; only write the curve and the lock."""
     _resume(loop, "searching from")
     try:
         if loop.step == 0:
@@ -250,14 +248,14 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
     collectives.from_main_process(lambda: folder.save_config(to_tree(loop.config), facts))
     loop.heartbeat = _start_heartbeat(folder.path)
-    failure = None  # the reason, if this rank ends before the others
+    failure = None  # reason for which this rank ends before the others
     lost_peer = False
     try:
         loop.folder_status("running")
         loop.run(max_steps, profile=profile_steps)
-    except (StoppedBySignal, TrainingHalted) as error:  # the loop has written the status
+    except (StoppedBySignal, TrainingHalted) as error:  # The loop has written the status already.
         failure = None if isinstance(error, StoppedBySignal) else _one_line(error)
-        if not error.rank_specific:  # raised on all ranks
+        if not error.rank_specific:  # raised on all ranks, which a report needs
             collectives.from_main_process(lambda: _report(folder.path))
         raise
     except BaseException as error:
@@ -289,7 +287,10 @@ def _write_final_status(loop: Loop, *, profiled: bool) -> None:
 
 
 def _start_heartbeat(folder: Path) -> Heartbeat:
-    """Start this process's heartbeat file; ranks that wait long for rank 0 read the other files."""
+    """Start writing this process's heartbeat file.
+
+    Ranks that wait long for rank 0 then read the files of the other ranks.
+    """
     rank, world_size = collectives.rank(), collectives.world_size()
 
     def check_peers() -> None:
@@ -299,7 +300,7 @@ def _start_heartbeat(folder: Path) -> Heartbeat:
 
     heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
     heartbeat.start()
-    collectives.barrier()  # now the files of all ranks exist
+    collectives.barrier()  # Now the files of all ranks exist.
     collectives.watch_while_waiting(check_peers)
     return heartbeat
 
@@ -307,9 +308,9 @@ def _start_heartbeat(folder: Path) -> Heartbeat:
 def _report(folder: Path) -> None:
     """Write the run's report and print its path.
 
-    A full disk is only a warning, since the trained weights are saved.
+    A full disk only causes a warning, since the trained weights are saved.
     """
-    # imported here: it takes a tenth of a second, and a dry run writes no report
+    # Imported here because it takes a tenth of a second and a dry run writes no report.
     from duetgan.reporting.report import write_report
 
     try:

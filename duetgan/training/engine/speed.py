@@ -1,10 +1,10 @@
-"""Measures the speed of a task's steps: for `precision: auto`, `threads: auto` and the plan's
-duration.
+"""Measurement of the speed of training steps.
 
-On accelerators auto is bf16 if that is native, else fp16. On CPUs it is the faster one of fp32 and
-bf16. The number of threads is what other programs leave cores for, or half of it if that is faster.
-All of it is measured in a few steps of a task that is built for this alone, so that the run's
-networks, statistics and draws are not touched.
+It decides `precision: auto` and `threads: auto`, and predicts the duration for the plan. On
+accelerators auto is bf16 if that is native, else fp16. On CPUs it is the faster of fp32 and bf16.
+The number of threads is that of the cores that other programs leave free, or half of it if that is
+faster. A separate task is built for the measured steps, so that the run's networks, statistics and
+draws are not touched.
 """
 
 import gc
@@ -36,51 +36,51 @@ from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import duration
 
 FORCED = "DUET_PRECISION"  # environment variable: the precision of auto, without a measurement
-FIRST_STEP_LIMIT = 3.0  # seconds of the first step, with the smallest batch
-# The first step of the second candidate is aborted after so many times the first candidate's.
+FIRST_STEP_LIMIT = 3.0  # seconds after which the first step is aborted
+# The first step in the second precision is aborted after this multiple of the first one's time.
 GIVE_UP_RATIO = 3.0
-DECISIVE_RATIO = 3.0  # a candidate that is so many times slower is not compared any further
-TARGET_SECONDS = 0.2  # of a step; larger batches are not tried
-# seconds of steps of all kinds with four times the smallest batch, whatever TARGET_SECONDS says
+DECISIVE_RATIO = 3.0  # a precision slower by this factor is not compared any further
+TARGET_SECONDS = 0.2  # duration of a step above which no larger batch is tried
+# largest total seconds, one step of each kind, for a batch of four times the smallest
 LARGER_LIMIT = 10.0
-BUDGET = 0.6  # seconds for the comparison of close candidates
-MAX_ROUNDS = 3  # of the comparison
+BUDGET = 0.6  # seconds for the comparison of precisions of similar speed
+MAX_ROUNDS = 3  # largest number of rounds of this comparison
 # training images below which the duration is not measured
 MIN_FORECAST_IMAGES = 20_000
 LONG = 24 * 3600.0  # seconds of a training above which the plan names shorter alternatives
-MIN_THREADS_GAIN = 1.05  # half of the threads are used if a step is so many times faster in them
-STOP_EARLY_RATIO = 1.5  # one that is so many times faster in two rounds needs no third
+MIN_THREADS_GAIN = 1.05  # factor by which half of the threads must be faster to be used
+STOP_EARLY_RATIO = 1.5  # a precision faster by this factor in two rounds needs no third
 WARNING_RATIO = 1.1  # smaller differences between precisions may be noise
 
 
 class Choice(NamedTuple):
-    """The precision of a run, and its speed."""
+    """The precision and the number of threads of a run, and its speed."""
 
     precision: Fixed
-    text: str  # for the plan
-    # its speed divided by the other candidate's; infinite if the other was aborted
+    text: str  # description for the plan
+    # speed divided by that of the other precision; infinite if the other was aborted
     ratio: float | None = None
     warning: str = ""
-    # In one process; None if not measured. A GAN's lazy penalties count by their fraction of the
-    # steps. Reading, compilation and evaluations are not included.
+    # Seconds of one process; None if not measured. They include a GAN's penalties, averaged over
+    # the steps, but not reading, compilation and evaluations.
     seconds_per_image: float | None = None
     is_lower_bound: bool = False  # True if even the smallest step was aborted
-    threads: int = 0  # at the start; 0: torch's default
+    threads: int = 0  # at the start of the run; 0: torch's default
     busy_cores: float = 0.0  # cores that other programs used during the measurement
 
     @property
     def images_per_second(self) -> float:
-        """Speed of one process; only valid if it was measured."""
+        """Images per second of one process, which must have been measured."""
         assert self.seconds_per_image is not None
         return 1 / self.seconds_per_image
 
 
 class TooSlow(Exception):
-    """A step was aborted."""
+    """Raised when a measured step is aborted."""
 
 
 class Deadline(TorchDispatchMode):
-    """Raises TooSlow at the first operation that starts `seconds` after the block was entered."""
+    """A context that raises TooSlow at the first operation later than `seconds` after its start."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -99,7 +99,10 @@ class Deadline(TorchDispatchMode):
 
 
 class Trial:
-    """A task for measured steps alone. All draws have keys, so no random state is used up."""
+    """A task for measured steps only.
+
+    All its random draws have keys, so that it does not change any random state.
+    """
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class Trial:
     def seconds(
         self, precision: Fixed, step: int | None = None, *, limit: float = math.inf
     ) -> float:
-        """Return the seconds of a step; None stands for the most frequent kind.
+        """Return the seconds of a step; None stands for the most frequent kind of step.
 
         Raises TooSlow beyond `limit` seconds.
         """
@@ -149,19 +152,19 @@ def choose(
     already_chosen: bool = False,
     always: bool = False,
 ) -> Choice:
-    """Choose the run's precision and threads, and measure its speed; sets torch's threads.
+    """Choose the run's precision and number of threads, set torch's threads, and measure the speed.
 
     Rank 0 measures if that is needed. The result is the same on all ranks.
 
     Args:
-        already_chosen: True if the config has the precision that an earlier start of the run chose.
+        already_chosen: True if an earlier start of the run chose the config's precision.
         always: True to measure short trainings and accelerators too.
     """
     _set_threads(config.threads, device, already_chosen=already_chosen)
     forced = os.environ.get(FORCED)
     if forced not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"{FORCED}={forced}: must be fp32, bf16 or fp16")
-    candidates: list[Fixed]  # the last one is used if nothing is measured
+    candidates: list[Fixed]  # precisions to compare; without a measurement the last one is used
     native_precision = None if device.type == "cpu" else native(device)
     text, warning = "", ""
     if config.precision != "auto":
@@ -191,12 +194,11 @@ def choose(
 
 
 def _set_threads(setting: Threads, device: torch.device, *, already_chosen: bool) -> None:
-    """Set the threads with which the run, or the measurement, starts."""
     if isinstance(setting, dict):
         setting = setting[min(setting)]
     if isinstance(setting, int):
         torch.set_num_threads(setting)
-    # a run of an earlier version, which recorded no number, used torch's default
+    # Runs of earlier versions recorded no number and used torch's default.
     elif already_chosen or device.type != "cpu":
         torch.set_num_threads(threads.max_threads())
     else:
@@ -210,7 +212,7 @@ def _measure(
     candidates: Sequence[Fixed],
     text: str,
 ) -> Choice:
-    """Return the faster of the candidates, or the config's precision, with its speed."""
+    """Measure the speed in the precisions `candidates`, and choose the fastest if it is auto."""
     world_size, requested = collectives.world_size(), config.precision
     method = ""
     seconds_per_image: float | None = None
@@ -227,13 +229,13 @@ def _measure(
             is_lower_bound = isinstance(error, TooSlow)
             if not (is_lower_bound or ran_out(error)):
                 raise
-            # If the run does not have enough memory either, it says so itself.
+            # If the run itself does not have enough memory either, it raises its own error.
             seconds = {name: convolution_seconds(name, device) for name in candidates}
             method = ", by a convolution"
             if is_lower_bound:
                 smallest = min(config.smallest_batch, config.micro(world_size))
                 seconds_per_image = FIRST_STEP_LIMIT / smallest
-    gc.collect()  # frees the measured tasks before the run's is built
+    gc.collect()  # Frees the measured tasks before the run's task is built.
     best = min(seconds, key=seconds.__getitem__)
     slower = max(seconds, key=seconds.__getitem__)
     ratio, warning = None, ""
@@ -249,7 +251,7 @@ def _measure(
             )
         ratio = 1 / ratio
     busy, measured_count = load.busy_cores(), torch.get_num_threads()
-    if tunes_threads:  # the load may have changed during the measurement
+    if tunes_threads:  # Other programs' load may have changed during the measurement.
         fitting = threads.fitting(busy)
         count = fitting if measured_count == count else min(measured_count, fitting)
     precision = best if requested == "auto" else candidates[-1]
@@ -257,7 +259,7 @@ def _measure(
 
 
 def times(ratio: float) -> str:
-    """Describe a ratio: "1.3 times"; "more than 3 times" if a step was aborted."""
+    """Describe a ratio of speeds as "1.3 times", or "more than 3 times" if a step was aborted."""
     return f"more than {GIVE_UP_RATIO:g} times" if math.isinf(ratio) else f"{ratio:.3g} times"
 
 
@@ -270,14 +272,14 @@ def time_precisions(
     *,
     try_fewer_threads: bool = False,
 ) -> tuple[dict[Fixed, float], float, bool]:
-    """Measure the steps of a task in each precision.
+    """Measure the steps of a task in each precision of `candidates`.
 
-    The smallest batch is measured first, then larger ones, up to steps of about TARGET_SECONDS. The
-    work of a step that does not depend on its batch, such as the optimizer's, is thereby counted
-    once. The overhead of each further micro-batch is not included.
+    The smallest batch is measured first, then larger ones, up to steps of about TARGET_SECONDS.
+    Thereby work that does not depend on the batch, such as the optimizer's, is counted once per
+    step. The overhead of each further micro-batch is not included.
 
     Args:
-        try_fewer_threads: True to halve torch's threads as long as that is faster.
+        try_fewer_threads: True to halve torch's number of threads as long as that is faster.
 
     Returns: The seconds per image by precision, infinite if a step was aborted; the seconds per
     image of the run in the precision that it will use; True if that is only a lower bound.
@@ -295,7 +297,7 @@ def time_precisions(
             step[name] = min(warm_up, trial.seconds(name))
             limit = max(0.2, GIVE_UP_RATIO * warm_up)
         except TooSlow:
-            if not step:  # there is no other candidate's time to compare with
+            if not step:  # Without a time of another precision nothing can be chosen.
                 raise
             step[name] = math.inf
     image = {name: seconds / size for name, seconds in step.items()}  # seconds per image
@@ -304,7 +306,7 @@ def time_precisions(
     kinds = len(trial.step_fractions)
     while (larger := _larger_size(size, smallest, micro, step[best], slope[best], kinds)) > size:
         close = [name for name in step if image[name] < DECISIVE_RATIO * image[best]]
-        del trial  # frees its memory before the next one needs some
+        del trial  # Frees its memory before the next one is built.
         trial = Trial(config, larger, dataset, device)
         previous, step = step, _alternating(trial, close)
         for name in close:
@@ -328,9 +330,9 @@ def time_precisions(
 
 
 def _alternating(trial: Trial, candidates: Sequence[Fixed]) -> dict[Fixed, float]:
-    """Return the seconds of a step in each precision: the median of a few rounds.
+    """Return the seconds of a step in each precision, the median of a few rounds.
 
-    There are two rounds if one candidate was clearly the fastest in both.
+    Two rounds are enough if one precision was clearly the fastest in both.
     """
     rounds: list[dict[Fixed, float]] = []
     started, is_clear = time.perf_counter(), False
@@ -348,11 +350,11 @@ def _alternating(trial: Trial, candidates: Sequence[Fixed]) -> dict[Fixed, float
 
 
 def _halve_threads(trial: Trial, name: Fixed, seconds: float) -> float:
-    """Halve torch's threads as long as a step is faster than `seconds`; return its seconds then."""
+    """Halve torch's threads as long as a step gets faster than `seconds`; return its seconds then."""
     while (count := torch.get_num_threads()) > 1:
         torch.set_num_threads(count // 2)
         halved = trial.seconds(name)
-        if halved < STOP_EARLY_RATIO * seconds:  # else a second try would not change the result
+        if halved < STOP_EARLY_RATIO * seconds:  # Otherwise a second try would change nothing.
             halved = min(halved, trial.seconds(name))
         if halved * MIN_THREADS_GAIN > seconds:
             torch.set_num_threads(count)
@@ -364,7 +366,7 @@ def _halve_threads(trial: Trial, name: Fixed, seconds: float) -> float:
 def _larger_size(
     size: int, smallest: int, largest: int, seconds: float, slope: float, kinds: int
 ) -> int:
-    """Return the number of samples for the next measured steps.
+    """Return the number of samples of the next measured steps, `size` or less for none.
 
     They surely take TARGET_SECONDS at most, or have a few times as many samples as before.
     """
@@ -372,15 +374,15 @@ def _larger_size(
     if size > smallest:
         few = min(2 * few, TARGET_SECONDS / max(slope, 1e-9)) if seconds < TARGET_SECONDS else 0
     else:
-        safe *= 2  # most of the smallest step does not depend on the batch
+        safe *= 2  # Most of the smallest step does not depend on the batch.
         few = few if few * seconds / size * kinds <= LARGER_LIMIT else 0
     return smallest * min(largest // smallest, int(max(safe, few) / smallest + 1e-9))
 
 
 def convolution_seconds(name: Fixed, device: torch.device) -> float:
-    """Return the seconds of a 3x3 convolution, forward and backward.
+    """Return the seconds of a 3x3 convolution, forward and backward, in the precision `name`.
 
-    It stands for networks whose steps take too long to be measured.
+    It stands for networks whose steps are too slow, or need too much memory, to be measured.
     """
     layer = torch.nn.utils.skip_init(torch.nn.Conv2d, 64, 64, 3, padding=1, device=device)
     torch.nn.init.constant_(layer.weight, 0.01)
@@ -388,7 +390,7 @@ def convolution_seconds(name: Fixed, device: torch.device) -> float:
     images = torch.ones(4, 64, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
     images.requires_grad_(True)
     seconds = []
-    for _ in range(6):  # the first warms up
+    for _ in range(6):  # The first pass is a warm-up.
         started = time.perf_counter()
         with Precision(name, device).autocast():
             layer(images).sum().backward()
@@ -416,8 +418,8 @@ def measure_recipe(
 ) -> Choice:
     """Measure how fast a recipe trains on this machine, and in which precision.
 
-    `overrides` are options of train.py. The packed images must exist. Raises UserError as train.py
-    does, and if memory runs out.
+    `overrides` are options of train.py. The packed images must exist. Raises UserError for errors
+    of the recipe, and if memory runs out.
     """
     config = build_run_config(read_yaml(config_file), list(overrides), config_file)
     with data.open_training(config.data) as dataset:

@@ -1,6 +1,6 @@
 """The registry of tasks, and the construction of a run's config.
 
-A further task is one more line in `TASKS`.
+To add a task, add a line to `TASKS`.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from duetgan.utils.errors import UserError
 
 
 class Entry(NamedTuple):
-    """The configuration and the class of a task."""
+    """The config class and the task class of a task."""
 
-    # a function of the architecture, if a recipe names one
+    # returns the config class; takes the architecture, if a recipe names one
     config: Callable[..., type[RunConfig]]
     task: type[Any]  # a subclass of training.base.task.Task
 
@@ -34,9 +34,9 @@ TASKS = {
 
 
 def _with_imports(tree: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:
-    """Import what the recipe's key `imports` and the options `--import` name.
+    """Import the user's modules that the recipe's key `imports` and the options `--import` name.
 
-    Returns: The recipe, whose key `imports` is now name -> SHA-256, and the other options.
+    Returns: The recipe, whose key `imports` now maps name -> SHA-256, and the remaining options.
     """
     names = tree.get("imports") or []
     if not isinstance(names, list | dict) or not all(isinstance(name, str) for name in names):
@@ -55,8 +55,9 @@ def _with_imports(tree: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:
 def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig:
     """Build the config of the task that `tree["task"]` names, with overrides.
 
-    Lengths in epochs, `90ep`, become updates: the images are opened to count them. What the recipe
-    imports is imported, so `tree` must be the user's own recipe, never a checkpoint's config.
+    Lengths in epochs, such as `90ep`, become updates; for this the images are opened and counted.
+    As the modules that the recipe names are imported, `tree` must be the user's own recipe, never a
+    checkpoint's config.
 
     Raises UserError for mistakes in the recipe or the overrides.
     """
@@ -71,7 +72,7 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
 
     def draft(epochs: float) -> int:
         lengths.append(epochs)
-        return 1000 * len(lengths)  # increasing, as milestones must be
+        return 1000 * len(lengths)  # These placeholders increase, as milestones must.
 
     result = build(config, tree, overrides, source=source, context=draft)
     if not lengths:

@@ -1,4 +1,4 @@
-"""Transfer: a new run that starts from another run's weights (`--init-from FILE|RUN`).
+"""Transfer: the start of a new run from another run's weights (`--init-from FILE|RUN`).
 
 Weights that fit by name and shape are copied, network by network, and the others are listed.
 Optimizers, schedules, counters and augmentation are not copied. A resumed run loads its own
@@ -33,36 +33,36 @@ from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed
 
-LINES = 4  # most parts of a network that a message lists; further ones are only counted
+LINES = 4  # number of parts of a network that a message lists; further ones are only counted
 
-# The lists of a discriminator begin at its top resolution, those of a generator at 4 px.
+# Module lists of a discriminator start at its highest resolution, those of a generator at 4 px.
 FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
-# layers of the top resolution
+# layers that convert from and to RGB at the highest resolution
 AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
 
 
 class Donor(NamedTuple):
-    """The checkpoint from which a run starts; the run's own checkpoints name it."""
+    """The checkpoint from whose weights a run starts; the run's own checkpoints name it."""
 
     file: str
     step: int
     sha256: str
-    lineage: Lineage = Lineage.of()  # the data that its weights were trained on
+    lineage: Lineage = Lineage.of()  # data that these weights were trained on
 
 
 @dataclass
 class Fit:
-    """The part of a donor's tensors that fits a network.
+    """The match of the tensors of a donor checkpoint with those of a network.
 
-    Names are those of the network; only the names in `unused` are the donor's.
+    Names are those of the network, except in `unused`.
     """
 
     copied: dict[str, Tensor] = field(default_factory=dict)  # name -> the donor's tensor
     # name -> the donor's shape, the network's shape
     misfits: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    # the donor has no such tensor, or another tensor of its layer does not fit
+    # not in the donor, or another tensor of the layer does not fit
     new: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # the donor's names
 
     def lines(self) -> list[str]:
         misfits = [f"{name} {sizes(*shapes)}" for name, shapes in self.misfits.items()]
@@ -75,7 +75,7 @@ class Fit:
 
 
 def _count_by_part(names: Sequence[str]) -> list[str]:
-    """Count tensors by member of a list, or else by layer."""
+    """Count tensors by the member of a module list, such as blocks.3, or else by layer."""
     counts: Counter[str] = Counter()
     for name in names:
         member = re.match(r"\w+\.\d+(?=\.)", name)
@@ -90,10 +90,10 @@ def sizes(donor_shape: Sequence[int], shape: Sequence[int]) -> str:
 
 
 def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
-    """Read and check the checkpoint from which a new run starts.
+    """Read and check the checkpoint from whose weights a new run starts.
 
-    Sets `config.init_from`: of a new run to the checkpoint's file, of a resumed one to its value at
-    the start, whatever the option says now.
+    Sets `config.init_from`: for a new run to the checkpoint's file, for a resumed one to the value
+    with which it started.
 
     Returns: None for a resumed run and without `init_from`.
 
@@ -145,7 +145,7 @@ def transfer(
 
     Raises UserError if no weight of any network fits; then nothing is changed.
     """
-    # find_donor has verified the checksum
+    # `find_donor` has verified the checksum.
     content = checkpoints.load(Path(donor.file), verify=False)
     resolutions = (ImageSpec.read(content["shape"]).side, ImageSpec.of(1, resolution).side)
     networks: dict[str, nn.Module] = {}
@@ -181,14 +181,14 @@ def transfer(
         lines += [f"    {line}" for line in fit.lines()]
     for part in registry.values():
         if isinstance(part, Updater):
-            part.reset()  # a schedule-free optimizer has a copy of the weights
+            part.reset()  # A schedule-free optimizer holds a copy of the previous weights.
     if match := describe_match(classes, content["classes"]):
         lines.append(f"  {match}")
     return "\n".join(lines)
 
 
 def _any_weight_fits(networks: Mapping[str, nn.Module], fits: Mapping[str, Fit]) -> bool:
-    """Return True if a matrix or a filter fits; numbers and biases may fit by chance."""
+    """Return True if any matrix or filter fits; scalars and biases may fit by chance."""
     for name, network in networks.items():
         for key, parameter in network.named_parameters():
             if parameter.ndim > 1 and key in fits[name].copied:
@@ -209,13 +209,10 @@ def plan(
     network: str,
     resolutions: tuple[int, int],
 ) -> Fit:
-    """Match the donor's tensors with those of a network.
+    """Match a donor's tensors with those of the network named `network`.
 
     A layer is copied whole or not at all, since a bias is of no use without its filter.
-
-    Args:
-        network: The name of the network.
-        resolutions: The donor's and the network's, by which parts of a discriminator are matched.
+    `resolutions` are those of donor and network in px, to match parts of a discriminator.
     """
     donors = {by_resolution(name, network, resolutions[0]): name for name in donor_state}
     sources = {
@@ -238,16 +235,16 @@ def plan(
 
 
 def _layer(name: str) -> str:
-    """Return the layer of a tensor; a tensor of the network itself counts as a layer."""
+    """Return the name of a tensor's layer; a tensor outside all layers is its own layer."""
     return name.rpartition(".")[0] or name
 
 
 def by_resolution(name: str, network: str, resolution: int) -> str:
-    """Return a tensor's name with pixels in place of numbers that depend on the top resolution."""
+    """Return a tensor's name with px in place of indices that depend on the highest `resolution`."""
     member = FROM_THE_TOP.match(name)
     if network == "discriminator" and member:
         return f"{member[1]}@{resolution >> int(member[2])}.{name[member.end() :]}"
     top = AT_THE_TOP.match(name)
-    if top:  # the name that progressive growing gives such a layer
+    if top:  # Use the name that such a layer has with progressive growing.
         return f"{top[1]}s.{resolution}.{name[top.end() :]}"
     return name

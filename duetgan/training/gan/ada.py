@@ -1,9 +1,8 @@
-"""Adaptive discriminator augmentation: its strength, its random draws, and its application to a
-batch.
+"""Adaptive discriminator augmentation (ADA): its strength, its random draws, its application.
 
 Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data" (2006.06676). The
-discriminator sees augmented images only, real and generated ones, in both halves of a step. The
-strength p depends on r_t = E[sign D(real)], a measure of overfitting (section 2.2).
+discriminator sees augmented images only, real and generated ones, in both halves of a step. In mode
+adaptive the strength p depends on r_t = E[sign D(real)], a measure of overfitting (section 2.2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,28 +20,29 @@ from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Proba
 from duetgan.utils.errors import refuse
 from duetgan.utils.seeding import generator
 
-KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p can go from 0 to 1
+# thousand images in which p can go from 0 to 1, by default and with pretrained networks
+KIMG, KIMG_TRANSFER = 500, 100
 
 
 class AdaConfig(Config):
-    """Augmentation of the discriminator's images: operations and their probability.
+    """Augmentation of the images that the discriminator sees: operations and their probability.
 
     Raises UserError for values out of range.
     """
 
-    # adaptive: by the sign of D(real), for few images
+    # rule for p; adaptive: p follows the sign of D(real), for small data sets
     mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"
-    # probability of each operation; adaptive, scheduled: its initial value
+    # probability of each operation; adaptive, scheduled: initial probability
     p: Probability = 0.0
-    p_final: Probability = 0.0  # scheduled: its final value, by a cosine over schedule_kimg
+    p_final: Probability = 0.0  # scheduled: final probability, by a cosine over schedule_kimg
     # adaptive: mean sign of D(real) above which p grows
     target: Annotated[float, Interval(gt=-1, lt=1)] = 0.6
-    # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
+    # adaptive: thousand images in which p can go from 0 to 1; null: 500, or 100 with init_from
     kimg: PositiveFloat | None = None
-    interval: PositiveInt = 4  # adaptive: steps between adjustments
-    # Multipliers of p; groups that are not named are off. blit: flip, turn by 90 degrees, shift by
-    # whole pixels; geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip,
-    # hue, saturation; and filter, noise, cutout. The default is bgc of the paper.
+    interval: PositiveInt = 4  # adaptive: steps between two changes of p
+    # Groups of operations and their multipliers of p; other groups are off. blit: flip, turn by 90
+    # degrees, shift by whole pixels; geometry: scale, turn, stretch, shift; colour: brightness,
+    # contrast, luma flip, hue, saturation; also filter, noise, cutout. Default: bgc of the paper.
     operations: dict[str, Probability] = {"blit": 1.0, "geometry": 1.0, "colour": 1.0}
 
     def check(self) -> None:
@@ -65,9 +65,7 @@ class AdaConfig(Config):
 
 
 class Ada:
-    """Adaptive augmentation of one training. Its state is the strength p and the counts for its
-    next change.
-    """
+    """Adaptive augmentation of one training. Its state is p and the counts for changing p."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class Ada:
         alpha: bool = False,  # the last channel is transparency
         device: torch.device,
         schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
-        # The networks come from another training: p changes five times as fast.
+        # True if the networks are pretrained: p changes five times as fast.
         transfer: bool = False,
     ) -> None:
         self.config = config
@@ -96,10 +94,10 @@ class Ada:
         self._count = torch.zeros((), device=device)
 
     def draw(self, step: int, phase: str, size: Sequence[int], batch_size: int) -> Draws:
-        """Draw the random numbers of a phase for the global batch, on the device.
+        """Draw the random numbers for the augmentation of a global batch, on the device.
 
-        The numbers of a group are a function of (seed, "augment", step, phase, group) and the batch
-        size only. `size`, height and width in px, is used by the noise only.
+        The numbers of a group of operations depend only on (seed, "augment", step, phase, group)
+        and the batch size. The noise also depends on `size`, the height and width in px.
         """
         draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
@@ -122,13 +120,13 @@ class Ada:
     def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
         """Augment images, differentiably up to second order.
 
-        Computes without autocast in the dtype of the images, at least float32; half-precision
+        Computes without autocast in the dtype of the images, but at least float32; half-precision
         images are rounded once. With p = 0 no bit changes.
 
         Args:
             images: [n, C, H, W] in [-1, 1], both sides at least 4 px.
-            draws: Draws for the global batch.
-            rows: Rows of the global batch that these images have.
+            draws: Random numbers for the global batch, from `draw`.
+            rows: Rows of the global batch that these images are.
 
         Returns:
             Images of the same shape and dtype; colours may be out of [-1, 1].
@@ -152,16 +150,14 @@ class Ada:
     def update(self, images_seen: int, step: int, real_sign: Tensor, batch_size: int) -> None:
         """Change p after update number `step`, without waiting for the device.
 
-        adaptive: p += sign(r_t - target) * images / (kimg * 1000), limited to [0, 1], every
-        `interval` steps. r_t and the number of images are those since the last change. scheduled: p
-        is a function of `images_seen` only.
+        In mode adaptive, p += sign(r_t - target) * images / (kimg * 1000), limited to [0, 1], every
+        `interval` steps; r_t and `images` are those since the last change. In mode scheduled, p is
+        a function of `images_seen` only.
 
         Args:
-            images_seen: Images seen, including this step's.
-            step: Number of the update.
-            real_sign: 0-d, the mean of sign D(real) over the global batch. It is ignored if it is
-                not finite; then the step's update is skipped too.
-            batch_size: Size of the global batch.
+            images_seen: Images seen so far, including those of this step.
+            real_sign: 0-d, the mean of sign D(real) over the global batch; ignored if it is not
+                finite, when the step's update is skipped too.
         """
         config = self.config
         if config.mode == "scheduled":
@@ -185,7 +181,7 @@ class Ada:
         return {"p": self.p, "sign_sum": self._sign_sum, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a saved state; a fixed p remains that of the config."""
+        """Load a saved state, but in mode fixed keep p of the config."""
         if self.config.mode != "fixed":
             self.p = state["p"].to(self.p)
         self._sign_sum = state["sign_sum"].to(self._sign_sum)

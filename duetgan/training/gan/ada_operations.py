@@ -1,9 +1,8 @@
-"""The operations of adaptive discriminator augmentation (Karras et al. 2020, 2006.06676, appendix
-B), group by group.
+"""The operations of adaptive discriminator augmentation, in groups.
 
-Pure functions of images, draws and the probability p, a tensor, so that the host does not wait for
-its value. An operation is applied to an image if its uniform draw for this image is below p. An
-operation that is not applied changes no bit.
+Source: Karras et al. 2020, 2006.06676, appendix B. They are pure functions of images, random draws
+and the probability p, a tensor, so that the host does not wait for its value. An operation is
+applied to an image if its uniform draw for this image is below p, and otherwise changes no bit.
 """
 
 import functools
@@ -18,16 +17,17 @@ from torch import Tensor
 from duetgan.training.gan.warp import copy_pixels, reflect, warp
 
 MAX_SHIFT = 0.125  # largest shift by whole pixels, as a fraction of each side
-SCALE = 0.2  # standard deviation of log2: isotropic and anisotropic scale
+SCALE = 0.2  # standard deviation of log2 of isotropic and anisotropic scale
 SHIFT = 0.125  # standard deviation of the fractional shift, as a fraction of each side
 BRIGHTNESS = 0.2  # standard deviation, on a scale from -1 to 1
-CONTRAST = 0.5  # standard deviation of log2
-SATURATION = 1.0  # standard deviation of log2
-BAND_GAIN = 1.0  # standard deviation of log2
+# standard deviations of log2 of the factor
+CONTRAST = 0.5
+SATURATION = 1.0
+BAND_GAIN = 1.0
 # expected fraction of an image's power in each band, lowest first
 BAND_POWER = (10 / 13, 1 / 13, 1 / 13, 1 / 13)
 NOISE = 0.1  # standard deviation of the half-normal distribution of the noise's standard deviation
-CUTOUT = 0.5  # size of the rectangle, as a fraction of each side
+CUTOUT = 0.5  # size of the cut-out rectangle, as a fraction of each side
 
 # Right half of the Lagrange half-band filter of order 4, which is sym2 applied forwards and
 # backwards, as in the filter bank of the paper.
@@ -36,7 +36,7 @@ HALF_BAND_TAPS = (16 / 32, 9 / 32, 0.0, -1 / 32)
 
 @dataclass
 class GroupDraws:
-    """The draws of a group of operations for B images."""
+    """The random draws of a group of operations for B images."""
 
     # [B, operations] uniform in [0, 1): an operation is applied where its value is below p
     chance: Tensor
@@ -45,7 +45,7 @@ class GroupDraws:
     pixels: Tensor | None = None  # [B, C, H, W] N(0, 1), for the noise
 
     def rows(self, rows: slice, dtype: torch.dtype) -> "GroupDraws":
-        """Return the draws of some images, converted to `dtype` except for `chance`."""
+        """Return the draws for the images `rows`, converted to `dtype` except for `chance`."""
         pixels = None if self.pixels is None else self.pixels[rows].to(dtype)
         return GroupDraws(
             self.chance[rows], self.uniform[rows].to(dtype), self.normal[rows].to(dtype), pixels
@@ -54,25 +54,26 @@ class GroupDraws:
 
 Draws = dict[str, GroupDraws]  # group -> draws for a global batch, which do not depend on p
 
-# How many numbers a group draws for an image: operations, uniform, normal.
+# group -> counts of numbers drawn for an image, which the comments list: one per operation; other
+# uniform numbers; normal numbers
 DRAWS = {
-    "blit": (3, 4, 0),  # flip, turn, shift: mirrored or not, quarter turns, shifts across and down
-    # scale, turn, anisotropic scale, turn, shift: two angles; two scales, shifts
+    "blit": (3, 4, 0),  # flip, turn, shift; mirrored or not, quarter turns, x and y shifts
+    # scale, turn, anisotropic scale, turn, shift; two angles; two scales, x and y shifts
     "geometry": (5, 2, 4),
-    # brightness, contrast, luma flip, hue, saturation: flipped or not, angle; three amounts
+    # brightness, contrast, luma flip, hue, saturation; flipped or not, hue angle; three strengths
     "colour": (5, 2, 3),
-    "filter": (4, 0, 4),  # one operation per band: gains
-    "noise": (1, 0, 1),  # strength
-    "cutout": (1, 2, 0),  # centre
+    "filter": (4, 0, 4),  # one operation per frequency band; gains
+    "noise": (1, 0, 1),  # noise; strength
+    "cutout": (1, 2, 0),  # cutout; x and y of the centre
 }
 
 
 def blit_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> Tensor:
-    """Return the inverse [n, 3, 3] of left-right flip, turn by a multiple of 90 degrees and shift
-    by whole pixels, in this order, for images of `size` (height and width).
+    """Return inverse matrices [n, 3, 3] of the group "blit", for images of `size` (height, width).
 
-    As in the paper, half of the flips and a quarter of the turns that are applied change nothing.
-    All entries are exact.
+    The operations are left-right flip, turn by a multiple of 90 degrees and shift by whole pixels,
+    in this order. As in the paper, half of the flips and a quarter of the turns that are applied
+    change nothing. All entries are exact.
     """
     flips, turns, shifts = (draws.chance < p).unbind(1)
     flipped, quarters, across, down = draws.uniform.unbind(1)
@@ -88,11 +89,10 @@ def blit_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the inverse [n, 3, 3] of isotropic scale, turn, anisotropic scale, turn and shift, in
-    this order, and bool [n], True where any of them is applied.
+    """Return inverse matrices [n, 3, 3] of the group "geometry"; and bool [n], True if any applies.
 
-    Each turn has the probability 1 - sqrt(1 - p), so that at least one is applied with probability
-    p.
+    The operations are isotropic scale, turn, anisotropic scale, turn and shift, in this order. Each
+    turn has the probability 1 - sqrt(1 - p), so that at least one is applied with probability p.
     """
     turned = 1 - (1 - p).sqrt()
     happens = draws.chance < torch.stack([p, turned, p, turned, p])
@@ -119,9 +119,7 @@ def move(
     # [n, 3, 3] inverse of the transformation that follows blit's, and bool [n]
     geometry: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Apply both groups at once: images that geometry changes are warped by the product, for other
-    images pixels are copied.
-    """
+    """Apply "blit" and "geometry" at once: warp images that geometry changes, copy others' pixels."""
     copied = images if blit is None else copy_pixels(images, blit)
     if geometry is None:
         return copied
@@ -132,12 +130,12 @@ def move(
 
 
 def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
-    """Return the homogeneous matrix [n, 4, 4] of brightness, contrast, luma flip, hue and
-    saturation, in this order.
+    """Return the homogeneous matrices [n, 4, 4] of the operations of the group "colour".
 
-    The last two transform colours around the grey axis v = (1, 1, 1) / sqrt(3). They do not change
-    grey images and are left out for these. For C channels other than 1 and 3 the matrix is [n, C, C
-    + 1], v is (1, ...) / sqrt(C), and hue, a turn in three dimensions, is left out.
+    These are brightness, contrast, luma flip, hue and saturation, in this order. The last two
+    transform colours around the grey axis v = (1, 1, 1) / sqrt(3), so they are left out for grey
+    images. For C channels other than 1 and 3 the matrices are [n, C, C + 1], v is (1, ...) /
+    sqrt(C), and hue, a turn in three dimensions, is left out.
     """
     brightened, contrasted, inverted, turned, saturated = (draws.chance < p).unbind(1)
     brightness, contrast, saturation = draws.normal.unbind(1)
@@ -164,13 +162,13 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
 
 
 def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
-    """Apply a colour matrix to every pixel of images [n, C, H, W].
+    """Apply colour matrices to every pixel of images [n, C, H, W].
 
-    Images [n, 1, H, W] are treated as grey, with a homogeneous matrix [n, 4, 4].
+    Images [n, 1, H, W] are treated as grey, with homogeneous matrices [n, 4, 4].
 
-    With `alpha` the last channel, the opacity a, does not change, and the matrix applies to the
-    straight colours s before the multiplication by a. From x + 1 = a (s + 1) and s' = M s + b
-    follows x' = M x + b + (1 - a) (M 1 - 1 - b).
+    With `alpha` the last channel, the opacity a, does not change, and a matrix applies to the
+    colours s before their multiplication by a. From x + 1 = a (s + 1) and s' = M s + b follows x' =
+    M x + b + (1 - a) (M 1 - 1 - b).
     """
     channels = images.shape[1] - alpha
     if alpha:
@@ -185,7 +183,7 @@ def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
 
 
 def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
-    """Multiply four octaves of frequencies by log-normal gains, at constant expected power."""
+    """Multiply four octaves of image frequencies by log-normal gains, at constant expected power."""
     happens = draws.chance < p  # [n, bands]
     gains = torch.exp2(torch.where(happens, BAND_GAIN * draws.normal, 0))
     powers = [
@@ -208,16 +206,16 @@ def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
 
 
 def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
-    """Add white noise with a half-normal strength."""
+    """Add white noise whose standard deviation is drawn from a half-normal distribution."""
     assert draws.pixels is not None
     strengths = torch.where(draws.chance < p, draws.normal.abs() * NOISE, 0)
     return images + draws.pixels * strengths[:, :, None, None]
 
 
 def cut_out(images: Tensor, draws: GroupDraws, p: Tensor, alpha: bool = False) -> Tensor:
-    """Set a rectangle of half the height and width to mid-grey, with `alpha` to transparent.
+    """Set a rectangle of half the height and width to mid-grey, or with `alpha` to transparent.
 
-    Its centre is uniform over the image.
+    The centre of the rectangle is uniform over the image.
     """
 
     def inside(size: int, centres: Tensor) -> Tensor:  # [n, size]
@@ -230,8 +228,9 @@ def cut_out(images: Tensor, draws: GroupDraws, p: Tensor, alpha: bool = False) -
     return images.masked_fill(hidden[:, None], -1 if alpha else 0)
 
 
-# Groups that do not move pixels, in the order of application. With alpha the last channel is the
-# opacity, which the other channels are multiplied by. Filter and noise treat it like a colour.
+# Groups that do not move pixels, in the order of application. If the last argument is True, the
+# last channel is the opacity, by which the others are multiplied. Filter and noise treat it like a
+# colour.
 CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor, bool], Tensor]] = {
     "colour": lambda images, draws, p, alpha: recolour(
         images, colour_matrix(draws, p, images.shape[1] - alpha), alpha
@@ -244,12 +243,12 @@ CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor, bool], Tensor]] = {
 
 def where_chosen(
     chosen: Tensor,  # bool [n]
-    change: Callable[..., Tensor],  # function of images and parameters, image by image
+    change: Callable[..., Tensor],  # function of images and parameters, independent for each image
     images: Tensor,  # [n, C, H, W]
     unchanged: Tensor,  # [n, C, H, W]
     *parameters: Tensor,  # [n, ...]
 ) -> Tensor:
-    """Return `change(images, *parameters)` where `chosen` is True, else `unchanged`."""
+    """Return `change(images, *parameters)` for images where `chosen` is True, else `unchanged`."""
     if not _is_readable(chosen):
         return torch.where(chosen[:, None, None, None], change(images, *parameters), unchanged)
     rows = chosen.nonzero()[:, 0]
@@ -260,17 +259,17 @@ def where_chosen(
 
 
 def _is_readable(values: Tensor) -> bool:
-    """Return True if reading values does not wait for a device, so that work can depend on them."""
+    """Return True if reading `values` on the host does not wait for a device."""
     return values.device.type == "cpu"
 
 
 def compose(*matrices: Tensor) -> Tensor:
-    """Return the product of matrices [n, k, k], without the reduced precision of matmul."""
+    """Return the product of matrices [n, k, k], without the reduced precision of torch.matmul."""
     return functools.reduce(lambda a, b: (a[:, :, :, None] * b[:, None]).sum(2), matrices)
 
 
 def _matrix(rows: list[list[Tensor | float]]) -> Tensor:
-    """Return the homogeneous matrix [n, k + 1, k + 1] with k rows of numbers and tensors [n]."""
+    """Return homogeneous matrices [n, k + 1, k + 1] with k rows of numbers and tensors [n]."""
     entries = [*itertools.chain(*rows), *[0.0] * len(rows), 1.0]
     reference = next(entry for entry in entries if isinstance(entry, Tensor))
     columns = []
@@ -286,15 +285,13 @@ def _shift(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _turn_back(angle: Tensor) -> Tensor:
-    """Return the inverse of a turn, which is clockwise for positive angles because y points down."""
+    """Return the inverse of a turn by `angle`, which is clockwise if positive, as y points down."""
     cos, sin = angle.cos(), angle.sin()
     return _matrix([[cos, sin, 0], [-sin, cos, 0]])
 
 
 def _about_grey(along: Tensor, across: Tensor) -> Tensor:
-    """Return the matrix that scales colours along the grey axis and across it: across I + (along -
-    across) v v^T.
-    """
+    """Return across I + (along - across) v v^T, which scales colours around the grey axis v."""
     side = (along - across) / 3
     diagonal = across + side
     return _matrix(
@@ -303,8 +300,9 @@ def _about_grey(along: Tensor, across: Tensor) -> Tensor:
 
 
 def _turn_about_grey(angle: Tensor) -> Tensor:
-    """Return the matrix that turns colours about the grey axis (Rodrigues): cos I + sin [v]x + (1 -
-    cos) v v^T.
+    """Return the matrix that turns colours about the grey axis (Rodrigues).
+
+    It is cos I + sin [v]x + (1 - cos) v v^T.
     """
     cos, sin = angle.cos(), angle.sin() / math.sqrt(3)
     mean = (1 - cos) / 3
@@ -316,11 +314,11 @@ def _turn_about_grey(angle: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _band_matrices(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the matrices [4, R, R] of band-pass filters for a line of pixels that is mirrored at
-    its ends, lowest band first. Their sum is the identity.
+    """Return matrices [4, R, R] of band-pass filters for a line of R pixels, lowest band first.
 
-    With the half-band low-pass L(z) the bands above 1/2, 1/4 and 1/8 of the Nyquist frequency are 1
-    - L(z), L(z) (1 - L(z^2)) and L(z) L(z^2) (1 - L(z^4)). The remainder is the lowest band.
+    The line is mirrored at its ends. The sum of the matrices is the identity. With the half-band
+    low-pass L(z) the bands above 1/2, 1/4 and 1/8 of the Nyquist frequency are 1 - L(z), L(z) (1 -
+    L(z^2)) and L(z) L(z^2) (1 - L(z^4)). The remainder is the lowest band.
     """
     remaining, bands = torch.eye(size, dtype=torch.float64), []
     for dilation in (1, 2, 4):

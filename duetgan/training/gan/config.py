@@ -38,39 +38,41 @@ if TYPE_CHECKING:
 class GanLossConfig(Config):
     """The objective, its penalties, and further losses of the generator."""
 
-    objective: str = "nonsaturating"  # see losses.py; relativistic: R3GAN's pairs
-    # relativistic: both networks learn from the same pairs, in one pass of D; R3GAN draws new ones
+    # nonsaturating, relativistic (pairs as in R3GAN), hinge or wasserstein
+    objective: str = "nonsaturating"
+    # relativistic: both networks learn from the same pairs, in one pass of D; false: D gets new
+    # pairs, as in R3GAN
     same_pairs: bool = False
-    # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
+    # strength of R1, the gradient penalty on real images; rule of thumb: 0.0002 * resolution^2 /
+    # batch_size; try x2, x4, /2, /4
     r1_gamma: NonNegativeFloat = 1.0
-    r2_gamma: NonNegativeFloat = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
-    # final value of both, by a cosine over schedule_kimg; None: constant
+    r2_gamma: NonNegativeFloat = 0.0  # strength of R2, on generated images; R3GAN: as r1_gamma
+    # final value of r1_gamma and r2_gamma, by a cosine over schedule_kimg; null: constant
     gamma_final: NonNegativeFloat | None = None
     # weight of (norm of D's gradient between images and samples - 1)^2; WGAN-GP: 10
     gradient_penalty_weight: NonNegativeFloat = 0.0
-    # steps between penalties, each with gain `r1_interval`; 0: none
+    # steps between penalties of D, which are multiplied by this interval; 0: no penalties
     r1_interval: NonNegativeInt = 16
-    style_mixing: Probability = 0.9  # probability
-    # conditional: weight of real images with a wrong label as fakes (1605.05396); not used without
-    # classes
+    style_mixing: Probability = 0.9  # probability of a second style in a sample
+    # weight of real images with a wrong label as fakes (1605.05396), if conditional
     mismatch_weight: NonNegativeFloat = 0.0
-    path_length_weight: NonNegativeFloat = 0.0  # StyleGAN2: 2; 0: no path-length regularisation
-    # steps between regularisations, each with gain `path_length_interval`
+    path_length_weight: NonNegativeFloat = 0.0  # weight of the path-length penalty; StyleGAN2: 2
+    # steps between path-length penalties, which are multiplied by this interval
     path_length_interval: PositiveInt = 4
-    path_length_decay: PositiveFraction = 0.01  # of the moving mean of path lengths
+    path_length_decay: PositiveFraction = 0.01  # update rate of the moving mean of path lengths
     # run or checkpoint of a classifier that must recognise the class of the samples
     classifier: str | None = None
-    classifier_weight: NonNegativeFloat = 1.0  # of its cross entropy
-    # conditional: weight of the cross entropy of a classification head on D, for both networks; 0:
-    # no head (1610.09585)
+    classifier_weight: NonNegativeFloat = 1.0  # weight of loss.classifier's cross entropy
+    # weight of the cross entropy of a classification head on D, for both networks, if conditional;
+    # 0: no head (1610.09585)
     auxiliary_weight: NonNegativeFloat = 0.0
-    # the head learns from samples too, as in AC-GAN, unlike ReACGAN (2111.01118)
+    # the classification head learns from samples too, as in AC-GAN, unlike ReACGAN (2111.01118)
     auxiliary_fakes: bool = False
-    # of the distance between mean discriminator features (1606.03498)
+    # weight of the distance between mean D features of images and samples (1606.03498)
     feature_matching_weight: NonNegativeFloat = 0.0
-    # consecutive samples over which the means are computed
+    # number of consecutive samples in a mean of D features
     feature_matching_group: Annotated[int, Ge(2)] = 8
-    # steps between logs of each loss's own gradient: norms and cosines; 0: never
+    # steps between logs of the norms and cosines of each loss's own gradient; 0: never
     gradients_every: NonNegativeInt = 0
 
     def check(self) -> None:
@@ -97,8 +99,9 @@ class GanLossConfig(Config):
 
     @property
     def functions(self) -> Objective:
-        """The objective of that name; raises UserError, with the most similar name, if there is
-        none.
+        """The losses of the objective named `objective`.
+
+        Raises UserError, with the most similar name, if there is none of this name.
         """
         return entry(OBJECTIVES, self.objective, "objective")
 
@@ -121,11 +124,11 @@ class GanLossConfig(Config):
 class GanEmaConfig(Config):
     """The moving average of the generator: the network that is sampled and evaluated."""
 
-    # half-life in thousand images; None: batch_size * 10 / 32
+    # half-life in thousand images; null: batch_size * 10 / 32
     ema_kimg: NonNegativeFloat | None = None
-    # its initial value, by a cosine over schedule_kimg (R3GAN: 0)
+    # initial half-life, which a cosine over schedule_kimg changes to ema_kimg (R3GAN: 0)
     ema_kimg_start: NonNegativeFloat | None = None
-    # half-life at most this share of the images seen; null: no ramp
+    # limit of the half-life, as a fraction of the images seen; null: no limit
     ema_rampup: NonNegativeFloat | None = 0.05
 
 
@@ -133,24 +136,28 @@ ADAM = OptimizerConfig(name="adam", lr=0.0025, betas=[0.0, 0.99])
 
 
 class GanConfig(RunConfig):
-    """Configuration of a GAN with StyleGAN2's networks; see `config_of` for other architectures."""
+    """Configuration of a GAN with the networks of StyleGAN2.
+
+    `config_of` returns the class for other architectures.
+    """
 
     task: Literal["gan"] = "gan"
-    architecture: str = DEFAULT  # of both networks: stylegan2, r3gan or dcgan
-    # condition on the images' classes, if any; false: unconditional, labels are ignored
+    architecture: str = DEFAULT  # architecture of both networks: stylegan2, r3gan or dcgan
+    # condition both networks on the images' classes, if any; false: ignore labels
     conditional: bool = True
     generator: GeneratorConfig = GeneratorConfig()
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
     loss: GanLossConfig = GanLossConfig()
     generator_optimizer: OptimizerConfig = ADAM
     discriminator_optimizer: OptimizerConfig = ADAM
-    # torch.compile of what needs no double backward; auto: on accelerators
+    # torch.compile where no double backward is needed; auto: on accelerators only
     compile: CompileSetting = "auto"
-    # thousand images after which rates, gamma, p and half-life reach their final values
+    # thousand images after which learning rates, gamma, ada.p and the half-life of the average
+    # reach their final values; null: all of the run
     schedule_kimg: PositiveFloat | None = None
     ema: GanEmaConfig = GanEmaConfig()
-    augment: Augment = Augment()  # of the data set; samples may look augmented too
-    ada: AdaConfig = AdaConfig()  # of all images that the discriminator sees
+    augment: Augment = Augment()  # augmentation of real images only; samples may look augmented too
+    ada: AdaConfig = AdaConfig()  # augmentation of all images that the discriminator sees
     progressive: ProgressiveConfig = ProgressiveConfig()
     watch: WatchConfig = WatchConfig()
 
@@ -201,7 +208,7 @@ class GanConfig(RunConfig):
         return _unpickled, (self.architecture, vars(self))
 
     def stages(self, resolution: int | str) -> Stages:
-        """Return the stages of the run for images of `resolution`; one without growth."""
+        """Return the stages of progressive growing for images of `resolution`; one without growth."""
         return Stages(
             self.progressive, ImageSpec.of(1, resolution).side, self.steps, self.batch_size
         )
@@ -232,7 +239,7 @@ class GanConfig(RunConfig):
         return shape if self.conditional else shape | {"classes": 0}
 
     def for_trial(self, samples: int) -> Self:
-        """Return a config for a trial of the full networks, without growth."""
+        """Return this config for measured steps of the full networks, without growth."""
         return super().for_trial(samples).changed(progressive=ProgressiveConfig())
 
     def batch_unit(self, world_size: int) -> int:
@@ -244,9 +251,7 @@ class GanConfig(RunConfig):
         return world_size * math.lcm(*groups)
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
-        """Raise UserError unless the batch of each stage can be divided into processes,
-        micro-batches and groups.
-        """
+        """Raise UserError unless each stage's batch divides into ranks, micro-batches and groups."""
         groups = {"discriminator.minibatch_std_group": self.discriminator.group}
         if self.loss.feature_matching_weight:
             groups["loss.feature_matching_group"] = self.loss.feature_matching_group
@@ -285,10 +290,10 @@ def _unpickled(architecture: str, values: dict[str, Any]) -> GanConfig:
 
 @cache
 def config_of(architecture: str = DEFAULT) -> type[GanConfig]:
-    """Return the config class of an architecture, with the sections of its networks and its recipe
-    as defaults.
+    """Return the config class of an architecture.
 
-    Raises UserError for an architecture that is not in the registry.
+    It has the config sections of the architecture's networks, and its recipe as defaults. Raises
+    UserError for an architecture that is not in the registry.
     """
     entry = architecture_of(architecture)
     sections: dict[str, Any] = {

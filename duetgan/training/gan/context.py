@@ -1,5 +1,6 @@
-"""Networks, random draws and augmentation for both halves of a GAN step, and the slice of the
-global batch that this process computes.
+"""The parts that both halves of a GAN step share: networks, random draws and augmentation.
+
+`StepSlice` is the part of the global batch that this process computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,21 +35,21 @@ from duetgan.utils.seeding import generator as keyed_generator
 
 @dataclass
 class Latents:
-    """The random draws of one phase for the global batch of B samples."""
+    """The random draws for the samples of one phase, for a global batch of B samples."""
 
     z: Tensor  # [B, z_dim]
     z_mixed: Tensor | None  # [B, z_dim]: latents of the second style
     # int64 [B]: the first layer that uses the second style; num_ws where styles are not mixed
     crossover: Tensor | None
-    # int64 [B]: class or label-set numbers; or conditioning vectors for the networks [B, classes]
+    # int64 [B]: numbers of classes or label sets; or [B, classes]: conditioning vectors
     labels: Tensor
 
 
 class GanDraws:
-    """Draw every random number of a GAN step for the whole global batch.
+    """Random draws of a GAN step, always for the whole global batch.
 
-    Each draw is a function of its key, so that it does not depend on the number of processes or
-    micro-batches. Draws are made on the device, outside compiled and checkpointed regions.
+    Each draw is a function of its seed key, so that it does not depend on the number of processes
+    or micro-batches. Draws are made on the device, outside compiled and checkpointed regions.
     """
 
     def __init__(self, seed: int, device: torch.device, label_frequencies: Sequence[float]) -> None:
@@ -73,7 +74,7 @@ class GanDraws:
     ) -> Latents:
         """Draw z and labels, and with probability `mixing` per sample a second z.
 
-        Labels are as frequent as in the training data. The layer from which the second z is used is
+        Labels are as frequent as in the training data. The first layer that uses the second z is
         uniform in 1..num_ws-1.
         """
         keyed, shape = self._keyed("latent", step, phase), (batch_size, z_dim)
@@ -89,8 +90,9 @@ class GanDraws:
         return Latents(z, z_mixed, torch.where(mixed, crossover, num_ws), labels)
 
     def label_offsets(self, step: int, batch_size: int) -> Tensor:
-        """Draw int64 [B] in 1..K-1 for K labels: added to true labels modulo K, they give wrong
-        labels.
+        """Draw int64 [B] in 1..K-1 for K labels.
+
+        Added to true labels modulo K, these offsets give wrong labels.
         """
         keyed = self._keyed("latent", step, "mismatch")
         return torch.randint(
@@ -98,8 +100,9 @@ class GanDraws:
         )
 
     def interpolation_weights(self, step: int, batch_size: int) -> Tensor:
-        """Draw [B] uniform in [0, 1): the weight of the real image in an interpolation between a
-        sample and a real image (1704.00028).
+        """Draw [B] uniform in [0, 1), to interpolate between samples and real images (1704.00028).
+
+        Each is the weight of the real image.
         """
         return torch.rand(
             [batch_size], generator=self._keyed("latent", step, "between"), device=self.device
@@ -108,7 +111,7 @@ class GanDraws:
     def noise(
         self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Draw one noise map from N(0, 1) per layer: [B, *shape]."""
+        """Draw one noise map [B, *shape] from N(0, 1) for each layer's shape in `shapes`."""
         return [
             torch.randn(
                 (batch_size, *shape),
@@ -119,7 +122,7 @@ class GanDraws:
         ]
 
     def path_noise(self, step: int, batch_size: int, shape: Sequence[int]) -> Tensor:
-        """Draw the N(0, 1) images [B, *shape] of path-length regularisation."""
+        """Draw the N(0, 1) noise images [B, *shape] for path-length regularisation."""
         return torch.randn(
             (batch_size, *shape), generator=self._keyed("path", step), device=self.device
         )
@@ -128,15 +131,16 @@ class GanDraws:
 def mix_styles(
     model: StyledGenerator, latents: Latents, rows: slice, num_ws: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the mixed styles ws [n, num_ws, w_dim] of the samples `rows`, and the w [n, w_dim] of
-    the first style.
+    """Return the styles ws [n, num_ws, w_dim] of the samples `rows`, after style mixing.
+
+    Also returns the w [n, w_dim] of the first style.
     """
     labels = latents.labels[rows] if model.classes else None
     z = latents.z[rows]
     if latents.z_mixed is None or latents.crossover is None:
         w = model.mapping(z, labels)
         return w[:, None].expand(-1, num_ws, -1), w
-    # Both styles go through one pass because the layers are small: each call costs more than rows.
+    # Both styles go through one pass, since a second call would cost more than twice the rows.
     if labels is not None:
         labels = torch.cat([labels, labels])
     w, w_mixed = model.mapping(torch.cat([z, latents.z_mixed[rows]]), labels).chunk(2)
@@ -148,15 +152,15 @@ def mix_styles(
 
 
 class StepSlice(NamedTuple):
-    """A step and the slice of its global batch that this rank computes, in micro-batches.
+    """A step, and the slice of its global batch that this rank computes, in micro-batches.
 
-    `first` and the slices of `micro_batches` are row numbers of the global batch.
+    `first` and the slices from `micro_batches` are row numbers of the global batch.
     """
 
     step: int
-    images_seen: int  # before this step
+    images_seen: int  # training images before this step
     stage: Stage
-    batch_size: int  # of all ranks
+    batch_size: int  # samples of all ranks
     size: int  # samples of this rank
     micro: int  # samples per forward pass
     first: int  # this rank's first row
@@ -173,15 +177,13 @@ class StepSlice(NamedTuple):
         return rows.stop == self.first + self.size
 
     def half(self) -> "StepSlice":
-        """Return the same step with half the global batch: half as many samples on every rank, in
-        micro-batches of at most the same size.
-        """
+        """Return the step with half the global batch, on every rank; micro-batches do not grow."""
         size = self.size // 2
         first, micro = collectives.rank() * size, min(self.micro, size)
         return self._replace(batch_size=self.batch_size // 2, size=size, micro=micro, first=first)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a micro-batch's contribution to a metric."""
+        """Add a micro-batch's contribution, 0-d, to the metric `name`."""
         value = value.detach()
         self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
@@ -196,17 +198,17 @@ class Images(NamedTuple):
 class DiscriminatorOutput(NamedTuple):
     """Inputs and outputs of the discriminator for one micro-batch."""
 
-    name: str  # of the images, as in the key of their draws: "real", "fake", ...
+    name: str  # kind of the images, part of the seed keys of their draws: "real", "fake", ...
     images: Tensor  # [n, C, H, W] before adaptive augmentation
     labels: Tensor  # int64 [n]
     hidden: Tensor  # [n, H]: the last activations
-    features: Tensor  # [n, F]: multiplied by the embedding of the label
+    features: Tensor  # [n, F]: multiplied by the label's embedding for the logits
     logits: Tensor  # [n]
 
 
 @dataclass
 class Context:
-    """The networks in training, and the operations that both halves of a step need."""
+    """The networks in training, and the operations that both halves of a GAN step need."""
 
     config: GanConfig
     device: torch.device
@@ -216,7 +218,7 @@ class Context:
     draws: GanDraws
     ada: Ada
     schedule_images: int  # images after which scheduled settings reach their final values
-    # float [labels, classes]: the classes of each label set, where images have several classes
+    # float [labels, classes]: classes of each label set; None unless images have several classes
     label_sets: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -233,7 +235,8 @@ class Context:
     def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
         """Return this rank's real images in micro-batches, after the augmentation of the data set.
 
-        `phase` is part of the key of the draws: a step that reads two batches needs two keys.
+        `phase` is part of the seed key of the augmentation: a step that reads two batches needs
+        two.
         """
         config, spec = self.config, self.generator.spec
         micro_batches: list[Images] = []
@@ -267,7 +270,7 @@ class Context:
     ) -> tuple[Latents, list[Tensor]]:
         """Draw the latents and noise maps of the global batch for the phase `name`.
 
-        With `partners`, this rank's samples have the labels of these real images.
+        If `partners` are given, this rank's samples get the labels of these real images.
         """
         generator, side = self.generator, step_slice.stage.resolution
         key = (step_slice.step, name, step_slice.batch_size)
@@ -282,8 +285,10 @@ class Context:
         return latents, self.draws.noise(*key, generator.noise_shapes(side))
 
     def _alpha(self, stage: Stage, network: Callable[..., Tensor]) -> Alpha:
-        """Return the stage's alpha: a tensor for a compiled network while the stage fades in,
-        because every other number would compile another graph.
+        """Return the stage's alpha for `network`.
+
+        It is a tensor for a compiled network while the stage fades in, because every other number
+        would compile another graph.
         """
         if stage.alpha < 1 and isinstance(network, Compiled) and network.on:
             return torch.full((), stage.alpha, device=self.device)
@@ -302,13 +307,11 @@ class Context:
 
         Args:
             latents, noise: Draws for the global batch.
-            rows: Rows of the global batch.
-            stage: Stage of progressive growing.
             compiled: Use the compiled network if there is one; allows a single backward pass.
 
         Returns:
             Samples [n, C, H, W], their styles ws [n, num_ws, w_dim], and the w [n, w_dim] of the
-            first style; None in place of both for a generator without styles.
+            first style; both are None for a generator without styles.
         """
         generator, maps = self.generator, [layer[rows] for layer in noise]
         network = self._compiled_synthesis if compiled else self.synthesis
@@ -334,11 +337,9 @@ class Context:
         """Apply adaptive augmentation and the discriminator to a micro-batch, differentiably.
 
         Args:
-            batch: Images and labels [n].
-            step_slice: The step.
-            rows: Rows of the global batch that these images have.
-            name: Name of the images, part of the key of the augmentation's draws.
-            compiled: As in `sample`.
+            rows: Rows of the global batch that these images are.
+            name: Kind of the images, part of the seed key of the augmentation.
+            compiled: Use the compiled network if there is one; allows a single backward pass.
         """
         images = batch.images
         network = self._compiled_hidden if compiled else self.discriminator.hidden
@@ -359,8 +360,9 @@ class Context:
         return DiscriminatorOutput(name, *batch, hidden, features, logits)
 
     def auxiliary_loss(self, output: DiscriminatorOutput, step_slice: StepSlice) -> Tensor | float:
-        """Return the weighted loss of the auxiliary head on a micro-batch, divided by the global
-        batch size; 0 without an auxiliary head.
+        """Return the weighted loss of D's classification head on a micro-batch, 0-d.
+
+        It is divided by the global batch size. Return 0 without such a head.
         """
         if not self.config.loss.auxiliary_weight:
             return 0.0

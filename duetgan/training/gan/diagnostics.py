@@ -1,4 +1,4 @@
-"""Warnings about the common failures of GAN training, from the logged metrics, each with remedies."""
+"""Warnings, with remedies, of the common failures of GAN training, from the logged metrics."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,11 @@ NORMS = {
     "gradient_norm/discriminator": "the discriminator's gradient norm",
     "path_length/mean": "the mean path length",
 }
-# The margin, limited to CAP above the one that ends "blind", so that its mean falls soon after a
-# large margin.
+# The margin D(real) - D(fake), limited to CAP above the threshold that clears "blind", so that its
+# mean falls soon after a large margin.
 LOW = "logits/low_margin"
 CAP = 0.15
+# Metrics whose moving means are computed.
 MEANS = (
     "logits/real",
     "logits/fake",
@@ -57,33 +58,33 @@ VANISHES = "the other network has won: look at D(real) - D(fake), change loss.r1
 
 
 class WatchConfig(Config):
-    """Thresholds of the warnings.
+    """Thresholds of the warnings of failures.
 
-    Thresholds come in pairs: the warning appears at the first and is cleared at the second.
+    A pair of thresholds is that at which a warning appears, and that at which it is cleared.
     """
 
-    on: bool = True  # warnings about known failures at log ticks
+    on: bool = True  # print warnings of known failures at log ticks
     # thousand images before the first warning, because both networks vary a lot at first
     warmup_kimg: NonNegativeFloat = 20.0
-    # half-life of the means that are judged, as a share of the images seen
+    # half-life of the moving means that are checked, as a fraction of the images seen
     memory: PositiveFraction = 0.1
-    patience: PositiveInt = 2  # evaluations in a row that must agree before a warning
-    # r_v of ADA (2006.06676): 0 no overfitting, 1 nothing else
+    patience: PositiveInt = 2  # evaluations in a row that must show a failure before its warning
+    # overfitting of D, r_v of ADA (2006.06676): 0 none, 1 complete
     overfit: tuple[float, float] = (0.5, 0.35)
-    # mean sign of D(real), r_t of ADA, where there are no held-out logits
+    # overfitting of D without held-out images: mean sign of D(real), r_t of ADA
     sign: tuple[float, float] = (0.9, 0.8)
     # D(real) - D(fake) at which D wins outright; healthy is about 0.5 to 4
     margin_high: tuple[float, float] = (8.0, 5.0)
     # D(real) - D(fake) at which D cannot tell real images from samples
     margin_low: tuple[float, float] = (0.05, 0.15)
-    worse: AboveOne = 1.25  # distance over its best that counts as worse
-    # diversity over that of real images, unless distances still fall
+    worse: AboveOne = 1.25  # Frechet distance / best distance above which samples are worse
+    # diversity of samples / diversity of real images, unless distances still fall
     diversity: tuple[float, float] = (0.2, 0.3)
-    # diversity over its best that counts as falling, if distances are worse too
+    # diversity / best diversity below which it has fallen, if distances are worse too
     diversity_fall: InnerFraction = 0.6
     ada: tuple[float, float] = (0.98, 0.9)  # augmentation probability that cannot rise much more
-    norm_factor: AboveOne = 10.0  # ratio of a gradient norm to its long-term mean, or its inverse
-    memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.samples.memorisation
+    norm_factor: AboveOne = 10.0  # gradient norm / its long-term mean, or the inverse
+    memorised: tuple[float, float] = (0.001, 0.05)  # p-value of the test for copied training images
 
     def check(self) -> None:
         rising = ("margin_low", "diversity", "memorised")  # The other pairs must fall.
@@ -96,19 +97,18 @@ class WatchConfig(Config):
 
 
 class Finding(NamedTuple):
-    """The result of a check for one failure."""
+    """The result of a check for one failure of the training."""
 
     name: str
-    shows: bool | None  # None: between the thresholds
+    shows: bool | None  # True if present; None between the thresholds
     message: str
 
 
 class Watch(Fields):
-    """Checks every row of metrics for failures. A warning is repeated only after the failure has
-    disappeared.
+    """A monitor that checks every row of metrics for failures of the training.
 
-    The warnings are a function of the rows: all ranks give the same, and a resumed run gives those
-    of an uninterrupted one.
+    A warning is repeated only after its failure has disappeared. As warnings are a function of the
+    rows, they are the same on all ranks, and in resumed and uninterrupted runs.
     """
 
     STATE = ("images", "active", "means", "norms", "figures", "streaks")
@@ -121,9 +121,9 @@ class Watch(Fields):
         self.images = 0.0
         self.active: list[str] = []  # failures with a warning that is not cleared
         self.means: dict[str, float] = {}  # moving means, over about a tenth of the training
-        # Moving means of logarithms: `fast/...` of the last rows, `slow/...` of the last quarter.
+        # Moving means of logarithms: `fast/...` over few rows, `slow/...` over a quarter of all.
         self.norms: dict[str, float] = {}
-        # Metrics of the last evaluation, best values, and `saw`: a margin above "blind".
+        # Metrics of the last evaluation, best values, and as `saw` a margin that was not "blind".
         self.figures: dict[str, float] = {}
         self.streaks: dict[str, int] = {}  # number of consecutive evaluations with a failure
 
@@ -136,10 +136,10 @@ class Watch(Fields):
         super().load_state_dict(state | {"active": state["said"]})
 
     def observe(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """Process a row of the log (it has `images`) or of an evaluation (keys `val/...`), and
-        return new warnings.
+        """Process a row of the log (with `images`) or an evaluation (`val/...`); return warnings.
 
-        Rows must be in the order of the steps. Values that are missing or not finite are ignored.
+        Only new warnings are returned. Rows must be in the order of the steps. Values that are
+        missing or not finite are ignored.
         """
         if not self.config.on:
             return []
@@ -187,10 +187,8 @@ class Watch(Fields):
                 blend(self.norms, f"slow/{key}", math.log(row[key]), self.config.memory * 2.5)
 
     def _update_evaluation(self, row: dict[str, float]) -> None:
-        """Store the metrics of an evaluation, and count consecutive failures."""
-
         def metric(name: str) -> float | None:
-            """Return the first metric of that name, of any extractor."""
+            """Return the first metric `val/{name}/...`, of any extractor."""
             return next(
                 (value for key, value in row.items() if key.startswith(f"val/{name}/")), None
             )
@@ -246,7 +244,7 @@ class Watch(Fields):
                 yield Finding(f"vanishing {key}", _above(slow - fast, limits), vanishes)
 
     def _overfits(self) -> Finding:
-        """Check for a discriminator that memorises its training images."""
+        """Check for a discriminator that has memorised its training images."""
         if (ratio := self.figures.get("overfit")) is not None:
             shows = _shows(self._lasts("overfit"), is_gone=ratio < self.config.overfit[1])
             evidence = f"held-out images are {ratio:.0%} of the way from training images to samples in its logits"
@@ -267,7 +265,9 @@ class Watch(Fields):
             evidence += f" and rising, while the distance went from {figures['best']:.3g} to {figures['distance']:.3g}"
         elif shows is False and self.streaks.get("worse", 0):
             shows = None
-        if shows and "overfit" in self.active:  # That warning names the cause and its remedy.
+        if (
+            shows and "overfit" in self.active
+        ):  # The warning "overfit" names the cause and a remedy.
             shows = None
         remedy = CALM
         if figures.get("overfit", 1.0) >= 0.5:
@@ -313,7 +313,7 @@ class Watch(Fields):
         return Finding("ada", _above(p, self.config.ada), message)
 
     def _memorises(self) -> Finding:
-        """Check for samples that are closer to training images than chance allows."""
+        """Check for samples that are copies of training images more often than chance allows."""
         p_value, fraction = self.figures.get("chance", math.nan), self.figures.get("memorised", 0.0)
         shows = _shows(self._lasts("memorised"), is_gone=p_value > self.config.memorised[1])
         message = (
@@ -330,7 +330,5 @@ def _shows(fails: bool, *, is_gone: bool) -> bool | None:
 
 
 def _above(value: float, limits: tuple[float, float]) -> bool | None:
-    """Return True above the first limit, False below the second, and None between them or for
-    NaN.
-    """
+    """Return True above the first limit, False below the second, else None (also for NaN)."""
     return _shows(value > limits[0], is_gone=value < limits[1])

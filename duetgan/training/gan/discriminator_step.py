@@ -1,6 +1,4 @@
-"""The discriminator's half of a GAN step: the adversarial loss, gradient penalties, and the
-adaptation of ADA.
-"""
+"""The discriminator's half of a GAN step: adversarial loss, gradient penalties, change of ADA."""
 
 from collections.abc import Sequence
 
@@ -16,7 +14,7 @@ from duetgan.training.optim.config import cosine
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 
-# Name of the images -> name and function of the penalty that is computed from them.
+# kind of the images -> name and function of the penalty that is computed from them
 PENALTIES = {
     "real": ("r1", losses.squared_gradient_norm),
     "fake": ("r2", losses.squared_gradient_norm),
@@ -41,13 +39,12 @@ class DiscriminatorStep:
         *,
         one_pass: bool,
     ) -> None:
-        """Update D, and the strength of ADA.
+        """Update D and the strength of ADA.
 
         Args:
-            step_slice: The step.
-            reals: Micro-batches of real images.
             fakes: Micro-batches of samples, without graphs.
-            one_pass: The generator's half has already called `learn` for these micro-batches.
+            one_pass: True if the generator's half has already called `learn` for these
+                micro-batches.
         """
         context, metrics = self.context, step_slice.metrics
         for rows, real, fake in zip(step_slice.micro_batches(), reals, fakes, strict=True):
@@ -87,11 +84,9 @@ class DiscriminatorStep:
         fake_output: DiscriminatorOutput,
         real: Images | DiscriminatorOutput,
     ) -> None:
-        """Accumulate the gradients of D on a micro-batch.
+        """Accumulate the gradients of D's adversarial loss and penalties on a micro-batch.
 
         Args:
-            step_slice: The step.
-            rows: Rows of the global batch.
             fake_output: Output of D for the samples.
             real: Real images, or for a paired objective the output of D for them.
         """
@@ -106,9 +101,7 @@ class DiscriminatorStep:
             self._learn_reals(step_slice, rows, Images(real.images, real.labels))
 
     def penalty_weights(self, step_slice: StepSlice) -> dict[str, float]:
-        """Return the penalties of this step with their weights, not yet multiplied by the interval
-        (`_backward` does that).
-        """
+        """Return the weights of the penalties of this step, not yet multiplied by their interval."""
         loss, final = self.loss, self.loss.gamma_final
         if not loss.penalty_due(step_slice.step):
             return {}
@@ -138,7 +131,7 @@ class DiscriminatorStep:
     def discriminate(
         self, step_slice: StepSlice, rows: slice, batch: Images, name: str
     ) -> DiscriminatorOutput:
-        """Return the output of D for the images `name` of a micro-batch, with a graph.
+        """Return the output of D, with a graph, for a micro-batch of images of the kind `name`.
 
         The graph includes the images if a penalty on them is due.
         """
@@ -164,8 +157,8 @@ class DiscriminatorStep:
         The loss is the mean of `values` [n], which come from `outputs`, plus `mismatch` (0-d), the
         auxiliary loss and the penalties that are due.
 
-        R1, R2 and the gradient penalty are multiplied by their interval. One update serves loss and
-        penalties, so this factor alone makes up for the steps without penalties: Adam's lr and
+        R1, R2 and the gradient penalty are multiplied by their interval. As one update serves loss
+        and penalties, this factor alone makes up for the steps without penalties, and Adam's lr and
         betas do not change.
         """
         loss = values.sum() / step_slice.batch_size

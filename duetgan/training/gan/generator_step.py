@@ -1,6 +1,4 @@
-"""The generator's half of a GAN step: its losses, path-length regularisation, the update, and the
-moving averages.
-"""
+"""The generator's half of a GAN step: losses, path-length penalty, update, and moving averages."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -31,7 +29,7 @@ class PathLength(torch.nn.Module):
 
     @torch.no_grad()
     def update(self, batch_mean: Tensor) -> Tensor:
-        """Move towards the mean length of a global batch and return the result.
+        """Move the mean towards the mean length of a global batch, 0-d, and return the result.
 
         A result that is not finite is not stored.
         """
@@ -43,11 +41,10 @@ class PathLength(torch.nn.Module):
 class PerLossGradients:
     """Accumulates the gradients of a step's losses in `.grad` of the parameters.
 
-    With `per_loss` the gradient of each loss is computed separately, so that `finish` can return
-    their norms and the cosines between them (docs/gan.md). The sum is the same up to rounding.
-
-    Gradients are computed outside the hooks of DDP and added up over the ranks afterwards
-    (docs/distributed.md).
+    If `per_loss` is True, the gradient of each loss is computed separately, so that `finish` can
+    return the norms of these gradients and the cosines between them (docs/gan.md). Their sum is the
+    same up to rounding. They are computed outside the hooks of DDP and added up over the ranks
+    afterwards (docs/distributed.md).
     """
 
     def __init__(
@@ -56,12 +53,13 @@ class PerLossGradients:
         self.parameters = list(parameters)
         self.precision = precision
         self.per_loss = per_loss
-        # name -> gradient of each parameter, of this rank's samples only
+        # loss -> gradient with respect to each parameter, of this rank's samples only
         self.by_loss: dict[str, list[Tensor | None]] = {}
 
     def backward(self, terms: Mapping[str, Tensor]) -> None:
-        """Add the gradients of `terms`, weighted 0-d losses that may share a graph, and free the
-        graph.
+        """Add the gradients of the losses `terms`, and free their graph.
+
+        The losses are 0-d and weighted, and may share a graph.
         """
         if not self.per_loss:
             self.precision.backward(torch.stack(list(terms.values())).sum(), self.parameters)
@@ -80,10 +78,11 @@ class PerLossGradients:
             ]
 
     def finish(self, name: str) -> dict[str, Tensor]:
-        """Store the sum of the gradients in `.grad` and return metrics of them.
+        """Store the sum of the gradients in `.grad`, and return their metrics.
 
-        The metrics are `gradient_norm/NAME/LOSS` and `gradient_cosine/NAME/LOSS~LOSS` of the global
-        gradients, unscaled. Each rank returns its fraction, so that they add up over the ranks.
+        The metrics are `gradient_norm/NAME/LOSS` and `gradient_cosine/NAME/LOSS~LOSS` of the
+        global, unscaled gradients, divided by the number of ranks, so that they add up over the
+        ranks.
         """
         if not self.per_loss:
             return {}
@@ -108,8 +107,9 @@ class PerLossGradients:
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the gradients that exist; None if none does, because the optimizer then
-    skips the parameter.
+    """Return the sum of the gradients that are not None.
+
+    Return None if all are, because the optimizer then skips the parameter.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     return torch.stack(present).sum(dim=0) if present else None
@@ -136,8 +136,7 @@ class GeneratorStep:
         self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
 
     def one_pass(self, step_slice: StepSlice) -> bool:
-        """Return True if one pass of D over the samples of this step can give the gradients of both
-        networks.
+        """Return True if one pass of D over this step's samples can give both networks' gradients.
 
         D has the same weights in both halves of a step. So one pass is enough if both halves use
         the same images, no other loss of G is added, and no penalty on samples is due.
@@ -151,15 +150,10 @@ class GeneratorStep:
         return loss.same_images and not has_r2
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> list[Images]:
-        """Update G and its average, and return the samples without graphs, for the discriminator's
-        half.
+        """Update G and its average; return samples without graphs, for the discriminator's half.
 
-        The parameters of D do not change. Where `one_pass` is True, the gradients of D become those
-        of its own losses; elsewhere they do not change either.
-
-        Args:
-            step_slice: The step.
-            reals: Micro-batches of real images.
+        The parameters of D do not change. If `one_pass` is True for this step, their gradients
+        become those of D's own losses; otherwise these do not change either.
         """
         context, ema = self.context, self.context.config.ema
         per_loss = self.loss.gradients_due(step_slice.step)
@@ -183,7 +177,7 @@ class GeneratorStep:
             kimg = batch * 10 / 32 if ema.ema_kimg is None else ema.ema_kimg
             if ema.ema_kimg_start is not None:
                 kimg = cosine(ema.ema_kimg_start, kimg, seen, context.schedule_images)
-            # A generator that another run has trained needs no ramp.
+            # A pretrained generator needs no limit of the half-life.
             rampup = None if context.config.init_from else ema.ema_rampup
             beta = half_life_beta(batch, seen, kimg * 1000, rampup)
             self.ema.update(context.generator, beta, update.skipped)
@@ -193,7 +187,7 @@ class GeneratorStep:
     def _adversarial(
         self, step_slice: StepSlice, reals: Sequence[Images], gradients: PerLossGradients
     ) -> tuple[list[Images], list[Tensor]]:
-        """Backpropagate all losses but the path lengths, with one forward pass per micro-batch.
+        """Backpropagate all losses but the path-length penalty, in one pass per micro-batch.
 
         Returns:
             Micro-batches of samples without graphs, and the sum of w [w_dim] over each of them
@@ -228,9 +222,7 @@ class GeneratorStep:
     def _backward_of_both(
         self, step_slice: StepSlice, rows: slice, fake: Images, real: Images
     ) -> None:
-        """Accumulate the gradients of each network's own losses from one pass of D over the
-        samples.
-        """
+        """Accumulate the gradients of both networks' losses from one pass of D over the samples."""
         context = self.context
         detached = Images(fake.images.detach().requires_grad_(), fake.labels)
         with phase("discriminator/forward"):
@@ -255,7 +247,7 @@ class GeneratorStep:
         """Return the weighted losses of a micro-batch by name, divided by the global batch size."""
         context, loss = self.context, self.loss
         batch = step_slice.batch_size
-        # Separate gradients retain the graph, which a compiled network does not allow.
+        # Separate gradients of losses retain the graph, which a compiled network does not allow.
         output = context.discriminate(
             fake, step_slice, rows, "generator", compiled=not loss.gradients_due(step_slice.step)
         )
@@ -287,12 +279,11 @@ class GeneratorStep:
 
     @penalised()
     def _regularise_path_length(self, step_slice: StepSlice, gradients: PerLossGradients) -> None:
-        """Backpropagate StyleGAN2's path-length penalty of half a batch, multiplied by its
-        interval.
+        """Backpropagate StyleGAN2's path-length penalty of half a batch, times its interval.
 
         The moving mean is updated first, from the lengths of the whole global half batch. If that
-        is more than one micro-batch, the lengths are computed twice: without a graph for the mean,
-        and with a graph for the penalty.
+        is more than one micro-batch a rank, lengths are computed twice: without a graph for the
+        mean, and with one for the penalty.
         """
         context, half = self.context, step_slice.half()
         latents, maps = context.latents(half, "path")

@@ -1,5 +1,6 @@
-"""Losses and penalties of a GAN: functions of logits and images that know nothing of networks.
-Another loss is one entry in `OBJECTIVES`.
+"""Losses and penalties of a GAN, as functions of logits and images only.
+
+To add a loss, add an entry to `OBJECTIVES`.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ Loss = Callable[[Tensor], Tensor]  # logits [N] -> one value per sample [N]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The losses of both networks as functions of logits. Any penalty can be added to any of them.
+    """The adversarial losses of both networks, as functions of logits.
 
     A `paired` objective compares the logit of each sample with that of a real image with the same
-    label: `generator` takes the difference sample - image, `real` takes image - sample, and `fake`
-    is not used. Raises UserError for a loss that is a mean.
+    label: `generator` gets the difference sample - image, `real` gets image - sample, and `fake` is
+    not used. Raises UserError for a loss that returns a mean instead of one value per sample.
     """
 
     generator: Loss  # the generator's loss, from the logits of samples
@@ -29,8 +30,8 @@ class Objective:
     fake: Loss  # the discriminator's loss, from the logits of samples
     chance_level: float  # the discriminator's loss where all logits are 0
     paired: bool = False
-    signed: bool = True  # D(x) > 0 means that D judges x to be real
-    # False: D's loss has no lower bound, so it needs a gradient penalty
+    signed: bool = True  # True if D(x) > 0 means that D judges x to be real
+    # False if D's loss has no lower bound, so that it needs a gradient penalty
     bounded: bool = True
 
     def __post_init__(self) -> None:
@@ -95,11 +96,10 @@ def squared_gradient_norm(logits: Tensor, images: Tensor, scale: Tensor | float 
 
 
 def gradient_penalty(logits: Tensor, images: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """Return (||grad_x D(x)|| - 1)^2 for each image [N], with a graph (WGAN-GP, Gulrajani et al.
-    1704.00028, eq. 3).
+    """Return (||grad_x D(x)|| - 1)^2 for each image [N], with a graph for the double backward.
 
-    `images` are interpolations between real images and samples (`interpolate`). The arguments are
-    those of `squared_gradient_norm`.
+    Source: WGAN-GP, Gulrajani et al. 1704.00028, eq. 3. `images` are from `interpolate` and require
+    gradients; `scale` is the loss scale of fp16.
     """
     square = squared_gradient_norm(logits, images, scale)
     # The square root has an infinite slope at 0.
@@ -107,9 +107,7 @@ def gradient_penalty(logits: Tensor, images: Tensor, scale: Tensor | float = 1.0
 
 
 def interpolate(real: Tensor, fake: Tensor, weights: Tensor) -> Tensor:
-    """Return weights * real + (1 - weights) * fake for images [N, C, H, W] and weights [N] in
-    [0, 1].
-    """
+    """Return weights * real + (1 - weights) * fake, images [N, C, H, W], for weights [N] in [0, 1]."""
     return torch.lerp(fake, real, weights[:, None, None, None].to(real.dtype))
 
 
@@ -121,12 +119,11 @@ def path_lengths(
     *,
     create_graph: bool = True,
 ) -> Tensor:
-    """Return |J_w^T y| for each sample [N] with y = noise / sqrt(H W) (StyleGAN2, 1912.04958, eq.
-    4).
+    """Return the path length |J_w^T y| of each sample [N] with y = noise / sqrt(H W).
 
-    The norm is the square root of the mean over the L layers of the sum of squares over the
-    dimensions of w. `scale` is that of `squared_gradient_norm`. Without `create_graph` the lengths
-    have no graph, and the graph of `images` is freed.
+    Source: StyleGAN2, 1912.04958, eq. 4. The norm is the square root of the mean over the L layers
+    of the sum of squares over the dimensions of w. `scale` is the loss scale of fp16. Without
+    `create_graph` the lengths have no graph, and the graph of `images` is freed.
     """
     y = noise.to(ws.dtype) / (images.shape[2] * images.shape[3]) ** 0.5
     outputs = (images.to(ws.dtype) * y).sum() * scale
@@ -137,27 +134,27 @@ def path_lengths(
 def path_length_penalty(
     lengths: Tensor, mean: Tensor, batch_mean: Tensor, decay: float, batch: int
 ) -> Tensor:
-    """Return sum (length - mean)^2 / batch over lengths [n] of a batch (StyleGAN2, 1912.04958, eq.
-    4).
+    """Return sum (length - mean)^2 / batch over lengths [n], part of a batch of `batch` samples.
 
-    `mean` is the moving mean after it moved by `decay` towards `batch_mean`; both are 0-d and have
-    no graph. The contribution of the batch to `mean` is differentiated as in the official code:
-    d/d length_i = 2 / batch * (length_i - mean - decay (batch_mean - mean)). This contribution has
-    a gradient but the value 0, so that the parts of a batch add up over micro-batches and ranks.
+    Source: StyleGAN2 (1912.04958, eq. 4). `mean` is the moving mean after it moved by `decay`
+    towards `batch_mean`; both are 0-d and have no graph. The contribution of the batch to `mean` is
+    differentiated as in the official code: d/d length_i = 2 / batch * (length_i - mean - decay
+    (batch_mean - mean)). This contribution has a gradient but the value 0, so that the parts of a
+    batch add up over micro-batches and ranks.
     """
     batch_term = 2 * decay * (batch_mean - mean) * (lengths - lengths.detach()).sum()
     return ((lengths - mean).square().sum() - batch_term) / batch
 
 
 def feature_matching(fake: Tensor, real: Tensor, group: int) -> Tensor:
-    """Return unbiased estimates of ||E f(G(z)) - E f(x)||^2, one for each group of `group`
-    consecutive samples [N / group].
+    """Return unbiased estimates [N / group] of the squared distance ||E f(G(z)) - E f(x)||^2.
 
-    `fake` and `real` are features [N, F]. Salimans et al. (1606.03498, section 3.1) take the means
-    over the minibatch, which also penalises the variance of the features by 1/N and depends on how
-    a batch is split. Here the estimate of a group is (|sum d|^2 - sum |d|^2) / (group (group - 1))
-    with d = f(G(z)) - f(x). Its expectation is the same for every group size from 2, so that ranks
-    and micro-batches of whole groups add up to the result of one process.
+    `fake` and `real` are features [N, F]; each estimate is from `group` consecutive samples.
+    Salimans et al. (1606.03498, section 3.1) take the means over the minibatch, which also
+    penalises the variance of the features by 1/N and depends on how a batch is split. Here the
+    estimate of a group is (|sum d|^2 - sum |d|^2) / (group (group - 1)) with d = f(G(z)) - f(x).
+    Its expectation is the same for every group size from 2, so that ranks and micro-batches of
+    whole groups add up to the result of one process.
     """
     difference = (fake - real).unflatten(0, (-1, group))
     square_of_sum = difference.sum(dim=1).square().sum(dim=1)

@@ -1,10 +1,10 @@
-"""Progressive growing: resolution, weight of the new layers and batch size at each step (Karras et
-al. 2018, "Progressive Growing of GANs", section 2 and appendix A.1).
+"""Progressive growing: resolution, weight of the new layers and batch size at each step.
 
-The first stage trains the resolution `start`. Each later stage doubles it: the new layers fade in
-with alpha from 0 to 1, linearly in the images seen, and then stabilise. The last stage lasts until
-the run ends. Everything is a function of the step, so there is no state. Without growth there is
-one stage, which never changes.
+Karras et al. 2018, "Progressive Growing of GANs" (section 2 and appendix A.1). The first stage
+trains at the resolution `start`. Each later stage doubles it: the new layers fade in with weight
+alpha from 0 to 1, linearly in the images seen, and then train with alpha 1. The last stage lasts
+until the run ends. Everything is a function of the step, so there is no state. Without growth there
+is one stage.
 """
 
 from bisect import bisect_right
@@ -16,26 +16,27 @@ from annotated_types import Ge
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.errors import UserError
 
-SMALLEST = 8  # px of the first stage, at least
+SMALLEST = 8  # smallest resolution of a first stage, in px
 
-# thousand images of every stage, or by resolution in px
+# thousand images, the same for every stage or by resolution in px
 Kimg = NonNegativeFloat | dict[int, NonNegativeFloat]
 
 
 class ProgressiveConfig(Config):
-    """Growth of both networks from low to full resolution.
+    """Growth of both networks from low to full resolution, in stages.
 
-    Lengths are in thousand images that a stage sees.
+    Lengths are in thousand images that are seen in a stage.
     """
 
-    # px of the first stage; null: no growth, the full networks from the first step
+    # resolution of the first stage in px; null: no growth, the full networks from the first step
     start: Annotated[int, Ge(SMALLEST)] | None = None
-    fade_kimg: Kimg = 600.0  # fading in; a number, or {px: number} for every stage but the first
-    # then at alpha 1; a number, or {px: number} for every stage but the last
+    # length of fading in new layers; a number, or {px: number} for every stage but the first
+    fade_kimg: Kimg = 600.0
+    # length of training after fading in; a number, or {px: number} for every stage but the last
     stable_kimg: Kimg = 600.0
-    # {px: global batch}; stages not named: batch_size
+    # global batch size by stage: {px: size}; other stages have batch_size
     batch_sizes: dict[int, PositiveInt] = {}
-    reset_optimizer: bool = True  # Adam's moments start anew in every stage
+    reset_optimizer: bool = True  # reset Adam's moments at the start of every stage
 
     def check(self) -> None:
         if self.start is not None and self.start & (self.start - 1):
@@ -43,11 +44,11 @@ class ProgressiveConfig(Config):
 
 
 class Stage(NamedTuple):
-    """A stage of growth, with the value of alpha at a step."""
+    """A stage of progressive growing, with the value of alpha at a step."""
 
     resolution: int  # px of the images, real and generated
-    batch_size: int  # global
-    first_step: int  # of the stage
+    batch_size: int  # global batch size
+    first_step: int
     first_image: int  # images seen before the stage
     fade_images: int  # images over which alpha grows from 0 to 1; 0: alpha is always 1
     # Weight of the new layers, 0 to 1. With 0 the networks equal those of the previous stage.
@@ -55,7 +56,7 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """The stages of a run as functions of the step; one stage without growth.
+    """The stages of a run as functions of the step; a single one without growth.
 
     Raises UserError for a resolution that doubling `start` never gives, for lengths and batch sizes
     of stages that do not exist, for a missing length, and for a stage without images.
@@ -76,7 +77,7 @@ class Stages:
         _check_named("batch_sizes", sizes, sides)
         fades = _images("fade_kimg", config.fade_kimg, sides[1:])
         stables = _images("stable_kimg", config.stable_kimg, sides[:-1])
-        # With alpha 1. Each stage ends with the batch that completes its images.
+        # These have alpha 1. Each stage ends with the batch that completes its images.
         self.all: list[Stage] = []
         step = image = 0
         for side in sides:
@@ -93,9 +94,7 @@ class Stages:
         return bisect_right(self.all, step, key=lambda stage: stage.first_step) - 1
 
     def at(self, step: int) -> Stage:
-        """Return the stage of update number `step` (from 0); alpha depends on the stage's images
-        before this step.
-        """
+        """Return the stage of update `step` (from 0), with alpha by its images before this step."""
         stage = self.all[self._number(step)]
         seen = (step - stage.first_step) * stage.batch_size
         if seen < stage.fade_images:
@@ -103,16 +102,14 @@ class Stages:
         return stage
 
     def images_at(self, step: int) -> int:
-        """Return the number of training images before update number `step`; `images_at(steps)` is
-        that of the run.
-        """
+        """Return the number of training images before update number `step`."""
         stage = self.all[self._number(step)]
         return stage.first_image + (step - stage.first_step) * stage.batch_size
 
     # --- messages
 
     def describe(self) -> list[str]:
-        """Return rows for the plan, one per stage; empty without growth."""
+        """Return a row of the printed plan for each stage, and warnings; empty without growth."""
         if not self.growing:
             return []
         rows = [self._row(number) for number in range(len(self.all))]
@@ -167,7 +164,7 @@ def _resolutions(start: int | None, full: int) -> list[int]:
 
 
 def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
-    """Return the numbers of images by resolution, for the stages that have this length."""
+    """Return the number of images by resolution, for the stages `sides` that have this length."""
     if not isinstance(lengths, dict):
         lengths = dict.fromkeys(sides, lengths)
     _check_named(name, lengths, sides)

@@ -1,4 +1,4 @@
-"""The GAN task: networks, one step of both, the state that is saved, and the evaluation."""
+"""The GAN task: networks, a training step of both, the saved state, and the evaluation."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,12 +37,12 @@ from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 
-LOGIT_IMAGES = 512  # images of each kind in the mean logits of an evaluation
+LOGIT_IMAGES = 512  # largest number of images of each kind for the mean logits of an evaluation
 SEARCHED_PER_SAMPLE = 4  # training images per sample that an evaluation searches for copies
 
 
 class GanTask(Task):
-    """Generator, discriminator, their optimizers, and one step of both."""
+    """The training of a GAN: generator, discriminator, their optimizers, and the step of both."""
 
     best_is_lower, loss_metric = True, "loss/discriminator"
     lr_find_unsupported_reason = (
@@ -62,7 +62,7 @@ class GanTask(Task):
         self.device = device
         self.shape = config.shape(dataset)
         self.label_sets = dataset.meta.sets if self.shape["classes"] else None
-        # An evaluation draws samples with the labels of the validation set.
+        # The classes must agree because an evaluation draws samples with the validation labels.
         if val_dataset is not None and val_dataset.classes and self.shape["classes"]:
             check_same_classes(config.data, dataset, val_dataset)
         self._stage = self.stages.at(0)
@@ -113,7 +113,7 @@ class GanTask(Task):
         # Distances of different extractors cannot be compared, so the name includes the extractor.
         self.best_metric = f"frechet/{config.evaluation.extractor}"
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
-        # Built here rather than at the first evaluation, so that an error comes before training.
+        # Built before training, so that an error does not wait until the first evaluation.
         self._extractors = collectives.main_first(
             lambda: build(
                 [config.evaluation.extractor],
@@ -135,9 +135,9 @@ class GanTask(Task):
 
     @staticmethod
     def outline(config: GanConfig, shape: Shape) -> Outline:
-        """Return the networks that the config describes.
+        """Return the networks that the config describes, with their numbers of copies.
 
-        For D, weights, gradients and moments count; for G the moving average too.
+        These are weights, gradients and Adam's two moments; for G also the moving average.
         """
         networks = architecture_of(config.architecture)
         generator = networks.network("generator", config.generator, **shape)
@@ -145,8 +145,9 @@ class GanTask(Task):
         return {"generator": (generator, 4), "discriminator": (discriminator, 3)}
 
     def _build_networks(self) -> None:
-        """Build the generator, its moving average and the discriminator; each is initialised from
-        its own seed key.
+        """Build the generator, its moving average and the discriminator.
+
+        Each network is initialised from its own seed key.
         """
         config, networks = self.config, architecture_of(self.config.architecture)
         with forked(config.seed, "init", "generator"):
@@ -233,7 +234,6 @@ class GanTask(Task):
     def _discriminator_samples(
         self, step_slice: StepSlice, reals: Sequence[Images]
     ) -> list[Images]:
-        """Draw new samples for the discriminator's half, with the labels of the real images."""
         fakes = []
         with phase("discriminator/samples"), torch.no_grad(), self.precision.autocast():
             latents, noise = self.context.latents(step_slice, "discriminator", reals)
@@ -243,7 +243,7 @@ class GanTask(Task):
         return fakes
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """Return one step for each combination of lazy penalties that are due together."""
+        """Return one step for each combination of penalties that are due in the same step."""
         loss, steps = self.config.loss, range(first, first + 240)
         kinds = [(loss.penalty_due(step), loss.path_length_due(step)) for step in steps]
         return {
@@ -252,8 +252,9 @@ class GanTask(Task):
         }
 
     def _begin(self, step: int) -> StepSlice:
-        """Return the slice of update number `step`; at a new stage of growth, reset the optimizers
-        if the config says so.
+        """Return the slice of update number `step`.
+
+        At a new stage of growth, reset the optimizers if the config says so.
         """
         self._stage = self.stages.at(step)
         if step == self._stage.first_step > 0:
@@ -267,9 +268,7 @@ class GanTask(Task):
         return StepSlice(step, seen, self._stage, batch, size, micro, collectives.rank() * size, {})
 
     def average_generator(self) -> ImageGenerator:
-        """Return the moving average of the generator at the current stage of growth, for samples
-        and evaluations.
-        """
+        """Return the moving average of the generator, at the current stage of growth."""
         stage, full = self._stage, self.dataset.spec.side
         if not self.stages.growing or (stage.resolution == full and stage.alpha == 1):
             return self.ema.model
@@ -279,8 +278,9 @@ class GanTask(Task):
         return self.watch.observe(step, row)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """Return a uint8 image [H, W, C] of samples at the fixed seed: one row for each of the
-        first 20 labels.
+        """Return a uint8 image [H, W, C] of samples with fixed latents.
+
+        It has one row for each of the first 20 labels.
         """
         rows = columns = 8
         labels = None
@@ -296,8 +296,9 @@ class GanTask(Task):
         return grid(samples, columns=columns, spec=self.generator.spec)
 
     def evaluate(self) -> dict[str, float]:
-        """Compute the distance between samples of the average generator and validation images, or
-        training images without a validation set.
+        """Compute the distance between samples of the average generator and validation images.
+
+        Without a validation set, the distance to the training images is computed.
         """
         config = self.config.evaluation
         document = evaluate_generator(
@@ -323,11 +324,11 @@ class GanTask(Task):
         return metrics | self._mean_logits()
 
     def _mean_logits(self) -> dict[str, float]:
-        """Return the mean logits of D for validation images, training images and samples, all
-        without augmentation.
+        """Return the mean logits of D for validation images, training images and samples.
 
-        If validation images have the logits of samples, D has memorised the training images. Empty
-        without validation images, and in stages of growth with smaller images.
+        None are augmented. If validation images have the logits of samples, D has memorised the
+        training images. Empty without validation images, and before the full network of progressive
+        growing.
         """
         val_dataset = self.val_dataset
         if val_dataset is None or self.average_generator() is not self.ema.model:
@@ -338,7 +339,7 @@ class GanTask(Task):
             return {}
 
         def read(dataset: Dataset, rows: range) -> Batch:
-            # The images are spread over the file, because files are often packed class by class.
+            # Images from all over the file are read, because files are often sorted by class.
             records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
             batch = read_batch(dataset, records[rows.start : rows.stop])
             batch.labels = torch.from_numpy(dataset.meta.conditions(batch.labels.numpy()))

@@ -1,10 +1,10 @@
-"""Affine transformations of images: exact copies of pixels, and a resampled warp. Pure functions,
-differentiable twice in the images.
+"""Affine transformations of images: exact copies of pixels, and a resampled warp.
 
-A transformation is given by its inverse, [n, 3, 3], which maps a position in the result to the
-position in the image, (x, y, 1) in pixels, with x to the right and y down from the centre. Beyond
-their edges images are reflected at the centre of the last pixel (NumPy's "reflect"), repeatedly.
-Coordinates are reflected, so that no padding is needed whose width would depend on the draws.
+These are pure functions, differentiable twice in the images. A transformation is given by its
+inverse, [n, 3, 3], which maps a position in the result to the position in the image, (x, y, 1) in
+pixels from the centre, with x to the right and y down. Beyond their edges images are mirrored at
+the centre of the last pixel (NumPy's "reflect"), repeatedly. Coordinates are reflected instead of
+padding the images, because the width of a padding would depend on the draws.
 """
 
 import functools
@@ -37,9 +37,7 @@ BLOCK = 64
 
 
 def reflect(index: Tensor, size: int) -> Tensor:
-    """Return indices in 0..size-1 for pixels anywhere on a line that is mirrored at the centres of
-    its end pixels.
-    """
+    """Map indices on an endless line, mirrored at the pixels 0 and size-1, to 0..size-1."""
     period = 2 * (size - 1)
     wrapped = index.remainder(period)
     return torch.minimum(wrapped, period - wrapped)
@@ -70,14 +68,12 @@ def warp(images: Tensor, inverse: Tensor) -> Tensor:
     height, width = images.shape[2:]
 
     def positions(side: int) -> Tensor:
-        """Return the coordinates of the oversampled pixels, including margins, along a side of
-        `side` pixels; 0 is its middle.
-        """
+        """Return the coordinates of oversampled pixels, with margins, from the middle of a side."""
         count = 2 * side + 2 * DOWN_MARGIN - 1
         steps = torch.arange(count, device=images.device, dtype=images.dtype) - DOWN_MARGIN
         return steps / 2 - (side - 1) / 2
 
-    # The coordinates of grid_sample are -1 and 1 at the centres of the outermost pixels.
+    # In the coordinates of grid_sample the centres of the outermost pixels are at -1 and 1.
     inverse = torch.stack(
         [inverse[:, 0] / ((width - 1) / 2), inverse[:, 1] / ((height - 1) / 2)], dim=1
     )
@@ -86,16 +82,14 @@ def warp(images: Tensor, inverse: Tensor) -> Tensor:
     block = _block(math.gcd(height, width))
     up, down = _matrices(block, images.dtype, images.device)
     padded = F.pad(images, [UP_MARGIN] * 4, mode="reflect")
-    # Pixel i becomes pixel 2i. The last pixel is beyond the image.
+    # Pixel i becomes pixel 2i. The last pixel lies beyond the image and is dropped.
     oversampled = _both_ways(padded, up, block)[..., :-1, :-1]
     # Pixel 2i + DOWN_MARGIN becomes pixel i.
     return _both_ways(Sample.apply(oversampled, grid), down, 2 * block)
 
 
 def _follow(inverse: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x and y [n, h, w] of the positions in the image for a grid of columns at `across` [w]
-    and rows at `down` [h].
-    """
+    """Return x and y [n, h, w] in the image for columns x [w] and rows y [h] of the result."""
     across, down = across[None, None, :], down[None, :, None]
 
     def coordinate(row: int) -> Tensor:
@@ -106,19 +100,19 @@ def _follow(inverse: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor, Tens
 
 
 class Sample(torch.autograd.Function):
-    """Bilinear sampling with reflected coordinates, and its transpose.
+    """Bilinear sampling with reflected coordinates, and its transpose, both differentiable twice.
 
-    `grid` is that of `F.grid_sample`. With a `shape`, that of images, it is the transpose: the
-    value of each position is added to the pixels that it would be interpolated from.
+    `grid` is that of `F.grid_sample`. If `shape`, the shape of images, is given, the transpose is
+    computed: each value is added to the pixels from which it would be interpolated.
 
-    torch's own function cannot be differentiated twice. Sampling is linear in the images. So its
+    torch's own function cannot be differentiated twice. As sampling is linear in the images, its
     gradient is the transpose, and the gradient of the transpose is sampling. The grid has no
     gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, grid: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """Sample images [n, C, h, w] at grid [n, H, W, 2] into [n, C, H, W], or the transpose."""
+        """Sample images [n, C, h, w] at grid [n, H, W, 2] into [n, C, H, W], or transpose this."""
         ctx.save_for_backward(grid)
         ctx.shape = values.shape if shape is None else None
         if shape is None:
@@ -143,9 +137,7 @@ def _block(size: int) -> int:
 
 
 def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
-    """Apply a matrix [outputs, inputs] to the columns and then the rows of images, in pieces of
-    `inputs` pixels that start every `step` pixels.
-    """
+    """Apply a matrix [outputs, inputs] to columns, then rows, in pieces that start every `step` px."""
     inputs = matrix.shape[1]
     # One piece is a special case because the gradient of unfold is slow.
     if images.shape[-2:] == (inputs, inputs):
@@ -161,7 +153,7 @@ def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
 def _matrices(block: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the matrices of upsampling and downsampling.
 
-    The first, [2 block, block + 2 UP_MARGIN], inserts zeros and applies twice the filter. The
+    The first, [2 block, block + 2 UP_MARGIN], inserts zeros and applies the filter, times two. The
     second, [block, 2 block + 2 DOWN_MARGIN - 1], applies the filter at every other pixel.
     """
     up = torch.arange(2 * block)[:, None] - 2 * (torch.arange(block + 2 * UP_MARGIN) - UP_MARGIN)
@@ -174,7 +166,5 @@ def _matrices(block: int, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 
 
 def _taps(half: tuple[float, ...], distance: Tensor) -> Tensor:
-    """Return the taps of a symmetric filter, given its right half, at distances from its middle; 0
-    beyond its ends.
-    """
+    """Return the taps of a symmetric filter, from its right half, at distances from its middle."""
     return torch.tensor([*half, 0.0], dtype=torch.float64)[distance.abs().clamp(max=len(half))]

@@ -1,4 +1,4 @@
-"""Settings of an optimizer, and its schedules, which are functions of the step and have no state."""
+"""Settings of an optimizer, and its schedules, which are functions of the step without state."""
 
 import math
 from bisect import bisect_right
@@ -28,60 +28,63 @@ WarmUp = Annotated[
 ]
 
 
-# Progress of the decay -> fraction of the peak rate, both in [0, 1].
+# Functions from the progress of the decay to the fraction of the peak rate, both in [0, 1].
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
 }
 
 
-MOMENTA = ("sgd", "muon", "muon-adam")  # optimizers with a `momentum`
+MOMENTA = ("sgd", "muon", "muon-adam")  # names of the optimizers that use `momentum`
 
 
 class OptimizerConfig(Config):
-    """Optimizer and learning-rate schedule."""
+    """Optimizer, gradient clipping and learning-rate schedule."""
 
-    # schedulefree-...: an average of the weights, which is evaluated, replaces a decay of the rate.
-    # muon, classifiers only: Muon for matrices and filters, SGD for norms, biases and the head.
+    # schedulefree-*: the evaluated weights are an average, which replaces a decay of the rate.
+    # muon: Muon for matrices and filters, SGD for norms, biases and the head; classifiers only.
     # muon-adam: Muon for filters larger than 1x1, Adam for other parameters
     name: Literal[
         "adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon", "muon-adam"
     ] = "adam"
-    lr: PositiveFloat = 0.001  # peak rate
-    # global batch size of lr: for other batch sizes lr is scaled in proportion
+    lr: PositiveFloat = 0.001  # peak learning rate
+    # global batch size for which lr is meant; for others lr is scaled in proportion; null: never
     lr_batch_size: PositiveInt | None = None
-    betas: list[Decay] = [0.9, 0.999]  # Adam's
-    # Adam's: final value of beta2, by a cosine over the schedule's length; None: constant
+    betas: list[Decay] = [0.9, 0.999]  # Adam: decays of the moments, beta1 and beta2
+    # Adam: final value of beta2, by a cosine over the schedule's length; null: constant
     beta2_final: Decay | None = None
-    eps: NonNegativeFloat = 1e-8  # Adam's
-    # SGD's (Nesterov), or Muon's; for schedulefree-sgd the fraction of the average, beta
+    eps: NonNegativeFloat = 1e-8  # Adam: added to the denominator
+    # momentum of SGD (Nesterov) and Muon; schedulefree-sgd: beta, the fraction of the average
     momentum: Decay = 0.9
     sgd_momentum: InnerFraction = 0.9  # muon: momentum of the parameters that SGD updates
-    # Muon's: Newton-Schulz iterations per step
+    # Muon: Newton-Schulz iterations per step
     ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5
-    # muon-adam: root mean square of a filter's update over lr, about; Adam's is about 1
+    # muon-adam: approximate root mean square of a filter's update / lr; Adam's is about 1
     muon_rms: PositiveFloat = 3.0
-    # Muon's: keep the norm of its matrices at sqrt(outputs), for layers before a BatchNorm
+    # Muon: keep the norm of each matrix at sqrt(outputs), for layers before a BatchNorm
     unit_filters: bool = False
-    # decoupled except for adam, sgd and muon's head; not applied to norms and biases
+    # decay of the weights, decoupled except for adam, sgd and muon's head; not of norms and biases
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
-    # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
+    # largest ratio of the norms of an output unit's gradient and weights; 0.01 in 2102.06171
     clip_adaptive: PositiveFloat | None = None
-    warmup_steps: WarmUp = 0  # linear from 0; with one-cycle on top of its own rise; 5ep: epochs
-    # of the rate over the steps: constant, cosine, linear, step or one-cycle
+    # steps, or epochs (5ep), in which the rate rises linearly from 0; multiplies one-cycle's rise
+    warmup_steps: WarmUp = 0
+    # schedule of the rate over the steps: constant, cosine, linear, step or one-cycle
     schedule: str = "constant"
     # fraction of the training at the peak rate, before a cosine or linear decay
     hold: Decay = 0.0
     final_lr: Probability = 0.0  # final rate of the decay, as a fraction of lr
-    # step: updates at which the rate is multiplied by gamma; 30ep: epochs
+    # step: updates, or epochs (30ep), at which the rate is multiplied by gamma
     milestones: list[Updates] = []
-    step_every: Updates | None = None  # step: or the number of updates between; 30ep: epochs
-    gamma: PositiveFraction = 0.1  # step: that factor
+    # step: in place of milestones, the number of updates, or epochs (30ep), between them
+    step_every: Updates | None = None
+    gamma: PositiveFraction = 0.1  # step: factor of the rate at each milestone
     pct_start: InnerFraction = 0.3  # one-cycle: fraction of the training in which the rate rises
     cycle_start: PositiveFraction = 0.04  # one-cycle: initial rate, as a fraction of lr
-    # one-cycle: momentum (beta1; Muon's) at the ends and at the peak: [0.95, 0.85]
+    # one-cycle: momentum, or Adam's beta1, at both ends and at the peak of the rate: [0.95, 0.85];
+    # null: constant
     cycle_momentum: list[Decay] | None = None
 
     def check(self) -> None:
@@ -135,22 +138,22 @@ class OptimizerConfig(Config):
 
     @property
     def average_beta(self) -> float:
-        """The fraction of the average in the weights at which a schedule-free optimizer computes
-        gradients.
-        """
+        """The weight of the average where a schedule-free optimizer computes gradients."""
         return self.momentum if self.name == "schedulefree-sgd" else float(self.betas[0])
 
     def for_batch(self, batch_size: int) -> "OptimizerConfig":
-        """Return the config with the rate for this global batch size, lr * batch_size /
-        lr_batch_size (1706.02677).
+        """Return this config with the learning rate for a global batch size.
+
+        The rate is lr * batch_size / lr_batch_size (1706.02677).
         """
         if self.lr_batch_size is None:
             return self
         return self.changed(lr=self.lr * batch_size / self.lr_batch_size, lr_batch_size=None)
 
     def momentum_at(self, step: int, steps: int) -> float | None:
-        """Return the momentum, or Adam's beta1, of update number `step` with one-cycle; None if it
-        does not change.
+        """Return the momentum, or Adam's beta1, of update number `step` in the one-cycle schedule.
+
+        Return None if it is constant.
         """
         if self.schedule != "one-cycle" or self.cycle_momentum is None:
             return None
@@ -186,9 +189,9 @@ class OptimizerConfig(Config):
 def cosine(start: float, end: float, images_seen: int, over_images: int) -> float:
     """Return a value that goes from `start` to `end` over `over_images` images, by half a cosine.
 
-    It is exactly `start` before the first image and exactly `end` from `over_images` on (at once if
-    that is 0 or less). Steps may take the place of images. R3GAN (2501.05441) uses it for learning
-    rate, beta2, gamma, the probability of augmentation and the half-life of the average.
+    It is exactly `start` before the first image and exactly `end` from `over_images` on (always if
+    that is 0 or less). Steps may take the place of images. R3GAN (2501.05441) uses this for
+    learning rate, beta2, gamma, the probability of augmentation and the half-life of the average.
     """
     if images_seen >= over_images:
         return end
@@ -200,11 +203,11 @@ def cosine(start: float, end: float, images_seen: int, over_images: int) -> floa
 def one_cycle(
     step: int, steps: int, *, rise: float, start: float, peak: float, end: float
 ) -> float:
-    """Return a value that rises from `start` to `peak` and falls to `end`, along half cosines
-    (1708.07120, like torch's OneCycleLR).
+    """Return a value that rises from `start` to `peak` and falls to `end`, along half cosines.
 
-    The peak is at update number `rise` x `steps` - 1 and the end at the last update, `steps` - 1.
-    Both may lie between two updates. After the last update the value is `end`.
+    Source: 1708.07120, like torch's OneCycleLR. The peak is at update number `rise` x `steps` - 1
+    and the end at the last update, `steps` - 1. The peak may lie between two updates. After the
+    last update the value is `end`.
     """
     top, last = rise * steps - 1, steps - 1
     if step <= top:

@@ -14,7 +14,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class EMA(Generic[Network]):
-    """Moving average of a network: a copy with ema = beta ema + (1 - beta) model.
+    """A moving average of a network, a copy with ema = beta ema + (1 - beta) model.
 
     Buffers are averaged too ("average", for the statistics of BatchNorm) or copied ("copy", for
     `w_avg` of a generator). Integer buffers are always copied.
@@ -23,8 +23,7 @@ class EMA(Generic[Network]):
     def __init__(self, model: Network, buffers: Literal["average", "copy"]) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.average_buffers = buffers == "average"
-        # Averages that need no update: they equal their parameters, which are frozen. None:
-        # unknown.
+        # Averages that equal their frozen parameters and need no update; None: not known yet.
         self._frozen: set[Tensor] | None = None
 
     @torch.no_grad()
@@ -35,16 +34,15 @@ class EMA(Generic[Network]):
         skipped: Tensor | None = None,
         average: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move towards `model`.
+        """Move the average towards `model`.
 
         Args:
-            model: The network in training.
             beta: Weight of the previous average.
-            skipped: 0-d flag: 1.0 if the step was masked, and the average must not change.
-            average: The optimizer's average of the parameters, which is copied instead.
+            skipped: 0-d flag: 1.0 if the step was masked, so that the average must not change.
+            average: The optimizer's own average of the parameters, which is copied instead.
         """
         reference = next(self.model.parameters())
-        if skipped is None:  # Filled on the device: the host would have to wait for a copy.
+        if skipped is None:  # Filled on the device, since the host would have to wait for a copy.
             weight = torch.full((), 1 - beta, device=reference.device, dtype=reference.dtype)
         else:
             weight = (1 - beta) * (1 - skipped.to(reference.dtype))
@@ -87,7 +85,7 @@ def half_life_beta(
     """Return beta of a moving average with a half-life in images (StyleGAN2-ADA).
 
     It is 0.5^(batch_size / min(half_life_images, ramp * images_seen)), where `images_seen` is the
-    number before the step; without a `ramp` the half-life is constant.
+    number of images before the step. If `ramp` is None, the half-life is constant.
     """
     half_life = half_life_images if ramp is None else min(half_life_images, ramp * images_seen)
     return 0.5 ** (batch_size / max(half_life, 1e-8))

@@ -1,5 +1,6 @@
-"""The optimizers of a config: those of torch, and three of our own. The step of each can be masked
-on the device.
+"""The optimizers of a config, those of torch and three others.
+
+The step of each can be masked on the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +19,9 @@ Group = dict[str, Any]  # a parameter group of torch's optimizers: `params` and 
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Return groups of the parameters that train: matrices and filters with weight decay, and
-    vectors (norms, biases) without.
+    """Return optimizer groups of the parameters that train.
+
+    Matrices and filters have weight decay; vectors (norms, biases) have none.
     """
     matrices: list[Tensor] = []
     vectors: list[Tensor] = []
@@ -39,14 +41,14 @@ def build_optimizer(
     groups: Sequence[Group] | None = None,
     head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `config`, with a fused step that a flag on the device can skip.
+    """Build the optimizer of `config`, with a fused step that a flag on the device can mask.
 
     Without `groups`, those of `parameter_groups` are used.
     """
     if groups is None:
         groups = parameter_groups(model, config.weight_decay)
-    # The Updater keeps the factors of the rates, so that the optimizer's state is compatible with
-    # older checkpoints.
+    # The factors of the learning rates are left to the Updater, so that the optimizer's state is
+    # compatible with older checkpoints.
     groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
     if config.schedule_free:
         return ScheduleFree(groups, config)
@@ -73,7 +75,7 @@ def build_optimizer(
 def _init_state(
     optimizer: torch.optim.Optimizer, buffers: Sequence[str], *, has_step: bool = False
 ) -> None:
-    """Create the state of all parameters.
+    """Create the optimizer state of all parameters, filled with zeros.
 
     Fused kernels create it in the first step, and leave it uninitialised if that step is masked.
     """
@@ -90,13 +92,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class Masked(torch.optim.Optimizer):
-    """Base class of optimizers with a step that a 0-d flag on the device, `found_inf`, can mask:
-    then parameters and state do not change.
+    """Base class of optimizers whose step a 0-d flag on the device, `found_inf`, can mask.
+
+    In a masked step parameters and state do not change.
     """
 
     # With this attribute torch's GradScaler passes its flag on instead of waiting for it.
     _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None  # gradients are unscaled before the step
+    grad_scale: Tensor | None = None  # always None: gradients are unscaled before the step
     found_inf: Tensor | None = None
 
     @torch.no_grad()
@@ -122,9 +125,10 @@ class Muon(Masked):
     """Muon for matrices and filters, and SGD for other parameters, in one optimizer.
 
     Parameters with more than one row and column use Muon, except those of the `head`. Filters are
-    matrices [outputs, inputs x height x width] (as in Keller Jordan's airbench94_muon.py). The
-    head, norms, biases and scales [C, 1, 1] use SGD (Nesterov) with `sgd_momentum`. Both use the
-    rate of the group; weight decay is decoupled for Muon only.
+    treated as matrices [outputs, inputs x height x width] (as in Keller Jordan's
+    airbench94_muon.py). The head, norms, biases and scales [C, 1, 1] use SGD (Nesterov) with
+    `sgd_momentum`. Both use the learning rate of the group; weight decay is decoupled for Muon
+    only.
     """
 
     def __init__(
@@ -173,7 +177,7 @@ class Muon(Masked):
 
     def _muon(self, group: Group, parameters: list[Tensor]) -> None:
         matrices = [p.detach().clone().flatten(1) for p in parameters]
-        # torch's optimizer exists for this step only; its state is copied from and to ours.
+        # torch's optimizer exists for this step only; its state is copied from and to `self.state`.
         muon = self._torch_muon(group, matrices)
         for parameter, matrix in zip(parameters, matrices, strict=True):
             if self.config.unit_filters:  # Scale to the norm sqrt(outputs).
@@ -198,10 +202,10 @@ class MuonAdam(Muon):
 
     The filters of a transposed convolution are the matrix [inputs, outputs x height x width].
 
-    The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the rate, because
-    after a few iterations the matrix is not quite orthogonal. For Adam's updates it is about the
-    rate (2502.16982, section 2.2, uses 0.2). Weight decay is decoupled. Without it filters grow,
-    and the relative size of the updates shrinks.
+    The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the learning rate,
+    because after a few iterations the matrix is not quite orthogonal. For Adam's updates it is
+    about the learning rate (2502.16982, section 2.2, uses 0.2). Weight decay is decoupled. Without
+    it filters grow, and the relative size of the updates shrinks.
     """
 
     def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
@@ -252,7 +256,7 @@ class MuonAdam(Muon):
         return torch.optim.Muon(
             matrices,
             lr=group["lr"] * factor,
-            # Weights shrink by the rate times the decay, whatever the size of the updates.
+            # Weights shrink by the learning rate times the decay, whatever the size of the updates.
             weight_decay=group["weight_decay"] / factor,
             momentum=group["momentum"],
             ns_steps=self.config.ns_steps,
@@ -262,28 +266,27 @@ class MuonAdam(Muon):
 
 
 class ScheduleFree(Masked):
-    """Schedule-free SGD and AdamW (2405.15682), with an average of the weights in place of a decay
-    of the rate.
+    """Schedule-free SGD and AdamW (2405.15682).
 
-    The parameters hold y, where gradients are computed, and `average` returns x, the weights to
-    evaluate and to use: y = (1 - beta) z + beta x. The steps change z, and x is the mean of all z,
-    weighted by the square of the highest rate until then. beta is `betas[0]`. Weight decay is
-    decoupled, at y.
+    An average of the weights takes the place of a decay of the learning rate. The parameters hold
+    y, where gradients are computed, and `average` returns x, the weights to evaluate and to use: y
+    = (1 - beta) z + beta x. The steps change z, and x is the mean of all z, weighted by the square
+    of the highest rate until then. beta is `betas[0]`. Weight decay is decoupled, at y.
 
     The package `schedulefree` has its counters on the host, so that it cannot mask a step without
-    waiting for the device. Tests compare the two.
+    waiting for the device. Tests compare this class with it.
     """
 
     def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
-        # The other kind is SGD, which does not use the second of betas.
+        # Otherwise the optimizer is SGD, which does not use the second of betas.
         self.adamw = config.name == "schedulefree-adamw"
         betas = (config.average_beta, float(config.betas[1]))
         super().__init__(
             groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0}
         )
         for group in self.param_groups:
-            # Number of updates, sum of their weights, highest rate. The widest dtype, because the
-            # sum has many small terms.
+            # Counters: number of updates, sum of their weights, highest rate. The dtype is the
+            # widest because the sum has many small terms.
             device = group["params"][0].device
             group["counters"] = torch.zeros(3, dtype=widest(device), device=device)
             for parameter in group["params"]:
@@ -303,7 +306,7 @@ class ScheduleFree(Masked):
         highest_rate.copy_(torch.maximum(highest_rate, lr))
         weight = highest_rate.square() * is_active
         weight_sum += weight
-        # Fraction of the new z in x; 0 while all rates are 0.
+        # The weight of the new z in x is 0 while all rates are 0.
         fraction = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
         for (device, _), (tensors,) in by_kind(parameters).items():
             self._move(
@@ -319,7 +322,7 @@ class ScheduleFree(Masked):
         self,
         group: Group,
         parameters: list[Tensor],  # of one device and dtype
-        is_active: Tensor,  # 1.0; 0.0 if the step is masked
+        is_active: Tensor,  # 0-d: 1.0, or 0.0 if the step is masked
         updates: Tensor,
         fraction: Tensor,
         lr: Tensor,
@@ -327,7 +330,7 @@ class ScheduleFree(Masked):
         beta, beta2 = group["betas"]
         dtype = parameters[0].dtype
         zs = self.buffers(parameters, "z")
-        # The gradients of a masked step may be NaN, which no factor would remove.
+        # The gradients of a masked step may be NaN, which a factor of 0 would not remove.
         directions = [torch.where(is_active > 0, grad, 0.0) for grad in _gradients(parameters)]
         if self.adamw:
             moments = self.buffers(parameters, "exp_avg_sq")
@@ -350,9 +353,7 @@ class ScheduleFree(Masked):
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return x = y + (1 - 1 / beta) (z - y) for each parameter, and frozen parameters
-        themselves.
-        """
+        """Return x = y + (1 - 1 / beta) (z - y) for each parameter; frozen parameters as they are."""
         betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
         return [
             torch.lerp(p, self.state[p]["z"], 1 - 1 / betas[p]) if p in betas else p.detach()

@@ -1,4 +1,4 @@
-"""Mixed precision, and the one place that turns gradients into an update."""
+"""Mixed precision, and the update of a network from its gradients."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -15,10 +15,10 @@ from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError
 
-# Adaptive clipping: least norm of a unit's weights, so that weights of zero can change.
+# Lower bounds of norms in adaptive clipping, so that weights of zero can change.
 SMALLEST_WEIGHTS = 1e-3
 SMALLEST_GRADIENT = 1e-6
-# Keys of a parameter group that a checkpoint restores; the others come from the config.
+# Keys of a parameter group that are loaded from checkpoints; the others come from the config.
 STATE = {"params", "param_names", "lr", "counters"}
 
 
@@ -32,8 +32,8 @@ class Precision:
     def switch(self, name: PrecisionName) -> None:
         """Change to another precision, with a new loss scale.
 
-        Training resolves "auto" before it builds a task (`training.engine.speed`). A task that is
-        built with "auto" uses fp32.
+        A training resolves "auto" before it builds its task (`training.engine.speed`). A task that
+        is built with "auto" uses fp32.
         """
         self.name = "fp32" if name == "auto" else name
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
@@ -43,19 +43,18 @@ class Precision:
         return torch.autocast(self.device.type, dtype=dtype, enabled=self.name != "fp32")
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor] | None = None) -> None:
-        """Accumulate the gradients of the scaled loss in `parameters`; None: in all leaves of its
-        graph.
+        """Accumulate the gradients of the scaled loss in `parameters`.
+
+        If `parameters` is None, all leaves of the loss's graph get gradients.
         """
         self.scaler.scale(loss).backward(inputs=parameters)
 
     def scale(self) -> Tensor:
-        """Return the loss scale as a 0-d tensor, without waiting for the device; 1 without a
-        scaler.
-        """
+        """Return the loss scale, 0-d, without waiting for the device; 1 except for fp16."""
         return self.scaler.scale(torch.ones((), device=self.device))
 
     def update_scale(self) -> None:
-        """Adapt the loss scale: once per step, after the updates of all networks."""
+        """Adapt the loss scale; called once per step, after the updates of all networks."""
         self.scaler.update()
 
     def state_dict(self) -> StateDict:
@@ -67,14 +66,14 @@ class Precision:
 
 
 class Update(NamedTuple):
-    """The outcome of an update: 0-d tensors on the device, the same on all ranks."""
+    """The outcome of an update, as 0-d tensors on the device, the same on all ranks."""
 
     norm: Tensor  # total gradient norm before clipping
-    skipped: Tensor  # 1.0: masked, because the norm is not finite
-    nonfinite: Tensor  # 1.0: masked, and not because fp16's loss scale is too high
+    skipped: Tensor  # 1.0 if the update was masked because the norm is not finite
+    nonfinite: Tensor  # 1.0 if it was masked, but not because fp16's loss scale is too high
 
     def metrics(self, name: str) -> dict[str, Tensor]:
-        """Return metrics that add up over the ranks."""
+        """Return metrics of the network `name`, which add up over the ranks."""
         world = collectives.world_size()
         return {
             f"gradient_norm/{name}": self.norm / world,
@@ -84,7 +83,7 @@ class Update(NamedTuple):
 
 
 class Updater:
-    """Updates one network: adds up its gradients over the ranks, unscales, clips and steps.
+    """The update of one network: adds up gradients over the ranks, unscales, clips and steps.
 
     Gradients that are not finite set a flag on the device, which masks the update. So the host
     never waits for the device.
@@ -97,13 +96,13 @@ class Updater:
         precision: Precision,
         steps: int,
         *,
-        # True: a step may leave out parameters, the same on all ranks; these are not updated.
+        # True if a step may leave out parameters, the same on all ranks.
         growing: bool = False,
-        exchange: bool = True,  # False: DDP adds up the gradients
-        compress: Compression = "off",  # of the exchange
+        exchange: bool = True,  # False if DDP adds up the gradients
+        compress: Compression = "off",  # compression of the exchanged gradients
         # Parameters without adaptive clipping (2102.06171, section 4.1) and without Muon.
         head: Iterable[Tensor] = (),
-        # Parameter groups with their `lr_scale`; None: see `parameter_groups`.
+        # Parameter groups with their `lr_scale`; None for those of `parameter_groups`.
         groups: Sequence[Group] | None = None,
     ) -> None:
         if config.lr_batch_size is not None:
@@ -114,7 +113,7 @@ class Updater:
         self.growing = growing
         self.groups = groups
         self.steps = steps  # length of the schedules
-        self.rate: float | None = None  # overrides the schedule
+        self.rate: float | None = None  # learning rate that overrides the schedule
         self.head = list(head)
         self.reset()
         self.lr_scales: list[float] = []
@@ -134,9 +133,7 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
 
     def overlap(self, *, last: bool) -> None:
-        """Prepare for a backward pass: the `last` one before `step` overlaps with the exchange of
-        the gradients.
-        """
+        """Prepare for a backward pass; the `last` one overlaps with the exchange of the gradients."""
         if last:
             self.exchange.overlap()
 
@@ -151,22 +148,20 @@ class Updater:
                 parameter.grad = in_memory_order_of(parameter, parameter.grad)
                 gradients.append(parameter.grad)
         self.precision.scaler.unscale_(self.optimizer)
-        # With several devices the norm is on that of the first gradient.
+        # With several devices the norm is computed on the device of the first gradient.
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
         self._clip(norm)
         self._schedule(step)
         skipped = (~torch.isfinite(norm)).float()
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self.precision.scaler.step(self.optimizer)  # For fp16 it sets flags of its own.
+        self.precision.scaler.step(self.optimizer)  # For fp16 the scaler sets its own flags.
         # A loss scale above 1 explains an overflow and will be lowered. With a scale of at most 1
         # the gradients themselves are not finite.
         return Update(norm, skipped, skipped * (self.precision.scale() <= 1))
 
     def _without_gradient(self) -> list[str]:
-        """Return the names of the parameters that train but have no gradient, unless that is
-        expected.
-        """
+        """Return the names of the parameters that train but have no gradient; empty if `growing`."""
         if self.growing:
             return []
         parameters = self.model.named_parameters()
@@ -184,7 +179,6 @@ class Updater:
             clip_adaptively_(body, config.clip_adaptive)
 
     def _schedule(self, step: int) -> None:
-        """Set learning rate, momentum and betas of update number `step`."""
         config = self.config
         rate = config.lr_at(step, self.steps) if self.rate is None else self.rate
         momentum = config.momentum_at(step, self.steps)
@@ -199,20 +193,20 @@ class Updater:
                     group["betas"] = (momentum, group["betas"][1])
 
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the averaged weights of a schedule-free optimizer, for evaluation; else None."""
+        """Return the averaged weights of a schedule-free optimizer, for evaluation, else None."""
         if isinstance(self.optimizer, ScheduleFree):
             return self.optimizer.average(parameters)
         return None
 
     def reset(self) -> None:
-        """Build a new optimizer, without moments."""
+        """Build a new optimizer, with empty moments."""
         self.optimizer = build_optimizer(self.model, self.config, self.groups, self.head)
 
     def state_dict(self) -> StateDict:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load moments and counters; weight decay, momentum and so on stay as configured.
+        """Load moments and counters; weight decay, momentum and other settings stay as configured.
 
         Raises UserError if the parameter groups differ, because moments would be assigned to the
         wrong parameters.
@@ -247,16 +241,18 @@ def _members(groups: Iterable[Group]) -> list[object]:
 
 
 def _unit_norm(values: Tensor) -> Tensor:
-    """Return the norm of the weights of each output unit, [units, 1, ...]; for a vector the norm of
-    all values, [1].
+    """Return the norm of the weights of each output unit, [units, 1, ...].
+
+    For a vector, return the norm of all values, [1].
     """
     return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)) or None, keepdim=True)
 
 
 @torch.no_grad()
 def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
-    """Scale the gradient of each unit to at most `factor` times the norm of its weights
-    (2102.06171, equation 3).
+    """Scale the gradient of each output unit to at most `factor` times the norm of its weights.
+
+    Source: 2102.06171, equation 3.
     """
     for parameter in parameters:
         if parameter.grad is None:

@@ -85,13 +85,13 @@ class ConfigHead(Stored):
 
 
 class Head(Stored):
-    """A checkpoint's content apart from its state, which `state_schema` compares with the networks."""
+    """A checkpoint's content apart from its state, which `state_schema` compares with networks."""
 
     task: str
     step: Count
     config: ConfigHead
     classes: list[str] | tuple[str, ...]
-    # sets of classes that a GAN's images have together; None: one class each
+    # label sets of a GAN's images that may have several labels; None: one label each
     sets: list[list[Count]] | None = None
     shape: Shape
     state: dict[str, dict[Any, Any]]
@@ -114,7 +114,7 @@ def file_name(step: int) -> str:
 
 
 def find_step(name: str) -> int | None:
-    """Return the step in a checkpoint's file name, None for another name."""
+    """Return the step in a checkpoint's file name; None for any other name."""
     digits = name.removeprefix(PREFIX).removesuffix(SUFFIX)
     return int(digits) if digits.isdecimal() and file_name(int(digits)) == name else None
 
@@ -168,9 +168,9 @@ def _checksum_file(path: Path) -> Path:
 
 
 def point(folder: Path, which: str, path: Path, **metadata: object) -> None:
-    """Make `which` ("last" or "best") point at `path`.
+    """Write `<which>.json` ("last" or "best"), which points at the checkpoint `path`.
 
-    The JSON file holds "file", "step", "sha256" and `metadata`.
+    It holds "file", "step", "sha256" and `metadata`.
     """
     checksum = _checksum_file(path)
     if not checksum.is_file():  # the process was killed before it wrote the checksum
@@ -186,7 +186,7 @@ def point(folder: Path, which: str, path: Path, **metadata: object) -> None:
 
 
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:
-    """Return the entry that `point` wrote, or None if it is missing or cannot be read."""
+    """Return the content of `<which>.json` that `point` wrote, or None if it cannot be read."""
     try:
         entry = json.loads(bounded.read_file(folder / f"{which}.json", bounded.CONFIG))
         return entry if find_step(entry["file"]) is not None else None
@@ -211,11 +211,11 @@ def rotate(
 ) -> None:
     """Delete old checkpoints.
 
-    The newest `keep` stay, every `keep_every`-th step, the steps in `also`, and the best one.
+    The newest `keep` stay, the best one, each `keep_every`-th step, and the steps in `also`.
 
     Args:
-        until: the step of the latest save. Newer checkpoints, which were skipped as damaged, do not
-            count and stay.
+        until: the step of the latest save. Newer checkpoints, skipped as damaged, do not count and
+            stay.
     """
     best = pointer(folder, "best")
     paths = [path for path in newest_first(folder) if until is None or step_of(path) <= until]
@@ -232,7 +232,7 @@ def rotate(
 
 
 def sweep(folder: Path) -> None:
-    """Delete the leftovers of killed writes: temporary files, and checksums without a checkpoint."""
+    """Delete what killed writes left: temporary files, and checksums without a checkpoint."""
     for leftover in [*folder.glob(".*.tmp"), *folder.glob("*.sha256")]:
         checkpoint = leftover.with_suffix("")
         if leftover.suffix == ".tmp" or (
@@ -263,10 +263,10 @@ def forget_after(folder: Path, step: int) -> bool:
 
 
 def load(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint onto the CPU with `weights_only=True`, after its checksum.
+    """Verify a checkpoint's checksum and read it onto the CPU with `weights_only=True`.
 
-    Raises UserError when it is missing and CorruptCheckpoint when it is damaged, holds more than
-    plain data, lacks keys or comes from a newer version; nothing in the file is executed.
+    Raises UserError if it is missing, and CorruptCheckpoint if it is damaged, holds more than plain
+    data, lacks keys or comes from a newer version; nothing in the file is executed.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
@@ -322,7 +322,7 @@ def checked(checkpoint: object, file: str) -> Checkpoint:
         for labels in checkpoint.get("sets") or ():
             if any(label >= names for label in labels):
                 raise ValueError(f"sets has a label beyond the {names} classes")
-    return checkpoint | {"file": file}  # file: for messages
+    return checkpoint | {"file": file}  # the file's name, for messages
 
 
 def _verify(path: Path) -> None:
@@ -352,8 +352,7 @@ def load_latest(
 ) -> tuple[Path, Checkpoint] | None:
     """Return the newest checkpoint that loads; None for a folder without checkpoints.
 
-    Calls `warn` for each checkpoint that does not load. Raises CorruptCheckpoint if none of them
-    loads.
+    Calls `warn` for each that does not load. Raises CorruptCheckpoint if none loads.
     """
     paths = newest_first(folder)
     for path in paths:
@@ -369,9 +368,9 @@ def load_latest(
 
 
 def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
-    """Return `resolve`'s checkpoint, and print a hint if the run's other pointer names another one.
+    """Return the checkpoint that `resolve` finds; print a hint if "last" and "best" differ.
 
-    Nothing is printed if the last checkpoint's metric lies in the interval of the best one's.
+    No hint is printed if the last one's metric lies in the best one's confidence interval.
     """
     path = resolve(run_or_file, which)
     if path == Path(run_or_file):
@@ -400,7 +399,7 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
-    """Return the checkpoint of a run folder: that of `<which>.json`, else the newest.
+    """Return the checkpoint of a run folder: the one that `<which>.json` names, else the newest.
 
     For a folder of the Hugging Face hub return its weights; a file and the name of a published
     network are returned unchanged. Raises UserError if there is none.

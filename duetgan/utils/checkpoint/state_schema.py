@@ -49,7 +49,10 @@ class HasState(Protocol):
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """Return a value that is a real, dense tensor in memory, not an expanded view of less data."""
+    """Return `value` if it is a real, dense tensor in memory, not an expanded view of less data.
+
+    Raises ValueError otherwise.
+    """
     if not isinstance(value, Tensor):
         raise Unfit(name, value, "a tensor")
     plain = value.layout == torch.strided and not (
@@ -61,8 +64,8 @@ def check_tensor(name: str, value: object) -> Tensor:
 
 
 def check_tensors(name: str, state: object, expected: Mapping[str, Tensor] | None = None) -> None:
-    """Check that a state is a dict of plain tensors, with the names, shapes and types of
-    `expected`.
+    """Check that a state is a dict of plain tensors with the names, shapes and types of `expected`,
+    if given.
     """
     if not isinstance(state, dict):
         raise Unfit(name, state, "a mapping of names to tensors")
@@ -119,8 +122,8 @@ def load_network(
 
 
 def check_part(name: str, part: HasState, state: object) -> None:
-    """Check the state of a part of a training: a network's tensors, or the structure of another
-    state.
+    """Check the saved state of a part of a training: a network's tensors, or any other state's
+    structure.
     """
     current = part.state_dict()
     is_network = isinstance(getattr(part, "model", part), nn.Module)
@@ -133,7 +136,7 @@ def check_part(name: str, part: HasState, state: object) -> None:
 
 
 def _check_optimizer(name: str, current_groups: Sequence[Mapping[str, object]], state: Any) -> None:
-    """Check the groups and tensors of a torch optimizer; not whether the groups match parameters."""
+    """Check the groups and tensors of a torch optimizer, not their match with its parameters."""
     check_same_kind(name, {"": None}, state)
     groups, tensors = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -171,7 +174,7 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 
 
 def check_same_kind(name: str, current: object, value: Any) -> None:
-    """Check that a value has the type and structure of the current one.
+    """Check that a value has the type and structure of the current value.
 
     A dict may have other keys and lack some, because older versions had fewer.
     """

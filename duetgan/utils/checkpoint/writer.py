@@ -29,13 +29,13 @@ class Snapshot:
 
     def __init__(self, content: dict[str, Any], *, copy_cpu: bool) -> None:
         self._copy_cpu = copy_cpu
-        # by address, which is how torch.save identifies storages
+        # copied storages by the original's address, by which torch.save identifies storages
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()  # accelerators with tensors to copy
         self._tensors: dict[int, torch.Tensor] = {}
         self.content: dict[str, Any] = self._copied(content, "checkpoint")
         self.step: int = content["step"]
-        # in bytes
+        # size of all tensors in bytes
         self.size = sum(storage.nbytes() for storage in self._storages.values())
         for device in self._devices:  # the next step would change the source of a copy
             torch.accelerator.synchronize(device)
@@ -78,7 +78,6 @@ class Snapshot:
 
 
 def _view(value: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return `value` as a view of another copy of its storage."""
     same = torch.empty(0, dtype=value.dtype)
     same.set_(storage, value.storage_offset(), value.size(), value.stride())
     if isinstance(value, torch.nn.Parameter):

@@ -1,1 +1,1 @@
-"""Configuration: recipes, command lines, and what of both fits."""
+"""Configuration: recipes, command lines, YAML files and their validation."""

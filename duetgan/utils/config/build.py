@@ -67,13 +67,15 @@ def given_keys(overrides: Sequence[str]) -> dict[str, str | None]:
 
 
 def with_value(tree: Tree, key: str, value: object) -> Tree:
-    """Return the tree with a new value of a dotted key; a mapping is merged into a section."""
+    """Return a copy of the tree with a new value at a dotted key; a mapping is merged into a
+    section.
+    """
     name, _, subkey = key.partition(".")
     current = tree.get(name, {})
     if subkey and isinstance(current, dict):
         value = with_value(current, subkey, value)
     elif subkey:
-        value = current  # not a section, which its own check reports
+        value = current  # The value is not a section; its own check reports that.
     elif isinstance(current, dict) and isinstance(value, dict):
         value = {**current, **value}
     return {**tree, name: value}

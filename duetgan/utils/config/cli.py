@@ -39,7 +39,7 @@ def hyphens(text: str) -> str:
 
 
 def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> T:
-    """Return a registry's entry.
+    """Return the entry `name` of a registry.
 
     Raises UserError with the most similar name for an unknown one.
 
@@ -58,7 +58,7 @@ def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> 
 
 IN_STEPS = """a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of \
 images / batch_size steps (the plan of --dry-run has both)"""
-# Key, without its section: names for it in other programs.
+# Each row: a key without its section, and its names in other programs.
 SYNONYM_ROWS = """
 steps: iters iterations max_iter max_iters num_steps total_steps n_iter
 batch_size: bs batch batchsize train_batch_size
@@ -124,9 +124,7 @@ class UnknownKey(UserError):
         super().__init__(f"{source}: unknown key {name!r}{hint}".removeprefix(": "))
 
     def among(self, options: Sequence[str]) -> "UnknownKey":
-        """Return the error of a script that has `options` (`--max-steps`), which may be suggested
-        too.
-        """
+        """Return this error with a script's `options` (`--max-steps`) among the suggestions."""
         return UnknownKey(self.source, self.name, self.keys, options)
 
 
@@ -218,7 +216,7 @@ positive = number(int, 1)
 
 
 def file(*suffixes: str) -> Callable[[str], Path]:
-    """Return an option type for files whose name ends in one of `suffixes` ("": without a suffix)."""
+    """Return an option type for files with one of these `suffixes`; "" allows no suffix."""
 
     def read(text: str) -> Path:
         path = Path(text)
@@ -232,7 +230,7 @@ def file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
-    """Add `--precision`, with this default, `--fold` and `--tta`."""
+    """Add `--precision` (default: `precision`), `--fold` and `--tta`."""
     add = parser.add_argument
     choices = ("auto", "fp32", "bf16", "fp16")
     add(
@@ -256,7 +254,7 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
     )
 
 
-TABLE_OPTIONS = {  # of duet pack and the quickstart: how to read a label table
+TABLE_OPTIONS = {  # options of duet pack and the quickstart for reading a label table
     "path_column": ("NAME", "column of a table with the names of the image files"),
     "label_column": (
         "NAME",
@@ -279,13 +277,13 @@ TABLE_OPTIONS = {  # of duet pack and the quickstart: how to read a label table
 
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
-    """Add TABLE_OPTIONS."""
+    """Add the options of TABLE_OPTIONS."""
     for name, (metavar, text) in TABLE_OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
 def table_words(options: argparse.Namespace) -> list[str]:
-    """Return the TABLE_OPTIONS that are set as arguments of a command that runs in any folder."""
+    """Return the set TABLE_OPTIONS as command-line arguments, with an absolute `--root`."""
     chosen = {
         name: getattr(options, name) for name in TABLE_OPTIONS if getattr(options, name) is not None
     }

@@ -40,7 +40,7 @@ PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Probability = Annotated[float, Interval(ge=0, le=1)]  # or a fraction
 InnerFraction = Annotated[float, Interval(gt=0, lt=1)]
-Decay = Annotated[float, Interval(ge=0, lt=1)]  # of a moving mean, or momentum
+Decay = Annotated[float, Interval(ge=0, lt=1)]  # decay of a moving mean, or momentum
 PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
 AboveOne = Annotated[float, Gt(1)]
 LIMIT = 2**63  # limit of a config's numbers
@@ -66,13 +66,13 @@ NULLS = ("null", "Null", "NULL", "~")
 
 @cache
 def hints(model: type) -> dict[str, object]:
-    """Return the type of each field, with its annotations."""
+    """Return the type of each field of a model, with its annotations."""
     return get_type_hints(model, include_extras=True)
 
 
 @cache
 def alternatives(hint: object) -> tuple[object, ...]:
-    """Return the alternatives of a type, without annotations."""
+    """Return the members of a union type, or the type itself, without annotations."""
     if get_origin(hint) is Annotated:
         return alternatives(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -90,7 +90,7 @@ def item_types(hint: object, *kinds: type) -> tuple[object, ...]:
 
 
 def section_of(hint: object) -> "type[_Strict] | None":
-    """Return the model among a type's alternatives, or None."""
+    """Return the section class among a type's alternatives, or None."""
     for arm in alternatives(hint):
         if isinstance(arm, type) and issubclass(arm, _Strict):
             return arm
@@ -98,7 +98,7 @@ def section_of(hint: object) -> "type[_Strict] | None":
 
 
 def section_at(model: type["_Strict"], name: str) -> "type[_Strict] | None":
-    """Return the model of a dotted key; None if the key takes a value."""
+    """Return the section class at a dotted key of `model`; None if the key takes a value."""
     section: type[_Strict] | None = model
     for part in name.split("."):
         section = section_of(hints(section)[part]) if section else None
@@ -200,7 +200,7 @@ def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
 
 
 def _first_error(error: ValidationError, model: type["_Strict"]) -> UserError | Unfit:
-    """Return the first error of a validation; unknown keys come first.
+    """Return the first error of a validation, unknown keys first.
 
     This is an UnknownKey, the UserError of a check, or an Unfit.
     """
@@ -226,7 +226,7 @@ def _first_error(error: ValidationError, model: type["_Strict"]) -> UserError | 
 
 
 def _example(key: str, hint: object, value: object) -> str:
-    """Return the notation of a list, a mapping or a section, if text was given for it."""
+    """Return the notation of a list, mapping or section if text was given for it."""
     if section := section_of(hint):
         return f", such as {key}.{next(iter(section.model_fields))}"
     if isinstance(value, (str, int, float)) and item_types(hint, list, tuple):
@@ -270,7 +270,7 @@ class Stored(_Strict):
 
     @classmethod
     def read(cls, document: object, name: str = "") -> Self:
-        """Return the model of a document. Raises ValueError: `NAME.key is VALUE, but must be ...`."""
+        """Return the model of a document. Raises ValueError `NAME.key is VALUE, but must be X`."""
         try:
             return cls.model_validate(document)
         except ValidationError as error:
@@ -332,7 +332,9 @@ def keys_of(model: type[_Strict], prefix: str = "") -> Iterator[str]:
 
 
 def _read(hint: object, value: object, place: str = "") -> object:
-    """Return a field's value; text is parsed for a field that is not text, numbers become names."""
+    """Convert the value for a field: text is parsed unless the field takes text, numeric names
+    become text.
+    """
     if isinstance(value, str) and not _is_text(hint, value):
         value = from_text(value)
     if (

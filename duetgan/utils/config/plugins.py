@@ -19,7 +19,7 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import Expected, UserError, explained
 
 GROUP = "duetgan.plugins"
-_imported: dict[str, str] = {}  # name as given -> SHA-256 of the file
+_imported: dict[str, str] = {}  # name of the file or module -> SHA-256 of the file
 
 
 def load(names: Iterable[str] = ()) -> dict[str, str]:

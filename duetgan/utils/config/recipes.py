@@ -23,8 +23,8 @@ def recipe_file(name: str) -> str:
 
 
 def shipped_file(name: str) -> str:
-    """Return the path of a file named `configs/NAME`, from any folder: an existing one, else
-    Duet's.
+    """Return the path of a file named `configs/NAME`: an existing one, else that of Duet's own
+    configs/.
     """
     shipped = CONFIGS / Path(name).name
     in_configs = Path(name).parent == Path("configs")
@@ -35,9 +35,9 @@ def shipped_file(name: str) -> str:
 class Recipe:
     """A file of configs/ and the content of its first comment."""
 
-    name: str  # of the file, without .yaml
+    name: str  # name of the file, without .yaml
     task: str
-    size: int  # px of the images that it is made for
+    size: int  # side in px of the images that it is made for
     purpose: str  # the first line of the file's comment
 
 

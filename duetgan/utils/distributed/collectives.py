@@ -20,11 +20,11 @@ from duetgan.utils.memory import ran_out
 from duetgan.utils.script import leave_threads
 
 T = TypeVar("T")
-# by bytes per element
+# bytes per element -> integer type
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-PATIENCE = timedelta(hours=6)  # limit of rank 0's work alone, as long as it is alive
-LOOK_SECONDS = 10.0  # between a waiting rank's checks that the other ranks are alive
+PATIENCE = timedelta(hours=6)  # longest time that ranks wait for one that works alone
+LOOK_SECONDS = 10.0  # between a waiting rank's checks that the others are alive
 
 # Process groups, whose type in torch includes a number; None: the default group.
 _control: Any = None
@@ -69,7 +69,7 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
 
     Args:
         requested: "cpu", "cuda", "cuda:1" or None.
-        several: each process has several devices; return the first of them (see `own_devices`).
+        several: each process has several devices (`own_devices`); return the first of them.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     with explained(RuntimeError, f"--device {requested}: not a device; use cpu, cuda or cuda:0"):
@@ -187,7 +187,7 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def stop(*, lost: bool = False) -> None:
-    """Leave the process group; if `lost`, other ranks are missing and get no message."""
+    """Leave the process group. If `lost`, ranks are missing, and the others get no message."""
     global _control, _patient
     if dist.is_initialized():
         if lost:
@@ -223,7 +223,10 @@ def group(device: torch.device) -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until every rank is here, however long one of them works alone, while all are alive."""
+    """Wait until every rank calls this, however long one of them works alone.
+
+    Raises PeerLost if a rank is gone.
+    """
     if world_size() == 1:
         return
     work = dist.barrier(group=_patient, async_op=True)
@@ -254,7 +257,7 @@ def all_reduce_max(flag: int) -> int:
 
 
 def broadcast_object(value: T) -> T:
-    """Return rank 0's object (plain data) on every rank."""
+    """Return rank 0's `value` (plain data) on every rank."""
     if world_size() == 1:
         return value
     box = [value]
@@ -275,7 +278,7 @@ def from_main_process(action: Callable[[], T]) -> T:
 
 
 def gather_objects(value: T, *, patient: bool = True) -> list[T]:
-    """Return the objects (plain data) of all ranks on every rank.
+    """Return the values (plain data) of all ranks on every rank.
 
     If `patient`, a rank may take longer than the timeout.
     """
@@ -371,7 +374,7 @@ def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 class Snapshot:
-    """A copy of tensors' values in one flat tensor for each kind.
+    """A copy of tensors' values in one flat tensor for each device and dtype.
 
     On accelerators many small copies would take longer than one large copy.
     """
@@ -381,7 +384,9 @@ class Snapshot:
         self.values = [_flat(group) for group in self.groups]
 
     def restore(self, flag: Tensor | None = None) -> None:
-        """Write the values back; with a 0-d `flag` only if it is 1, without waiting for the device."""
+        """Write the values back; with a 0-d `flag`, only if it is 1, without waiting for the
+        device.
+        """
         for tensors, values in zip(self.groups, self.values, strict=True):
             if flag is not None:
                 values = torch.where(flag.to(values.device) > 0, values, _flat(tensors))
@@ -412,9 +417,10 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
 def unequal_ranks(
     parts: Mapping[str, Sequence[Tensor]], device: torch.device
 ) -> dict[str, list[int]]:
-    """Return the parts whose bits differ between ranks, with the ranks that differ from most.
+    """Return the parts whose bits differ between ranks, with the ranks that differ from the
+    majority.
 
-    Of two ranks that is rank 1. Collective.
+    Of two ranks that is rank 1. All ranks must call this.
     """
     # [ranks, parts]
     table = torch.stack(gather_objects(fingerprints(parts, device).cpu(), patient=False))

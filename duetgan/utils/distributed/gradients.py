@@ -26,8 +26,8 @@ class GradientExchange:
     With one process nothing is done.
 
     Args:
-        missing: a parameter without a gradient on this rank contributes zeros, so that all ranks
-            send the same; with "skip" it is left out, which then must hold on all ranks.
+        missing: "zeros": a parameter without a gradient on this rank contributes zeros, so that all
+            ranks send the same; "skip": it is left out, which must then hold on all ranks.
         compress: "bf16" halves the bytes; gradients are rounded to bfloat16 before and after the
             sum.
     """

@@ -29,7 +29,7 @@ class Silent(NamedTuple):
 
     rank: int
     gone: bool  # its process has ended
-    reason: str  # for a person
+    reason: str  # text for the user
 
 
 class Heartbeat:
@@ -50,7 +50,7 @@ class Heartbeat:
         self.interval = interval
         self.step = 0
         self._beats = 0
-        self._left: str | None = None  # reason why this process leaves
+        self._left: str | None = None  # reason why this process leaves the run
         self._lost_peer = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -63,7 +63,8 @@ class Heartbeat:
     def stop(self, reason: str | None = None, *, lost_peer: bool = False) -> None:
         """End the thread and remove the file, or keep it, with a `reason`, for the other ranks.
 
-        `lost_peer`: this process leaves because it lost another rank, so that it is not the cause.
+        `lost_peer` is True if this process leaves because it lost another rank and is not the
+        cause.
         """
         self._stopped.set()
         if self._thread.is_alive():

@@ -28,13 +28,13 @@ from duetgan.utils.script import (
 
 # time for the other processes to end by themselves after one has failed
 GRACE_SECONDS = 30.0
-# set in the processes, because this launcher reports a killed one
+# set in the processes, of which this launcher reports a killed one
 LAUNCHED = "DUET_LAUNCHED"
 REMEDY = "the same command resumes from the last checkpoint"
 SAME = "nothing was lost, the same command resumes"
 AGAIN = "give the same command again"  # for commands that do not resume
 MOST_PROCESSES = 1024
-# variables of CUDA and ROCm, and of XPU
+# environment variables that select GPUs: of CUDA and ROCm, and of XPU
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -43,7 +43,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 def handling(
     handler: Callable[[int, FrameType | None], object], signals: Iterable[signal.Signals]
 ) -> Iterator[None]:
-    """Send these signals to `handler` inside the block."""
+    """Have `handler` handle these signals inside the block."""
     previous = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield
@@ -70,7 +70,7 @@ def leaving_on_signals() -> AbstractContextManager[None]:
 
 
 def parse_gpus(text: str) -> list[str]:
-    """Return `["0", "1"]` for `"0,1"`. Raises UserError for anything but distinct device numbers."""
+    """Return `["0", "1"]` for `"0,1"`. Raises UserError for anything but distinct numbers."""
     gpus = [part.strip() for part in text.split(",")]
     are_numbers = all(part.isascii() and part.isdigit() for part in gpus)
     if not are_numbers or len(set(map(int, gpus))) != len(gpus):
@@ -170,7 +170,7 @@ def requested_device(device: str | None, gpus: str | None, procs: int | None) ->
     import torch
 
     count = len(parse_gpus(gpus))
-    usable = torch.accelerator.device_count()  # of the GPUs in VISIBLE
+    usable = torch.accelerator.device_count()  # among the GPUs in VISIBLE
     if not usable:
         raise UserError(
             f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N"
@@ -185,8 +185,8 @@ def requested_device(device: str | None, gpus: str | None, procs: int | None) ->
 def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> int:
     """Run `python command...` as `processes` ranks and forward signals to them.
 
-    Returns the first failing rank's exit code, or 0. `resumes`: the command continues its work if
-    it is started again.
+    Returns the first failing rank's exit code, or 0. `resumes` is True if the command continues its
+    work when it is started again.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ from duetgan.utils.text import duration
 
 # without a terminal, however long a step or an evaluation takes
 SECONDS_BETWEEN_LINES = 25.0
-RECENT = 30  # times, a second apart or more, from which the time left is estimated
+RECENT = 30  # latest moments, a second apart or more, from which the time left is estimated
 
 
 class Bar(tqdm):
@@ -24,7 +24,7 @@ class Bar(tqdm):
 
     A line reads `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`. The time left
     is estimated from recent progress, without the first item, which includes preparations, and
-    without `pausing`.
+    without the work inside `pausing`.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class Bar(tqdm):
 
     @contextmanager
     def pausing(self, description: str) -> Iterator[None]:
-        """Leave other work out of the time left; meanwhile lines show its `description`."""
+        """Exclude the work in the block from the estimate of the time left; lines show its
+        `description`.
+        """
         if self._pause[0]:
             yield
             return
@@ -97,7 +99,7 @@ class Bar(tqdm):
                 sys.stderr.flush()
 
     def text(self) -> str:
-        """Return a line without the clock."""
+        """Return the progress line without the time of day."""
         total = self.total
         pause, pause_start = self._pause
         prefix = f"{self._description}: " if self._description else ""
@@ -118,7 +120,7 @@ class Bar(tqdm):
 
 
 def has_terminal() -> bool:
-    """Return True if a bar can be drawn on stderr; the terminals of some containers have 0 columns."""
+    """Return True if stderr can show a bar; the terminals of some containers have 0 columns."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):

@@ -30,7 +30,7 @@ def runs_folder(home: Path = Path()) -> Path:
 
 
 def default_folder(config_file: Path) -> Path:
-    """Return the default run folder of a config file; for a run's own config.yaml return that run."""
+    """Return the default run folder of a config file; a run's own config.yaml gives that run."""
     folder = config_file.parent
     of_a_run = config_file.name == "config.yaml" and any(
         (folder / m).exists() for m in ("checkpoints", "status.json")
@@ -61,10 +61,11 @@ class RunFolder:
         self._lock: int | None = None
         self._created: list[Path] = []  # the lock and the folders that `open` created
         self._opened = time.monotonic()
-        self._earlier_seconds = 0.0  # that earlier processes have spent on the run
+        self._earlier_seconds = 0.0  # time that earlier processes have spent on the run
 
     def open(self) -> None:
-        """Create the folder if it is missing and take its lock, once.
+        """Create the folder if it is missing and lock it, unless this object already holds the
+        lock.
 
         The lock of a killed process does not block. If no run begins, `close` removes what was
         created.

@@ -25,7 +25,7 @@ Metrics = dict[str, float | int]
 
 
 def say(message: str) -> None:
-    """Print a line for people on stderr without breaking the progress bar. Stdout is for results."""
+    """Print a line for people on stderr without breaking the progress bar. Results go to stdout."""
     tqdm.write(message, file=sys.stderr)
     sys.stderr.flush()
 
@@ -42,7 +42,7 @@ def say_refused(path: Path, error: Exception, without: str) -> None:
 
 
 class Events:
-    """A folder of TensorBoard events. If the disk refuses them, they end with one warning; training
+    """A writer of TensorBoard events. After a disk error it warns once and writes no more; training
     continues.
     """
 
@@ -67,7 +67,7 @@ class Events:
         self.add("image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
 
     def add(self, kind: str, *arguments: object, **options: object) -> None:
-        """Call the writer's `add_scalar`, `add_text`, ..., while it can write."""
+        """Call the TensorBoard writer's `add_KIND`, such as `add_scalar`, while it can write."""
         with self._ending():
             if self._writer is not None:
                 getattr(self._writer, f"add_{kind}")(*arguments, **options)
@@ -80,7 +80,9 @@ class Events:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """End the events after an OSError, inside the block or in the writer's thread."""
+        """Stop writing events after an OSError in the block, which may come from the writer's
+        thread.
+        """
         try:
             yield
         except OSError as error:
@@ -98,8 +100,8 @@ _PREVIOUS_HOOKS = [threading.excepthook]
 
 
 def _excepthook(args: threading.ExceptHookArgs) -> None:
-    """Print no traceback for an OSError of a SummaryWriter's thread, whose next call raises it
-    again.
+    """Print no traceback for an OSError in a SummaryWriter's thread; the writer's next call raises
+    it again.
     """
     is_writer = type(args.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
     if not (is_writer and isinstance(args.exc_value, OSError)):
@@ -133,13 +135,13 @@ class RunLog:
         self._tracker = Tracker(folder, tracker) if active and tracker != "none" else None
         self._events: Events | None = None
         self._bar: Bar | None = None
-        self._refused: set[str] = set()  # features that the disk refused
+        self._refused: set[str] = set()  # features whose failed writes were reported
 
     def open(self, step: int, total: int | None = None, *, going_on: bool = True) -> None:
-        """Begin at `step` of `total` (None: unchanged).
+        """Start to log at `step` of `total` (None: unchanged).
 
-        Later rows, of a run that died after its checkpoint, are deleted; if `going_on`, partial
-        rows too.
+        Rows after `step`, of a run that died after its checkpoint, are deleted; if `going_on`,
+        partial rows (see `metrics`) too.
         """
         self._total = total or self._total
         if not self._active:
@@ -160,7 +162,9 @@ class RunLog:
         )
 
     def pausing(self, description: str) -> AbstractContextManager[None]:
-        """Return a context for work between steps, see `Bar.pausing`."""
+        """Return a context for work between steps: the bar shows `description` and pauses its
+        clock.
+        """
         return nullcontext() if self._bar is None else self._bar.pausing(description)
 
     def advance(self) -> None:
@@ -215,7 +219,7 @@ class RunLog:
     def _append(self, line: str) -> None:
         """Append a line; a full disk costs the row, not the training.
 
-        Half a row is removed again, so that the next one begins on a new line.
+        Half a row is removed, so that the next one begins on a new line.
         """
         remaining = line.encode()
         try:
@@ -232,7 +236,9 @@ class RunLog:
             self.refused(self._path, error, "its rows")
 
     def refused(self, path: Path, error: Exception, without: str) -> None:
-        """Warn with `say_refused`, once for each feature that training continues `without`."""
+        """Warn that `path` cannot be written, once for each feature that training continues
+        `without`.
+        """
         if without not in self._refused:
             self._refused.add(without)
             say_refused(path, error, without)
@@ -243,11 +249,7 @@ class RunLog:
             self._events.image(step, name, pixels)
 
     def graph(self, networks: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
-        """Add one graph of all networks to TensorBoard.
-
-        Args:
-            networks: name -> network and example inputs.
-        """
+        """Add one graph of all networks (name -> network, example inputs) to TensorBoard."""
         if self._events is None or self._events.refused:
             return
         together = _SideBySide({name: network for name, (network, _) in networks.items()})
@@ -275,7 +277,9 @@ class RunLog:
 
 
 def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
-    """Delete the rows of `metrics.jsonl` after `step`, `partial` ones, and an incomplete last line."""
+    """Delete the rows of metrics.jsonl after `step`, an incomplete last line and, if `partial`,
+    partial rows.
+    """
     if not path.is_file():
         return
     lines = []

@@ -32,7 +32,7 @@ Values = Mapping[str, float]
 class Session(NamedTuple):
     """An open run of a tracker."""
 
-    id: str  # opens the run again
+    id: str  # the tracker's id of the run, with which to open it again
     # logs the values of one step; steps must not decrease
     log: Callable[[int, Values], object]
     close: Callable[[], object]  # sends or writes the remaining values
@@ -120,7 +120,7 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 class Sent(Stored):
-    """The rows of a run that a tracker has."""
+    """A record of the rows of a run that a tracker has."""
 
     id: str  # the tracker's id of the run
     step: NonNegativeInt  # the last step that the tracker has

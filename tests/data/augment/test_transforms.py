@@ -121,7 +121,6 @@ def test_a_part_of_images_that_are_not_square_is_erased_as_of_others() -> None:
         erased = draw_and_apply(images, Augment(erase=1.0), seed=1, step=2, start=0, global_batch=256) != 1
         middle = erased.float().mean((0, 1))[height // 4 : -(height // 4), width // 4 : -(width // 4)]
         assert middle.min() > 0.05
-        assert 0.1 < erased.float().mean() < 0.2
 
 
 ALL = Augment(flip=True, shift=2, erase=0.5)

@@ -31,8 +31,6 @@ GREY = Layout.of(ImageSpec(1, 8, 8))
     [
         *((channels, "uint16", "png", channels in (1, 3, 4)) for channels in range(1, 6)),
         (3, "float32", "png", False),
-        (3, "float32", "raw", True),
-        (3, "uint8", "jpeg", True),
         (5, "uint8", "jpeg", False),
     ],
 )

@@ -157,4 +157,4 @@ def test_an_editor_checks_recipes_by_the_schema():
     }.items():
         assert fits(yaml.safe_load(text), root, root) is right, text
     settings = root["$defs"]["OptimizerConfig"]["properties"]["lr"]
-    assert (settings["description"], settings["default"]) == ("peak rate", 0.001)
+    assert (settings["description"], settings["default"]) == ("peak learning rate", 0.001)

@@ -256,7 +256,6 @@ def test_a_trial_is_compiled_where_that_is_asked_for(config_of, reader, monkeypa
     [
         ({2: [0.9, 0.4], 1: [0.9]}, 2, 0.4),  # a disturbed first try is repeated
         ({2: [9.0]}, 4, 1.0),  # a hopeless one is not
-        ({2: [0.5, 0.6], 1: [0.2, 0.3]}, 1, 0.2),
     ],
 )
 def test_threads_are_halved_as_long_as_a_step_is_faster(tries, threads, seconds, monkeypatch):

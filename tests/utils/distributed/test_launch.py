@@ -81,7 +81,6 @@ def test_gpus_are_counted_among_those_that_a_scheduler_has_allotted(monkeypatch,
 @pytest.mark.parametrize(("device", "procs", "expected"), [("cuda:1", 2, "cuda:1"), (None, 2, "cpu"), (None, 1, None)])
 def test_one_process_takes_the_accelerator_and_several_the_cpu(device, procs, expected):
     assert launcher.requested_device(device, None, procs) == expected
-    assert launcher.requested_device(None, None, None) is None
 
 
 def test_parse_gpus():
