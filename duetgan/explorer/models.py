@@ -196,7 +196,7 @@ class Source:
     mean: TruncationMean = "class"  # the mean that w is truncated towards
 
     def sampler(self, run: LoadedRun) -> Sampler:
-        """Return a sampler whose first sample, with index 0, is this one."""
+        """Return a sampler whose sample 0 is the requested sample."""
         chosen = () if self.label is None else (self.label,)
         return Sampler(
             generator=run.model,

@@ -137,7 +137,8 @@ def counterfactual(
     judge: Classifier | None = None,
 ) -> tuple[Strip, Direction]:
     """Return the strip of an image from class `source` to `target`, and the direction. The image is
-    first projected to w, from the mean of class `source`, and from there to w+.
+    first projected to w, starting at the mean of class `source`; the projection to w+ starts at the
+    result.
 
     Raises UserError for a generator without w.
     """

@@ -221,8 +221,8 @@ GAN = [
     ),
     Figure(
         "diversity_ratio", "diversity",
-        "diversity of the least diverse class (if any): mean feature distance between samples over that between real "
-        "images, at most 200 of each",
+        "diversity of the least diverse class: mean feature distance between samples, divided by that between real "
+        "images, at most 200 of each; without classes, of all samples",
         lambda samples: samples.diversity,
         place="headline", unit="", by_class="diversity_by_class", in_training=True, digits=3,
     ),
@@ -237,7 +237,7 @@ GAN = [
     ),
     Figure(
         "density", "density",
-        "density: number of real images within whose reach (5th neighbour) a sample lies, over 5. Real images: about 1",
+        "density: mean number of real images with a sample within reach (5th neighbour), over 5. Real images: about 1",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),
     Figure(

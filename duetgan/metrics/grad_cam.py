@@ -20,8 +20,8 @@ RESNET_STAGES = ("layer1", "layer2", "layer3", "layer4")
 def default_layer(classifier: Classifier) -> str:
     """Return the name of the layer whose maps Grad-CAM uses by default.
 
-    This is the layer that the backbone names, but for a ResNet the last stage with maps of at least
-    MIN_MAP_SIDE pixels a side, or else layer1. For images of 64 px, the maps of layer4 have 2x2
+    For a ResNet this is the last stage whose maps have at least MIN_MAP_SIDE pixels a side, or
+    layer1 if there is none; other backbones name a layer. For images of 64 px, the maps of layer4 have 2x2
     pixels, too few to localise anything.
     """
     last = classifier.backbone.maps

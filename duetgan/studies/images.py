@@ -290,7 +290,7 @@ def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
 
 
 def write_subset(dataset: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
-    """Write the images of some records, uncompressed, to the packed file `out`, and replace it."""
+    """Write the images of some records, uncompressed, to the packed file `out`, replacing an old one."""
     source = f"{len(records)} images of {dataset.meta.source}"
     images = (dataset, records, dataset.labels()[records])
     return write_labelled(

@@ -226,7 +226,8 @@ class Meta(Stored):
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
         """Convert labels int64 [n] to the input of conditional networks.
 
-        It is the labels themselves, or with `sets` multi-hot vectors, float32 [n, classes].
+        The result is the labels themselves; with label sets (`sets`), it is multi-hot vectors,
+        float32 [n, classes].
         """
         if self.sets is None:
             return np.asarray(labels)

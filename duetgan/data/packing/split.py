@@ -227,8 +227,8 @@ def _payload(level: LMDBReader, index: int) -> bytes:
 def publish_both(writers: Sequence[LMDBWriter]) -> None:
     """Rename both complete files to their targets, the training file last.
 
-    An old training file is removed first, so that a process that ends in between never leaves one
-    next to held-out images of another draw.
+    An old training file is removed first. So if the process ends in between, no old training file
+    lies next to the new held-out images.
     """
     training, held_out = writers
     training.path.unlink(missing_ok=True)

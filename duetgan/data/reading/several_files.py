@@ -263,7 +263,8 @@ def _digest(content: object) -> str:
 
 
 def _cached(path: Path, source: Callable[[], Source], shards: list[Shard] | None) -> Path:
-    """Pack a source into `path`, or the index of tar files (`shards`), unless it exists.
+    """Write the packed file `path`, or the index of the tar files `shards`, unless `path` is
+    current.
 
     Processes that need the file at the same time wait for the one that makes it. Returns `path`.
     """
@@ -286,8 +287,8 @@ def _cached(path: Path, source: Callable[[], Source], shards: list[Shard] | None
 
 
 def _is_current(path: Path, shards: list[Shard] | None) -> bool:
-    """Return True if the packed file exists and was made of tar files in the state `shards` (None:
-    of other images).
+    """Return True if the packed file exists and is up to date: if it was made of tar files, these
+    are unchanged since (`shards`).
     """
     try:
         with LMDBReader(path) as reader:

@@ -253,7 +253,7 @@ class PathTable(LocalSource):
 
 
 def clean(value: str) -> str:
-    """Write a path with slashes, and Label Studio's `/data/local-files/?d=PATH` as PATH."""
+    """Return a path with slashes; of Label Studio's `/data/local-files/?d=PATH`, return PATH."""
     if value.startswith("/data/"):
         value = unquote(value.rpartition("?d=")[2])
     return base.with_slashes(value)

@@ -282,7 +282,8 @@ def accuracy(answers: Answers) -> Measured:
 def top5_accuracy(answers: Answers) -> Measured:
     """Return the fraction of images whose class is among the five likeliest.
 
-    Of equally likely classes, the first count. The value is None for five classes or fewer.
+    If classes are equally likely, those with lower numbers come first. The value is None for five
+    classes or fewer.
     """
     logits, labels = answers.logits, answers.labels
     if len(answers.names) <= TOP:

@@ -185,10 +185,11 @@ def fir_kernel(channels: int, gain: float, x: Tensor, taps: tuple[float, ...] = 
 def _make_kernel(
     gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a kernel [1, 1, k, k] (see `fir_kernel`) made by fills, without a copy from the host.
+    """Return a kernel [1, 1, k, k] (see `fir_kernel`) filled on the device, without a copy
+    from the host.
 
-    Graphs of torch.compile call this in each pass: a cache outside of a graph would add guards, and
-    torch 2.11 accepts only one constant in a graph.
+    Compiled graphs call it in each pass, because a cached kernel would add guards, and torch 2.11
+    accepts only one constant in a graph.
     """
     line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in taps])
     return (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]

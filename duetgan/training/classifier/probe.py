@@ -90,8 +90,8 @@ def preview_records(count: int, classes: int, seed: int) -> np.ndarray | None:
 def look_alike_groups(dataset: Dataset) -> np.ndarray:
     """Return for each image the number of the first image that looks like it, int64 [n].
 
-    Without look-alikes this is its own number; so it is for all images of a data set of several
-    files or of more than COMPARED images, which is not searched.
+    An image without look-alikes gets its own number. Data sets of several files or of more than
+    COMPARED images are not searched: each image gets its own number.
     """
     firsts = np.arange(len(dataset))
     reader = dataset.shards[0]

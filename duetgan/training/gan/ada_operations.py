@@ -291,7 +291,8 @@ def _turn_back(angle: Tensor) -> Tensor:
 
 
 def _about_grey(along: Tensor, across: Tensor) -> Tensor:
-    """Return across I + (along - across) v v^T, which scales colours around the grey axis v."""
+    """Return the matrix `across * I + (along - across) * v v^T`, which scales colours by `along` in
+    the direction of grey, v, and by `across` at right angles to it."""
     side = (along - across) / 3
     diagonal = across + side
     return _matrix(

@@ -152,8 +152,8 @@ class GeneratorStep:
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> list[Images]:
         """Update G and its average; return samples without graphs, for the discriminator's half.
 
-        The parameters of D do not change. If `one_pass` is True for this step, their gradients
-        become those of D's own losses; otherwise these do not change either.
+        The parameters of D do not change. If `one_pass` is True for this step, the gradients of D
+        are set to those of its own losses; otherwise they do not change.
         """
         context, ema = self.context, self.context.config.ema
         per_loss = self.loss.gradients_due(step_slice.step)
