@@ -39,9 +39,9 @@ echo "scontrol $*" >> {folder}/calls
 """
 # stands for the interpreter: as torchrun it starts a process and waits for it, and dies of USR1 unless that is ignored
 PYTHON = """#!/bin/bash
-[ "$1" != -c ] || exec {python} "$@"
+[ "$1" != -c ] || exec "{python}" "$@"
 echo "torchrun $*" >> {folder}/calls
-{python} {folder}/worker.py &
+"{python}" {folder}/worker.py &
 wait
 """
 WORKER = """

@@ -154,7 +154,7 @@ def test_packing_imports_no_torch() -> None:
 
 def test_full_disk_with_workers(tmp_path: Path) -> None:
     mixed_folder(tmp_path / "photos")
-    command = f"{sys.executable} -m data.pack {tmp_path / 'photos'} {tmp_path / 'x.lmdb'} --size 128 --workers 2"
+    command = f"'{sys.executable}' -m data.pack {tmp_path / 'photos'} {tmp_path / 'x.lmdb'} --size 128 --workers 2"
     limit = f"ulimit -f 64; exec {command} --on-error skip"
     done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
