@@ -244,7 +244,8 @@ def test_a_file_that_recipes_come_with_is_found_from_any_folder(tmp_path, monkey
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_quickstart_of_the_installed_package_writes_into_the_users_folder(site, mine):
+def test_the_quickstart_of_the_installed_package_writes_into_the_users_folder(site, mine, monkeypatch):
+    monkeypatch.delenv("DUET_RUNS")  # the tests' own
     printed = duet(site, mine, "quickstart", "--quick")
     assert "$ duet train --config" in printed
     assert "$ duet pack sample" in printed
