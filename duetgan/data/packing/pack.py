@@ -31,7 +31,6 @@ from duetgan.data.sources import Problem, Source
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar
 
-KEPT_BYTES = 128 << 20  # of freed memory that malloc keeps
 # limits of --on-error skip; the larger one applies
 SKIPPED_IMAGES = 100
 SKIPPED_FRACTION = 0.01
