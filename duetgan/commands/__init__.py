@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from duetgan.utils import extras
 from duetgan.utils.script import exit_cli, handle_interrupts
 
 # Name -> (module with `main(arguments)`, line in `duet --help`). Without a line it is not listed.
@@ -54,6 +55,7 @@ COMMANDS = {
     "quickstart-plan": ("duetgan.commands.planning.measure", ""),
     "quickstart-networks": ("duetgan.commands.planning.networks", ""),
     "quickstart-replan": ("duetgan.commands.planning.replan", ""),
+    **extras.commands(),
 }
 REQUIRED = ("lmdb", "pydantic", "torchvision")  # packages that `make setup` installs
 

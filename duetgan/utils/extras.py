@@ -1,0 +1,36 @@
+"""Attach the packages in `duetgan/extras` to registries of the core, which imports none of them."""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+PACKAGE = "duetgan.extras"
+
+
+def packages() -> list[ModuleType]:
+    """Return the extras of this installation, in the order of their names."""
+    try:
+        folder = importlib.import_module(PACKAGE)
+    except ModuleNotFoundError:
+        return []
+    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+    return [importlib.import_module(f"{PACKAGE}.{name}") for name in names]
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Return the extras' commands: name -> (module with `main`, line in `duet --help`)."""
+    table: dict[str, tuple[str, str]] = {}
+    for package in packages():
+        table |= getattr(package, "COMMANDS", {})
+    return table
+
+
+def attach(registry: str) -> None:
+    """Import the extras' modules that add entries to a registry of the module named `registry`.
+
+    The last line of that module calls this with its `__name__`.
+    """
+    for package in packages():
+        name = getattr(package, "ATTACHES", {}).get(registry)
+        if name is not None:
+            importlib.import_module(name)
