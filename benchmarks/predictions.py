@@ -1,8 +1,8 @@
 """Memory and speed of the presets for GPUs, on paper: the tables of docs/measurements/predictions.md.
 
 `python benchmarks/predictions.py [--only NAME...] [--fit] [--json]`. Nothing here has run on a GPU: see
-training/engine/on_paper.py. `--fit` compares the model of time with figures that NVIDIA has published, and fits its two
-numbers to them.
+duetgan/extras/paper/predictions.py. `--fit` compares the model of time with figures that NVIDIA has published, and fits
+its two numbers to them.
 """
 
 import json
@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.scaling import PRESETS, Images, Reader, recipe
+from duetgan.extras.paper.predictions import GIB, GPUS, MEMORIES, Count, Gpu, count, fakes, largest
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
-from duetgan.training.engine.on_paper import GIB, GPUS, MEMORIES, Count, Gpu, count, fakes, largest
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.config.cli import Parser

@@ -22,11 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from duetgan.data.augment.transforms import Augment, MixingAugment
 from duetgan.data.reading.loader import Batch
+from duetgan.extras.paper.predictions import Ledger, fakes
 from duetgan.models.registry import architecture_of
 from duetgan.training.base.config import RunConfig
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.task import ClassifierTask
-from duetgan.training.engine.on_paper import Ledger, fakes
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.task import GanTask

@@ -18,11 +18,11 @@ from benchmarks import predictions, scaling
 from benchmarks.gan_step import random_images
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, Value, first_line
 from benchmarks.gpu.wheels import ROOT
+from duetgan.extras.paper import predictions as on_paper
 from duetgan.models.fast import native
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import make_loader
 from duetgan.training.base.monitors import MetricWindow
-from duetgan.training.engine import on_paper
 from duetgan.training.engine.speed import Trial
 from duetgan.training.engine.tasks import TASKS
 

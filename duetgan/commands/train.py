@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 
+from duetgan.utils import extras
 from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, number, positive
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
@@ -17,6 +18,8 @@ from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.text import did_you_mean
 
+# value of --dry-run -> module whose `predictions` are printed after the plan, and a line of help
+DRY_RUNS: dict[str, tuple[str, str]] = {"here": ("", "")}
 RESUME = ("--resume", "--resume_from", "--continue")  # options of other programs for a resume
 
 
@@ -77,9 +80,10 @@ def parser() -> Parser:
         nargs="?",
         const="here",
         default="",
-        choices=("here", "gpu"),
-        help="do everything up to the first step and print the plan; gpu: also estimate memory and speed on "
-        "several GPUs (default: no dry run)",
+        choices=list(DRY_RUNS),
+        help="do everything up to the first step and print the plan"
+        + "".join(f"; {name}: {line}" for name, (_, line) in DRY_RUNS.items() if line)
+        + " (default: no dry run)",
     )
     add("--layers", action="store_true", help="with --dry-run: also print every layer")
     return parse
@@ -168,6 +172,9 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]
                 max_steps=options.max_steps,
                 profile_steps=options.profile,
                 sweep=sweep if options.lr_find else None,
-                dry_run=options.dry_run,
+                dry_run=DRY_RUNS[options.dry_run][0] if options.dry_run else None,
                 layers=options.layers,
             )
+
+
+extras.attach(__name__)

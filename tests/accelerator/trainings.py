@@ -13,9 +13,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from duetgan.data.records import pack_arrays
+from duetgan.extras.paper import predictions as on_paper
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.base.monitors import MetricWindow
-from duetgan.training.engine import on_paper
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from tests.accelerator import device
 from tests.distributed.test_oracle import CLASSES, untrained_classifier

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks import predictions
 from benchmarks.scaling import PRESETS, recipe
-from duetgan.training.engine import on_paper
-from duetgan.training.engine.on_paper import GIB
+from duetgan.extras.paper import predictions as on_paper
+from duetgan.extras.paper.predictions import GIB
 from tests.benchmarks.test_scaling import rows_of
 from tests.conftest import REPOSITORY
 

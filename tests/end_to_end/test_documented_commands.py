@@ -299,7 +299,7 @@ def test_every_command_of_a_page_is_right(page, checkout, slim, monkeypatch):
     """U2: the only training that docs/docker.md showed named a file of the quickstart, which no container has."""
     checkout(page)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(Path.cwd()))
-    monkeypatch.setattr("duetgan.training.engine.on_paper.predictions", lambda *_: "")  # takes 20 s; test_on_paper.py
+    monkeypatch.setattr("duetgan.extras.paper.predictions.predictions", lambda *_: "")  # takes 20 s; tests/extras/paper
     for command in dict.fromkeys(pages()[page]):
         check(command)
 

@@ -1,5 +1,6 @@
 """A training run from config file to finished run folder, in each process of `train.py`."""
 
+import importlib
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -42,7 +43,7 @@ def train(
     max_steps: int | None = None,
     profile_steps: int | None = None,
     sweep: Mapping[str, Any] | None = None,
-    dry_run: str = "",
+    dry_run: str | None = None,
     layers: bool = False,
 ) -> int:
     """Train or resume a run; or search a learning rate or print the plan, if requested.
@@ -50,7 +51,7 @@ def train(
     Args:
         profile_steps: Number of steps to profile first.
         sweep: Options of `lr_find.Sweep` for a learning-rate search.
-        dry_run: If not empty, only print the plan; "gpu" adds predictions for GPUs.
+        dry_run: If not None, only print the plan; a module's name adds its predictions.
         layers: Print every layer in the plan.
 
     Returns the exit code. Raises errors that `run_cli` prints.
@@ -75,8 +76,8 @@ def train(
             torch_device,
             optional_weights="model.weights" not in given_keys(overrides),
         )
-        if dry_run:
-            collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run == "gpu"))
+        if dry_run is not None:
+            collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run))
             return 0
         if rates is not None:
             return _find_rate(loop, rates)
@@ -186,16 +187,14 @@ def _resolve_auto(config: RunConfig, saved: Tree) -> RunConfig:
     return config.changed(**resolved)
 
 
-def _print_plan(loop: Loop, layers: bool, gpu: bool) -> None:
+def _print_plan(loop: Loop, layers: bool, predictions: str) -> None:
     world_size = collectives.world_size()
     micro = loop.config.micro(world_size)
     for name in loop.task.networks():
         print(preflight.model_summary(loop.task, name, micro, layers=layers))
-    if gpu:
-        # Imported only if needed because importing fake tensors is slow.
-        from duetgan.training.engine.on_paper import predictions
-
-        print(predictions(loop.config, loop.loader.dataset, world_size))
+    if predictions:
+        module = importlib.import_module(predictions)
+        print(module.predictions(loop.config, loop.loader.dataset, world_size))
     if not layers:
         print("--layers prints every layer")
     print("dry run: everything up to the first step is in order; nothing was written")

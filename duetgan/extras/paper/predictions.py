@@ -3,7 +3,7 @@
 The task's own step runs on tensors with shapes but no values (torch's fake tensors), operation by
 operation as an accelerator would run it uncompiled. Counts are exact except for the augmentation of
 images. Times follow from published peak rates and from two numbers fitted to published trainings
-(docs/predictions.md).
+(docs/extras/predictions.md).
 """
 
 import contextlib
@@ -55,7 +55,7 @@ CONSUMER_GPUS = (  # by NVIDIA's architecture papers: tensor cores, no sparsity,
     Gpu("RTX 3080", 59.5e12, 29.8e12, 29.8e12, 0.760e12, 10),
     Gpu("RTX 3060", 25.4e12, 12.7e12, 12.7e12, 0.360e12, 12),
 )
-# error of the predicted total time (docs/predictions.md)
+# error of the predicted total time (docs/extras/predictions.md)
 STATED_ERROR = (
     "predicted, not measured: on the one GPU that was tried, an H200, StyleGAN2 took up to 4 times as long and small "
     "networks two thirds of it; evaluations come on top"
@@ -243,5 +243,5 @@ def predictions(config: RunConfig, dataset: Dataset, world_size: int) -> str:
         else:
             speed = ["too little memory", f"--micro-batch {fits}" if fits else ""]
         table.append([gpu.name, f"{gpu.gib} GiB", f"{fits:,}", *speed])
-    head = f"on paper, {rank_batch} samples a GPU, uncompiled (docs/predictions.md):"
+    head = f"on paper, {rank_batch} samples a GPU, uncompiled (docs/extras/predictions.md):"
     return "\n".join([head, columns(rows.items(), "<"), columns(table), STATED_ERROR])

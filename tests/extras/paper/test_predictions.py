@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
 from benchmarks.scaling import Images, Reader, recipe
+from duetgan.extras.paper import predictions as on_paper
+from duetgan.extras.paper.predictions import GIB, USABLE, Count, Gpu, Ledger, Operation, count, largest
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.training.engine import on_paper
-from duetgan.training.engine.on_paper import GIB, USABLE, Count, Gpu, Ledger, Operation, count, largest
 from duetgan.training.engine.speed import Trial
 from tests.end_to_end.helpers import train_in_process, write_config
 

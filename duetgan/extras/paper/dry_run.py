@@ -1,0 +1,8 @@
+"""Add `--dry-run gpu` to train.py."""
+
+from duetgan.commands.train import DRY_RUNS
+
+DRY_RUNS["gpu"] = (
+    "duetgan.extras.paper.predictions",
+    "also estimate memory and speed on several GPUs",
+)
