@@ -29,7 +29,7 @@ def recipes() -> str:
 
 def contents() -> dict[Path, str]:
     """The files and what belongs into them."""
-    from duetgan.studies import SUBJECTS, load_subject
+    from duetgan.extras.studies.subjects import SUBJECTS, load_subject
     from duetgan.training.engine.reference import as_markdown, groups, schema  # imports torch
 
     pages = {"keys": as_markdown(groups()), "recipes": recipes()}

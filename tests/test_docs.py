@@ -14,8 +14,8 @@ from markdown_it.token import Token
 from torch.distributed.run import get_args_parser
 
 from duetgan.commands import COMMANDS
+from duetgan.extras.studies.subjects import SUBJECTS, load_subject
 from duetgan.models.registry import ARCHITECTURES
-from duetgan.studies import SUBJECTS, load_subject
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
@@ -24,7 +24,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from tests.test_project import LINKS, project_files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "extras").glob("*.md")])
 MEASUREMENTS = sorted((ROOT / "docs" / "measurements").glob("*.md"))  # the lab book: commands of their day
 CONFIGS = {TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)}
 KEYS = {key for config in CONFIGS for key in keys_of(config)}

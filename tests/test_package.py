@@ -30,7 +30,7 @@ from tests.metrics.conftest import pack as pack_images
 from tests.test_project import LINKS, ROOT, project_files
 from tests.watch.isolation import on_path
 
-OURS = ("commands", "data", "explorer", "inference", "metrics", "models", "reporting", "studies", "training", "utils")
+OURS = ("commands", "data", "extras", "inference", "metrics", "models", "reporting", "training", "utils")
 
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

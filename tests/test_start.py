@@ -62,7 +62,7 @@ def test_help_and_wrong_options_wait_for_no_import(script: str) -> None:
     assert last == "2"
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "study.py", "data.pack", "compare", "duetgan.__main__"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "study", "data.pack", "compare", "duetgan.__main__"])
 def test_version(script: str) -> None:
     """J24, and no torch is imported for it."""
     command = [sys.executable, "-c", WATCHED, script, "--version"]

@@ -56,7 +56,7 @@ IMAGE = [
     "pytest",
     "pytest-timeout",
 ]
-SPARED = ("av", "waitress", "werkzeug")  # films and explore.py, which no part needs
+SPARED = ("av", "waitress", "werkzeug")  # films and the explorer, which no part needs
 TOOLS = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "pygments")  # of the developers' lock
 PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28", "manylinux_2_31", "manylinux_2_34")
 

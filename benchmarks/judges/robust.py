@@ -1,6 +1,6 @@
 """How right a study's classifiers stay under attack and on spoiled images; arms are compared as in the study.
 
-`python benchmarks/judges/robust.py STUDY --base ARM --arms ARM ...`, after `study.py distil --keep-runs true`. The
+`python benchmarks/judges/robust.py STUDY --base ARM --arms ARM ...`, after `duet study distil --keep-runs true`. The
 attack is foolbox's PGD (Madry et al. 2018, 1706.06083; L-infinity, random start, `--steps` of a tenth of epsilon) on
 `--n` test images, spread evenly over the file. Spoiled: evaluate.py's five corruptions at five strengths, on the first
 `--spoiled` images. Effects: an arm less the base, by seed and image; p is corrected for the arms of a column (Holm).
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import dataset_for_model
 from duetgan.data.reading.loader import read_batch
+from duetgan.extras.studies.subject import slug
 from duetgan.metrics.comparison.paired import by_seeds, by_seeds_and_images, holm
 from duetgan.metrics.evaluate_classifier import corrupted_hits
 from duetgan.metrics.features.precision import device_of, evaluating
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
-from duetgan.studies.subject import slug
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.cli import Parser, positive
 from duetgan.utils.distributed.collectives import choose_device

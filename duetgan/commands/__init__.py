@@ -34,10 +34,6 @@ COMMANDS = {
     ),
     "evaluate": ("duetgan.commands.evaluate", "evaluate a checkpoint"),
     "compare": ("duetgan.reporting.compare", "write a page that compares evaluated runs"),
-    "study": (
-        "duetgan.commands.study",
-        "answer a question with many runs: do generated images help a classifier?",
-    ),
     "generate": ("duetgan.commands.generate", "draw samples, films and projections with a GAN"),
     "predict": ("duetgan.commands.predict", "classify images"),
     "influence": (
@@ -48,7 +44,6 @@ COMMANDS = {
         "duetgan.inference.pseudo_labels",
         "label images with a classifier's confident predictions",
     ),
-    "explore": ("duetgan.commands.explore", "explore models in a browser"),
     "export": ("duetgan.commands.export", "write a model for use elsewhere"),
     "convert": ("duetgan.models.convert", "convert StyleGAN checkpoints of other programs"),
     "track": ("duetgan.utils.runlog.trackers", "send the metrics of a run to a tracker"),

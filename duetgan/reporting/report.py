@@ -1,5 +1,4 @@
-"""HTML reports of a run folder's evaluation, samples, curves, commands and versions, and of a
-study's verdicts, comparisons, controls, tables and images.
+"""HTML reports of a run folder's evaluation, samples, curves, commands and versions.
 
 A report is one file without scripts that loads no other file. It names the parts that are missing
 because the run has not written them yet.
@@ -8,26 +7,24 @@ because the run has not written them yet.
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
-import yaml
-from markupsafe import Markup
 from PIL import Image
 
 from duetgan.reporting import figures, pictures
-from duetgan.reporting.figures import change, headline
-from duetgan.reporting.pictures import Chart, picture
-from duetgan.reporting.run_files import Document, Run
+from duetgan.reporting.figures import headline
+from duetgan.reporting.pictures import Chart
+from duetgan.reporting.run_files import Run
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Events
-from duetgan.utils.text import counted, duration
+from duetgan.utils.text import duration
 from duetgan.utils.versions import environment
 
 # --- titles of the charts
@@ -139,7 +136,7 @@ def write_quickstart_report(
     )
 
 
-def write_page(path: Path, template: str, **values: object) -> Path:
+def write_page(path: Path, template: str | Path, **values: object) -> Path:
     """Write a page from a template and `values`, and return its path. The template also gets the
     page's folder and the versions of the environment.
     """
@@ -148,12 +145,14 @@ def write_page(path: Path, template: str, **values: object) -> Path:
     return path
 
 
-def render(template: str, **values: object) -> str:
-    """Return the HTML of a template in this folder; `values` are escaped."""
+def render(template: str | Path, **values: object) -> str:
+    """Return the HTML of a template, a path or a name in this folder; `values` are escaped."""
     # This import is here so that the start of a training does not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(Path(__file__).parent)
+    folder = Path(__file__).parent
+    file = folder / template
+    loader = FileSystemLoader([folder, file.parent])
     page = Environment(
         loader=loader,
         autoescape=True,
@@ -162,7 +161,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     page.globals.update(figures=figures, pictures=pictures, report=sys.modules[__name__])
-    return page.get_template(template).render(**values)
+    return page.get_template(file.name).render(**values)
 
 
 def charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
@@ -202,95 +201,4 @@ def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
                     events.image(step, f"evaluation/{file.stem}", np.asarray(image.convert("RGB")))
 
 
-HEADINGS = {"main": "Main comparisons", "classes": "By class", "all arms": "All arms"}
 VERDICT_CLASSES = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # CSS classes
-# value of a control's `ok` -> text
-OUTCOMES = {True: "as expected", False: "WRONG", None: "unknown yet"}
-WIDTH, MIDDLE = 150, 9  # width and half height of the drawing of an interval, in px
-
-
-def write_study_page(
-    folder: Path, document: Document, *, command: str, config: Mapping[str, object]
-) -> Path:
-    """Write FOLDER/report.html from the content of study.json, and return its path."""
-    rows, runs = document["comparisons"], document["runs"]
-    state = "finished" if document["complete"] else "unfinished"
-    seeds = counted(len(document["seeds"]), "complete seed")
-    families: dict[str, list[Document]] = {}
-    for row in rows:
-        families.setdefault(row["family"], []).append(row)
-    # The headline has a tile for each metric or group of classes of the first pair of arms.
-    verdicts = document["verdicts"]
-    tiles = {}
-    for row in verdicts:
-        if (row["first"], row["second"]) == (verdicts[0]["first"], verdicts[0]["second"]):
-            title = row["figure"] or f"{row['group']} classes"
-            tiles[title] = (row["verdict"], f"{title}: {row['second']} against {row['first']}")
-    arms = []
-    for arm in document["arms"]:
-        arms.append([arm["name"], arm["family"], len(arm["figures"]), arm["what"]])
-    images = document.get("pictures", [])
-    return write_page(
-        folder / "report.html",
-        "study.html.j2",
-        study=document,
-        state=f"{state}: {runs['done']} of {runs['planned']} runs, {seeds}",
-        headline=list(tiles.values()),
-        families=families,
-        controls=[_control(row) for row in document["controls"]],
-        arms=arms,
-        images=[picture(folder / image["file"], image["caption"]) for image in images],
-        command=command,
-        config=yaml.safe_dump(dict(config), sort_keys=False),
-    )
-
-
-def _control(row: Document) -> list[str]:
-    """Return the table cells of a study's control."""
-    is_fraction = row["figure"] is None
-    cells = [row["arm"], row["against"], row["expected"], row["found"]]
-    cells.append(signed(row["difference"], is_fraction=is_fraction))
-    cells.append(span(row["interval"], is_fraction=is_fraction))
-    return [*cells, OUTCOMES[row["ok"]], row["why"]]
-
-
-def signed(value: float | None, *, is_fraction: bool) -> str:
-    """Format a difference with its sign, and a difference of fractions in percentage points."""
-    if value is None:
-        return "-"
-    return f"{100 * value:+z.1f}" if is_fraction else change(value)
-
-
-def span(interval: Sequence[float] | None, *, is_fraction: bool) -> str:
-    """Format the interval of a difference as `LOW to HIGH`."""
-    if interval is None:
-        return "-"
-    return " to ".join(signed(end, is_fraction=is_fraction) for end in interval)
-
-
-def p_value(p: float | None) -> str:
-    """Format a p-value."""
-    if p is None:
-        return "-"
-    return "<0.0001" if p < 1e-4 else f"{p:.2g}"
-
-
-def draw_interval(row: Document, rows: Sequence[Document]) -> Markup:
-    """Draw a row's difference and its interval as SVG, on one scale with all `rows` of the same
-    metric. The drawing contains only numbers, so it needs no escaping.
-    """
-    ends = [1e-9]
-    for comparable in rows:
-        if comparable["figure"] == row["figure"]:
-            ends += [comparable["difference"], *(comparable["interval"] or [])]
-    reach = max(map(abs, ends))
-
-    def position(difference: float) -> str:
-        return f"{WIDTH / 2 + (WIDTH / 2 - 5) * difference / reach:.1f}"
-
-    drawing = f'<line class="zero" x1="{WIDTH / 2}" x2="{WIDTH / 2}" y1="0" y2="{2 * MIDDLE}"/>'
-    if row["interval"]:
-        low, high = map(position, row["interval"])
-        drawing += f'<line class="span" x1="{low}" x2="{high}" y1="{MIDDLE}" y2="{MIDDLE}"/>'
-    drawing += f'<circle cx="{position(row["difference"])}" cy="{MIDDLE}" r="4"/>'
-    return Markup(f'<svg class="forest" viewBox="0 0 {WIDTH} {2 * MIDDLE}">{drawing}</svg>')

@@ -20,12 +20,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 from werkzeug.test import Client
 
-from duetgan.commands import evaluate, export, generate, predict, study, train
+from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.data.images import encode
 from duetgan.data.reading.dataset import Dataset
-from duetgan.explorer import models as of_generator
-from duetgan.explorer.app import App, Worker
-from duetgan.explorer.models import open_runs
+from duetgan.extras.explorer import models as of_generator
+from duetgan.extras.explorer.app import App, Worker
+from duetgan.extras.explorer.models import open_runs
+from duetgan.extras.studies import command
 from duetgan.inference import influence
 from duetgan.inference.editing import Editor
 from duetgan.inference.settings import EditConfig, ProjectionConfig
@@ -37,7 +38,7 @@ from tests import slim
 from tests.accelerator import device
 from tests.accelerator.cases import snapshots_take_the_cpus_tensors
 from tests.end_to_end.helpers import TIMING, contents, train_in_process, write_config
-from tests.studies.conftest import study_recipe
+from tests.extras.studies.conftest import study_recipe
 
 PLACE = "sim:1"
 QUIET = ["--log.samples-every", "0", "--evaluation.every", "0"]
@@ -98,7 +99,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
         " --augment.shift 0 --steps 25 --log.samples-every 0 --threads 1",
     ),
     "study": (
-        study.main,
+        command.main,
         "labels --config {study} --out {out} --per-class [2] --threshold 0.1"
         ' --few.overrides {{"steps":4,"batch_size":8,"precision":"fp32"}}',
     ),

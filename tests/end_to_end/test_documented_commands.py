@@ -50,11 +50,11 @@ WEIGHTS = "resnet50.safetensors"
 ELSEWHERE = re.compile(
     r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|"
     r"[-. ]compare|runs/judge|rest\.lmdb|more\.lmdb|all\.lmdb|"  # of few labels: tests/inference/test_dataset.py
-    r"study\.py|explore\.py|generate\.py edit|--import|--counterfactual|--format folder"  # have tests of their own
+    r"duet study|duet explore|generate\.py edit|--import|--counterfactual|--format folder"  # have tests of their own
 )
 # all commands do
 ELSEWHERE_PAGES = {
-    *("data-at-scale", "docker", "editing", "explorer", "export", "extending", "scaling", "study", "training"),
+    *("data-at-scale", "docker", "editing", "export", "extending", "scaling", "training"),
 }
 
 

@@ -13,10 +13,10 @@ from duetgan.commands import evaluate, export, generate
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.records import add_image
-from duetgan.explorer import models as explorer
+from duetgan.extras.explorer import models as explorer
+from duetgan.extras.studies.images import StudyData, make_parts
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import architecture_of
-from duetgan.studies.images import StudyData, make_parts
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import save_image
@@ -101,7 +101,7 @@ ROWS: dict[str, Callable[[Path], Any] | Command] = {
             *("--extractor", "pixels", "--searched", "40"),
         ],
     ),
-    "`explore.py`": explored,
+    "`duet explore`": explored,
     "studies": studied,
 }
 REFUSED = re.compile("is for 8-bit (grey or RGB|images)|several labels|one label|for squares")

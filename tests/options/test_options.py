@@ -136,19 +136,19 @@ class Stubs:
         patch.setattr("duetgan.models.backbones.base.make", wide)
 
         patch.setattr("duetgan.training.engine.run._find_rate", self.find_rate)
-        if command == "study.py":
-            patch.setattr("duetgan.studies.runner.Study.run", study)
-            patch.setattr("duetgan.reporting.report.write_study_page", self.page)
+        if command == "study":
+            patch.setattr("duetgan.extras.studies.runner.Study.run", study)
+            patch.setattr("duetgan.extras.studies.page.write_study_page", self.page)
         if command == "quickstart.py":
             self.commands = Commands()
             patch.setattr("duetgan.commands.planning.steps.call", self.call)
             patch.setattr("time.monotonic", lambda: self.commands.now)
             patch.setattr("duetgan.commands.planning.steps.complete", lambda file: True)
             patch.setattr("duetgan.commands.planning.steps.unfit", lambda run, test: "")
-        if command == "explore.py":
+        if command == "explore":
             patch.setattr("waitress.server.create_server", self.server)
             patch.setattr("signal.signal", lambda *_: None)
-            patch.setattr("duetgan.commands.explore.leave_threads", lambda: None)
+            patch.setattr("duetgan.extras.explorer.command.leave_threads", lambda: None)
 
     def call(self, command: list[str]) -> int:
         with open(self.out / "commands.txt", "a") as file:

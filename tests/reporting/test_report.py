@@ -16,7 +16,7 @@ from PIL import Image
 
 from duetgan.metrics.figures import FIGURES
 from duetgan.reporting.pictures import LARGEST_SIDE
-from duetgan.reporting.report import refresh, show_images, signed, write_quickstart_report, write_report
+from duetgan.reporting.report import refresh, show_images, write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
 from duetgan.utils.images import grid, save_png
 from duetgan.utils.runlog.run_folder import RunFolder
@@ -479,7 +479,3 @@ def test_images_are_added_at_the_checkpoints_step_unless_the_run_trains(tmp_path
     assert (image.step, image.width, image.height) == (7, 6, 4)
     training.open()  # the lock was given back
     training.close()
-
-
-def test_a_difference_that_rounds_to_nothing_has_no_minus():
-    assert [signed(value, is_fraction=True) for value in (-0.0002, -0.0123, 0.05)] == ["+0.0", "-1.2", "+5.0"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TITLES = {"gan": "GANs", "classifier": "Classifiers"}
-STUDIES = "study_"  # prefix of study.py's recipes
+STUDIES = "study_"  # prefix of `duet study`'s recipes
 LENGTH = 88  # characters of a recipe's first line, so that a line of the list has at most 120
 
 

@@ -1,0 +1,3 @@
+"""The explorer (`duet explore`): a page in the browser that shows models and runs."""
+
+COMMANDS = {"explore": ("duetgan.extras.explorer.command", "explore models in a browser")}

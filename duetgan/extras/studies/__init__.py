@@ -1,0 +1,8 @@
+"""Studies (`duet study`): experiments of many runs on questions about GANs and classifiers."""
+
+COMMANDS = {
+    "study": (
+        "duetgan.extras.studies.command",
+        "answer a question with many runs: do generated images help a classifier?",
+    )
+}

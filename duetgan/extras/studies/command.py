@@ -1,0 +1,114 @@
+"""Answer a question about GANs and classifiers with many runs, controls and confidence intervals.
+
+`duet study augment`: do generated images help a classifier? The results are study.json and a
+page, report.html. After an interruption the same command continues. `duet study page
+FOLDER...` prints the results of studies as Markdown.
+"""
+
+import json
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from duetgan.extras.studies.subjects import SUBJECTS, load_subject
+from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.config.cli import Parser, UnknownKey, entry, number, positive
+from duetgan.utils.config.recipes import CONFIGS, recipe_file
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import StoppedBySignal, explained
+from duetgan.utils.runlog.run_folder import runs_folder
+
+WEEK = 7 * 24 * 60  # minutes
+
+
+def parser() -> Parser:
+    options = Parser(
+        prog="duet study",
+        description=__doc__,
+        epilog="Override any key of the recipe with --section.key value.",
+    )
+    add = options.add_argument
+    add(
+        "subject",
+        metavar="SUBJECT",
+        help="; ".join(f"{name}: {question}" for name, question in SUBJECTS.items()),
+    )
+    add("--config", metavar="FILE", help="YAML recipe (default: configs/study_SUBJECT.yaml)")
+    add("--out", metavar="DIR", help="folder of the study (default: runs/NAME of the recipe)")
+    add(
+        "--quick",
+        action="store_true",
+        help="apply the section quick of the recipe: a first answer, with wide intervals",
+    )
+    add(
+        "--minutes",
+        type=number(float, 0.01, WEEK),
+        metavar="M",
+        help="stop after M minutes; the same command continues",
+    )
+    add(
+        "--device", metavar="cpu|cuda[:i]", help="device (default: the accelerator if there is one)"
+    )
+    add(
+        "--seeds",
+        type=positive,
+        metavar="N",
+        help="trainings per arm (default: as in the recipe, else 5)",
+    )
+    add("--json", action="store_true", help="print study.json instead of the verdict")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Run the missing parts of a study and print the result."""
+    if argv[:1] == ["page"]:
+        from duetgan.extras.studies.verdicts import verdicts
+
+        folders = Parser(
+            prog="duet study page", description="Print the results of studies as Markdown."
+        )
+        folders.add_argument(
+            "folders", metavar="FOLDER", type=Path, nargs="+", help="folders of studies"
+        )
+        print(verdicts(folders.parse_args(argv[1:]).folders))
+        return 0
+    options, overrides = parser().parse_known(argv)
+    entry(SUBJECTS, options.subject, "study")
+    file = CONFIGS / f"study_{options.subject}.yaml"
+    if options.config:
+        file = Path(recipe_file(options.config))
+    if options.seeds is not None:
+        overrides += ["--seeds", str(options.seeds)]
+    out = options.out or str(runs_folder() / (file.stem + "_quick" * options.quick))
+    tree = read_yaml(file)
+
+    # These import torch.
+    from duetgan.extras.studies.images import quickened
+    from duetgan.extras.studies.page import write_study_page
+    from duetgan.extras.studies.runner import Study
+
+    config_class, subject_class = load_subject(options.subject)
+    with explained(UnknownKey, lambda error: error.among(sorted(parser()._option_string_actions))):
+        tree = quickened(tree) if options.quick else tree
+        config: Any = build(config_class, tree, overrides, source=str(file))
+    folder = Path(out).resolve()
+    study = Study(options.subject, subject_class(config, folder, options.device))
+    write = partial(
+        write_study_page,
+        folder,
+        command=shlex.join(["duet", "study", *argv]),
+        config=to_tree(config),
+    )
+    try:
+        document = study.run(options.minutes)
+    except StoppedBySignal:
+        write(study.write())
+        raise
+    page = write(document)
+    if options.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        print("\n".join(document["words"]))
+        print(f"page: {page}  (open it in a browser)")
+    return 0

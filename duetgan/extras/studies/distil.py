@@ -1,0 +1,150 @@
+"""Study `distil`: can a student without the training images learn from a teacher by samples?"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.weighted_sampling import few_labels
+from duetgan.extras.studies.images import (
+    HELD_BACK,
+    HELD_OUT,
+    TEST,
+    TRAIN,
+    Recipe,
+    StudyConfig,
+    write_subset,
+)
+from duetgan.extras.studies.results import Comparison, Result
+from duetgan.extras.studies.samples import Drawing
+from duetgan.extras.studies.subject import Job, Settings, Subject
+from duetgan.utils.config.model import PositiveInt, Probability
+
+# names of jobs and arms
+TEACHER = "teacher"
+SAMPLES, NOISE = "samples", "untrained samples"
+UNSEEN = "other real images"
+FEW, BASE = "few real images", "best without samples"
+
+
+class DistilConfig(StudyConfig):
+    per_class: PositiveInt = 10  # labelled real images of each class on which a student trains
+    # fraction of a student's batches that are samples or other real images, in the arms with these
+    share: Probability = 0.9
+    student: Recipe = Recipe(config="configs/quickstart_classifier.yaml")
+    # overrides of the student's recipe for all arms with a teacher
+    taught: dict[str, Any] = {"loss.temperature": 2.0}
+
+
+class Distil(Subject):
+    """A comparison of students that learn a teacher's predictions on samples or on other images.
+
+    Teacher and generator are trained on all training images. A student has a few of them, which
+    differ between seeds, or none.
+    """
+
+    title = "Can samples carry what a teacher knows?"
+    splits = (HELD_OUT, TEST)
+    notes = (
+        "taught: by the teacher's probabilities alone, not by labels; all arms have the same number of steps",
+        "as many samples, untrained samples and other real images as of the smaller part of each class",
+        "teacher and generator were trained once: intervals are over the draws of the few images, the students and the"
+        " test images",
+    )
+
+    def declare(self) -> None:
+        config = self.config
+        student, count = config.student, config.per_class
+        teacher = self.training(Job(TEACHER, "training the teacher"), config.classifier, fixed=1000)
+        generator, untrained = self.generators()
+        sources = {SAMPLES: generator, NOISE: untrained, UNSEEN: self.part(HELD_BACK)}
+        files = {}
+        for name, source in sources.items():
+            drawing = None if name == UNSEEN else Drawing()
+            place = self.add(Job(name, name), self._draw, source=source, drawing=drawing)
+            files[name] = place / "images.lmdb"
+            self.captions[name] = f"{name}, a row for each class"
+        job = Job(FEW, f"{count} of each class, with labels", "without")
+        place = self.add(job, self._few, count=count, recipe=student, images=self.part(TRAIN))
+        few = place / "few.lmdb"
+        self.bases(Job("", family="without"), few, partial(few_labels, per_class=count))
+        self.best(BASE, "without")
+
+        taught = {"loss.teacher": teacher, **config.taught}
+        must_help = Comparison(
+            FEW, expected="helps", why="real images must help, or the study could not see any help"
+        )
+        gap = Comparison(f"{UNSEEN}, taught", family="gap to real images")
+
+        def against(*controls: str) -> list[Comparison]:
+            return [Comparison(BASE, controls=controls, asked=True), gap]
+
+        def arm(job: Job, overrides: Settings, source: str = "", *, alone: bool = False) -> None:
+            if source and not alone:
+                mixing = {
+                    "data.synthetic.path": files[source],
+                    "data.synthetic.share": config.share,
+                }
+                overrides = {**overrides, **mixing}
+            self.training(job, student, overrides, images=files[source] if alone else few)
+
+        nothing, nothing_alone = f"{NOISE}, taught", f"{NOISE} alone, taught"
+        arm(Job(f"{FEW}, taught", "by the teacher", "without"), taught)
+        arm(
+            Job(f"{FEW}, mixups taught", "mixed in pairs", "without"),
+            taught | {"augment.mixup": 1.0},
+        )
+        arm(
+            Job(SAMPLES, "and samples with the labels asked for", "samples", against(nothing)),
+            {},
+            SAMPLES,
+        )
+        arm(Job(f"{SAMPLES}, taught", "and samples", "samples", against(nothing)), taught, SAMPLES)
+        job = Job(
+            f"{SAMPLES} alone, taught", "samples, no real image", "samples", against(nothing_alone)
+        )
+        arm(job, taught, SAMPLES, alone=True)
+        content = Comparison(
+            FEW, expected="not helps", why="samples without any content must not help"
+        )
+        arm(
+            Job(NOISE, "and untrained samples with the labels asked for", "control", [content]),
+            {},
+            NOISE,
+        )
+        arm(Job(nothing, "and samples of the untrained generator", "control"), taught, NOISE)
+        arm(
+            Job(nothing_alone, "samples of the untrained generator", "control"),
+            taught,
+            NOISE,
+            alone=True,
+        )
+        arm(
+            Job(f"{UNSEEN}, taught", "and others without labels", "control", [must_help]),
+            taught,
+            UNSEEN,
+        )
+
+    # --- functions that make jobs and arms
+
+    def _draw(self, place: Path, seed: int, source: Path, drawing: Drawing | None) -> Settings:
+        counts = np.minimum(self.counts(TRAIN), self.counts(HELD_BACK)).tolist()
+        self.draw({place / "images.lmdb": counts}, source, drawing, seed, None)
+        self.show(place.name, place / "images.lmdb")
+        return {}
+
+    def _few(self, place: Path, seed: int, count: int, recipe: Recipe, images: Path) -> Result:
+        """Write a seed's few labelled images to few.lmdb, for all arms, and train on them."""
+        with Dataset(images) as dataset:
+            write_subset(
+                dataset,
+                few_labels(dataset.labels(), count, seed, dataset.classes),
+                place / "few.lmdb",
+            )
+        self.train(place / "run", recipe, {"data.path": place / "few.lmdb"}, seed)
+        return self.judge(place / "run")
+
+
+CONFIG, SUBJECT = DistilConfig, Distil

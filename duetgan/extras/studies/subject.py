@@ -1,0 +1,451 @@
+"""Jobs and arms of a study, and the base class of subjects.
+
+A subject is the definition of a study: it declares jobs, arms and comparisons of arms. The base
+class divides the images, trains networks, and evaluates classifiers.
+"""
+
+import fnmatch
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.packing.inspect import save_grid
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.extras.studies.baselines import Features, Labelled, Learner, baselines, hits_of
+from duetgan.extras.studies.images import (
+    HELD_OUT,
+    PARTS,
+    TEST,
+    TRAIN,
+    Recipe,
+    groups_of,
+    make_parts,
+    tokens,
+    write_first,
+)
+from duetgan.extras.studies.results import CLASSES, GROUPS, Comparison, Result, Results
+from duetgan.extras.studies.samples import Drawing, draw_samples
+from duetgan.metrics.evaluate_classifier import answers_of, classify
+from duetgan.metrics.protocol import Document
+from duetgan.models.restore import classifier_from
+from duetgan.training.engine.run import train
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.model import Config
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import is_finished
+
+GENERATOR, UNTRAINED = "generator", "untrained generator"  # jobs
+SELECTOR = "selector"
+SELECTOR_SEED = 1000  # above the seeds of the arms, so that no arm is trained as the selector is
+SEED = 0  # seed of jobs that are made once
+# Suffix of an arm's folder. Settings contain it as it is; `of_seed` inserts a seed.
+OF_SEED = "-s{seed}"
+STILL = 1e-12  # a learning rate at which one step changes nothing
+
+# Values may be paths in the study's folder, sections of its config, and functions.
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that is made once, such as image files, a generator or a file of samples, or an arm.
+
+    A job with a family is an arm: it is made for each seed, its outcome is a Result, and it is a
+    row of the report's table. `Subject.add` sets `make` and the fields below it.
+    """
+
+    name: str
+    description: str = ""  # a line for the report
+    family: str = ""  # name of a group of arms; empty if the job is no arm
+    against: Sequence[Comparison] = ()  # comparisons with other arms
+    # (folder, perhaps with files of an interrupted start; seed) -> outcome
+    make: Callable[[Path, int], object] = field(repr=False, default=print)
+    key: str = ""  # JSON of the settings that define the job
+    needs: Sequence[Path] = ()  # folders of the jobs that must be made first
+    place: Path = Path()  # folder of the job; an arm's ends in OF_SEED
+
+
+class Subject(ABC):
+    """The definition of a study: its jobs, its arms and their comparisons."""
+
+    title: str
+    splits: tuple[str, ...] = (TEST,)  # parts of the images on which classifiers are evaluated
+    notes: Sequence[str] = ()  # remarks on the method, for the report
+    left_out: Sequence[str] = ()  # names of arms that `only` excludes
+
+    def __init__(self, config: Any, folder: Path, device: str | None = None) -> None:
+        self.config = config
+        self.folder = folder
+        self.device = device
+        self.jobs: dict[Path, Job] = {}  # folder -> job or arm
+        self.comparisons: list[Comparison] = []
+        # name -> family whose best arm, chosen for each seed on held-out images, it stands for
+        self.choices: dict[str, str] = {}
+        self.captions: dict[str, str] = {}  # name of a picture -> caption
+        self.add(
+            Job(PARTS, "the images: training, held-out, held-back and test ones"),
+            lambda place, _, data: make_parts(data, place),
+            data=config.data,
+        )
+        self.declare()
+        included = self._included()
+        self.left_out = [arm.name for arm in self.arms if arm.name not in included]
+        self.comparisons = [row for row in self.comparisons if row.second in included]
+        self.choices = {name: family for name, family in self.choices.items() if name in included}
+
+    @abstractmethod
+    def declare(self) -> None:
+        """Declare all jobs and arms of the study. A job is made when an arm needs it."""
+
+    @property
+    def arms(self) -> list[Job]:
+        return [job for job in self.jobs.values() if job.family and job.name not in self.left_out]
+
+    def _included(self) -> set[str]:
+        """Return the names of the arms to run.
+
+        These are the arms that match `only`, the controls that must help or be the same, and all
+        arms that these are compared with: for the best arm of a family, the whole family.
+
+        Raises UserError for a pattern that matches no arm.
+        """
+        arms = [arm.name for arm in self.arms]
+        requested = set()
+        for pattern in self.config.only or ["*"]:
+            if not (names := fnmatch.filter(arms, pattern)):
+                raise UserError(f"only: no arm is called {pattern!r}; there are: {'; '.join(arms)}")
+            requested.update(names)
+        compared = {row.second for row in self.comparisons}
+        controls = [row.second for row in self.comparisons if row.expected in ("helps", "same")]
+        queue = [*requested, *controls]
+        for name in self.choices.keys() & compared:
+            if requested & set(self.of_family(self.choices[name])):
+                queue.append(name)
+        included: set[str] = set()
+        while queue:
+            included.add(name := queue.pop())
+            needed: set[str] = set()
+            for row in self.comparisons:
+                if row.second == name:
+                    needed.update((row.first, *row.controls))
+            if name in self.choices and name not in compared:
+                needed.update(self.of_family(self.choices[name]))
+            queue += needed - included
+        return included
+
+    def of_family(self, family: str) -> list[str]:
+        """Return the names of a family's arms."""
+        return [arm.name for arm in self.arms if arm.family == family]
+
+    def compared(self, results: Results) -> list[Comparison]:
+        """Return the comparisons. One that is for GROUPS or CLASSES is repeated for each group of
+        classes or for each class.
+        """
+        class_groups = self.class_groups(results)
+        groups = {GROUPS: class_groups, CLASSES: tuple(results.groups)[len(class_groups) :]}
+        comparisons = []
+        for row in self.comparisons:
+            names = groups.get(row.group, (row.group,))
+            comparisons += [replace(row, group=name) for name in names]
+        return comparisons
+
+    def labels(self) -> dict[str, np.ndarray]:
+        """Return the labels of each split, int64 [n]; the images must be divided already."""
+        labels = {}
+        for name in self.splits:
+            with Dataset(self.part(name)) as dataset:
+                labels[name] = dataset.labels().copy()
+        return labels
+
+    def groups(self) -> dict[str, list[int]]:
+        """Return name -> labels of groups and classes; the images must be divided already."""
+        return groups_of(self.counts(TRAIN), self.classes())
+
+    def class_groups(self, results: Results) -> tuple[str, ...]:
+        """Return the names of the groups that are not single classes."""
+        return tuple(results.groups)[: len(results.groups) - len(self.classes())]
+
+    # --- places and outcomes
+
+    def place(self, job: str) -> Path:
+        """Return the folder of a job that is made once."""
+        return self.folder / "jobs" / slug(job)
+
+    def part(self, name: str) -> Path:
+        """Return the path of the packed file of a part of the images, such as "train"."""
+        return self.place(PARTS) / f"{name}.lmdb"
+
+    def picture(self, name: str) -> Path:
+        """Return the path of a picture, which the report shows if the file exists."""
+        return self.folder / "pictures" / f"{slug(name)}.png"
+
+    def outcome(self, place: Path) -> Document:
+        """Return the outcome of a job; empty if it is not done."""
+        file = record(place)
+        outcome: Document = json.loads(file.read_text())["told"] if file.is_file() else {}
+        return outcome
+
+    def classes(self) -> list[str]:
+        """Return the class names; the images must be divided already."""
+        return list(self.outcome(self.place(PARTS))["classes"])
+
+    def counts(self, part: str) -> list[int]:
+        """Return the number of images of each class in a part of the divided images."""
+        return list(self.outcome(self.place(PARTS))["counts"][part])
+
+    # --- declarations
+
+    def add(self, job: Job, make: Callable[..., object], **settings: object) -> Path:
+        """Declare a job or an arm, which `make(place, seed, **settings)` makes; return its folder.
+
+        An existing outcome with other settings is refused. If the settings have a path in the
+        folder of another job, that job is made first.
+        """
+        needs: dict[Path, None] = {}
+
+        def serialized(value: Any) -> object:
+            if isinstance(value, Path):
+                inside = value.relative_to(self.folder)
+                needs[self.folder.joinpath(*inside.parts[:2])] = None
+                return inside.as_posix()
+            if isinstance(value, Config):
+                return getattr(value, "key", value.model_dump)()
+            return [value.func, value.keywords] if isinstance(value, partial) else value.__name__
+
+        key = json.dumps({"name": job.name, **settings}, default=serialized, sort_keys=True)
+        place = self.place(job.name)
+        if job.family:
+            place = self.folder / "runs" / (slug(job.name) + OF_SEED)
+        self.jobs[place] = replace(
+            job, make=partial(make, **settings), key=key, needs=tuple(needs), place=place
+        )
+        self.comparisons += [replace(row, second=job.name) for row in job.against]
+        return place
+
+    def best(self, name: str, family: str, against: Sequence[Comparison] = ()) -> None:
+        """Declare an arm that is, for each seed, the best of a family on held-out images."""
+        self.choices[name] = family
+        self.comparisons += [replace(row, second=name) for row in against]
+
+    def training(
+        self,
+        job: Job,
+        recipe: Recipe,
+        overrides: Settings = MappingProxyType({}),  # dotted keys of the recipe
+        *,
+        images: Path | None = None,  # packed images; None: the training images
+        fixed: int = SEED,  # seed of a job that is no arm
+        steps: int | None = None,  # number of steps; None: as in the recipe
+        # folder of a job, and the name of its metric that becomes this arm's metric `used`
+        used: tuple[Path, str] | None = None,
+        **settings: object,  # further settings that define the job
+    ) -> Path:
+        """Declare a training, or the use of the run that `gan.run` names; return the run folder."""
+        overrides = {"data.path": images or self.part(TRAIN), **overrides}
+
+        def make(place: Path, seed: int, **_settings: object) -> Result | Document:
+            run = place / "run"
+            if recipe is not self.config.gan or recipe.run is None or steps is not None:
+                self.train(run, recipe, overrides, seed if job.family else fixed, steps)
+            elif not run.is_symlink():
+                require_trained_on(recipe.run, overrides["data.path"])
+                run.symlink_to(Path(recipe.run).resolve())
+            if not job.family:
+                return {}
+            result = self.judge(run)
+            if used:
+                result.figures["used"] = self.outcome(of_seed(used[0], seed))["figures"][used[1]]
+            return result
+
+        place = self.add(
+            job, make, recipe=recipe, own=overrides, fixed=fixed, steps=steps, **settings
+        )
+        return place / "run"
+
+    def generators(self, images: Path | None = None) -> tuple[Path, Path]:
+        """Declare a generator and an untrained one; return their run folders.
+
+        The generator is trained on the packed `images`; None: the training images.
+        """
+        gan = self.config.gan
+        overrides = {} if images else {"data.val_path": self.part(HELD_OUT)}
+        job = Job(GENERATOR, f"training the generator: {gan.config or gan.run}")
+        trained = self.training(job, gan, overrides, images=images)
+        still = {"generator_optimizer.lr": STILL, "discriminator_optimizer.lr": STILL}
+        untrained = self.training(
+            Job(UNTRAINED, UNTRAINED), gan, overrides | still, images=images, steps=1
+        )
+        return trained, untrained
+
+    def bases(
+        self, template: Job, images: Path | None = None, labelled: Labelled | None = None
+    ) -> None:
+        """Declare arms that use no second model: cheap learners, and training from scratch.
+
+        Args:
+            template: job with the arms' family and comparisons; their names begin with its name.
+            images: packed labelled training images; None: all training images.
+            labelled: function of (labels, seed=) that returns the indices of the images in `images`
+                among all training images; None: all.
+        """
+        recipe = self.config.classifier
+        model = recipe.settings().model
+        for name, (description, features, learner) in baselines(
+            model.changed(weights=None)
+        ).items():
+            full_name = f"{template.name}, {name}".lstrip(", ")
+            arm = replace(template, name=full_name, description=description)
+            self.learning(arm, features, learner, labelled)
+        if model.weights is not None:
+            full_name = f"{template.name}, from scratch".lstrip(", ")
+            arm = replace(template, name=full_name, description="the recipe without its weights")
+            self.training(arm, recipe, {"model.weights": None}, images=images)
+
+    def learning(
+        self, arm: Job, features: Features, learner: Learner, labelled: Labelled | None
+    ) -> None:
+        """Declare an arm that applies a learner to pixels or to features of a fixed network.
+
+        `labelled` is a function of (labels, seed=) that chooses the images with labels; None: all.
+        """
+
+        def make(_: Path, seed: int, images: Path, **_settings: object) -> Result:
+            files = {name: self.part(name) for name in self.splits}
+            of_this_seed = partial(labelled, seed=seed) if labelled else None
+            return scored(hits_of(images, files, features, learner, of_this_seed))
+
+        self.add(
+            arm, make, images=self.part(TRAIN), features=features, learn=learner, known=labelled
+        )
+
+    def selector(self, recipe: Recipe, overrides: Settings) -> Path:
+        """Declare the classifier that selects samples; return its run folder."""
+        job = Job(SELECTOR, "training the classifier that selects samples")
+        return self.training(job, recipe, overrides, fixed=SELECTOR_SEED)
+
+    # --- functions that make jobs and arms
+
+    def draw(
+        self,
+        files: Mapping[Path, Sequence[int]],
+        generator: Path,
+        drawing: Drawing | None,
+        seed: int,
+        selector: Path | None,
+        **options: Any,  # of `draw_samples`
+    ) -> list[float | None]:
+        """Write packed files of samples, selected by `drawing` with the classifier `selector`.
+
+        `files` are file -> number of samples of each class. Without `drawing`, `generator` is a
+        packed file whose images are written instead. Returns the fraction of accepted candidates of
+        each class.
+        """
+        if drawing is None:
+            for file, counts in files.items():
+                write_first(generator, counts, file, seed)
+            return []
+        device = choose_device(self.device)
+        if selector is not None:
+            classifier = classifier_from(load(resolve(str(selector))), device)
+            options["rule"] = partial(drawing.accepts, classifier)
+        return draw_samples(
+            files, generator, self.classes(), seed=seed, drawing=drawing, device=device, **options
+        )
+
+    def show(self, name: str, file: Path) -> None:
+        """Save a picture of a packed file's images, a row for each class, unless it exists."""
+        if not self.picture(name).is_file():
+            with LMDBReader(file) as reader:
+                save_grid(reader, self.picture(name))
+
+    def train(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        overrides: Settings,
+        seed: int,
+        max_steps: int | None = None,
+    ) -> None:
+        """Train a recipe in `folder`, or resume the run, unless it is finished; log to FOLDER.log.
+
+        Raises StoppedBySignal after saving, and the exceptions of training.
+        """
+        if is_finished(folder, max_steps):
+            return
+        # A GAN saves samples only at its end.
+        grids = 10**9 if recipe is self.config.gan else 0
+        quiet = {"log.tensorboard": False, "log.samples_every": grids, "data.val_path": None}
+        settings = {**quiet, **recipe.overrides, **overrides, "seed": seed}
+        for key, value in overrides.items():
+            if isinstance(value, Path):
+                settings[key] = str(of_seed(value, seed))
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
+            redirect_stdout(log),
+            redirect_stderr(log),
+        ):
+            train(
+                str(recipe.file),
+                tokens(settings),
+                run_dir=str(folder),
+                device=self.device,
+                max_steps=max_steps,
+            )
+
+    def judge(self, run: Path) -> Result:
+        """Return the correct predictions and the accuracy of a run's EMA weights on each split."""
+        checkpoint = load(resolve(str(run)))
+        classifier = classifier_from(checkpoint, choose_device(self.device))
+        hits = {}
+        for name in self.splits:
+            with dataset_for_model(self.part(name), checkpoint) as dataset:
+                logits = classify(classifier, dataset, batch_size=250)
+                hits[name] = answers_of(classifier, dataset, logits).hits.numpy()
+        return scored(hits)
+
+
+def scored(hits: dict[str, np.ndarray]) -> Result:
+    """Return a result with the correct predictions `hits` and the accuracy on each split."""
+    return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
+
+
+def of_seed(path: Path, seed: int) -> Path:
+    """Return a path from a job's settings with OF_SEED replaced by the suffix of a seed."""
+    return Path(str(path).replace(OF_SEED, OF_SEED.format(seed=seed)))
+
+
+def record(place: Path) -> Path:
+    """Return the path of a job's outcome, a file that exists once the job is done."""
+    return place.with_name(f"{place.name}.json")
+
+
+def slug(name: str) -> str:
+    """Return a name in lower case, with only the characters a-z, 0-9, `.` and `-`."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def require_trained_on(run: str, images: Path) -> None:
+    """Raise UserError unless a run was trained on exactly the packed `images`.
+
+    Another run may have been trained on the images for evaluation.
+    """
+    checkpoint = load(resolve(run))
+    with Dataset(images) as dataset:
+        content_hash = dataset.meta.content_hash
+    if (checkpoint.get("data") or {}).get("content_hash") != content_hash:
+        raise UserError(
+            f"{run}: was not trained on this study's training images; train it with --data.path {images}, or leave "
+            "gan.run out"
+        )

@@ -1,0 +1,24 @@
+"""The table of the studies."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from duetgan.extras.studies.images import StudyConfig
+    from duetgan.extras.studies.subject import Subject
+
+# Name of a study -> its question. A new study needs a line here and a file studies/NAME.py with
+# CONFIG, a subclass of StudyConfig, and SUBJECT, a subclass of Subject.
+SUBJECTS = {
+    "augment": "do a generator's samples help the classifier?",
+    "cas": "how good a training set are samples, and what makes them better?",
+    "distil": "can samples carry what a teacher knows?",
+    "labels": "with few labels, what do images without labels add?",
+    "teach": "what does a classifier's loss do to a generator?",
+}
+
+
+def load_subject(name: str) -> tuple["type[StudyConfig]", "type[Subject]"]:
+    """Return a study's configuration class and its subject class."""
+    module = import_module(f"duetgan.extras.studies.{name}")
+    return module.CONFIG, module.SUBJECT

@@ -1,0 +1,55 @@
+"""The study `distil`: what each arm learns from and from whom, what is drawn, and a tiny one from images to page."""
+
+from pathlib import Path
+
+import pytest
+
+from duetgan.extras.studies.distil import BASE, FEW, NOISE, SAMPLES, UNSEEN, Distil, DistilConfig
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
+from tests.conftest import REPOSITORY
+
+RECIPE = REPOSITORY / "configs/study_distil.yaml"
+
+
+def subject_in(folder):
+    return Distil(build(DistilConfig, read_yaml(RECIPE)), folder)
+
+
+def test_arms_differ_by_their_images_and_their_teacher_alone(tmp_path, asked):
+    subject = subject_in(tmp_path)
+    configs = asked(arm for arm in subject.arms if arm.name in (SAMPLES, NOISE) or arm.name.endswith("taught"))
+
+    def told(config):
+        paths = (config.data.path, config.data.synthetic.path, config.loss.teacher)
+        return *(path and Path(path).relative_to(tmp_path).parts[1] for path in paths), config.augment.mixup
+
+    first, samples, noise, others = "few-real-images-s3", "samples", "untrained-samples", "other-real-images"
+    assert {name: told(config) for name, (config, _) in configs.items()} == {
+        f"{FEW}, taught": (first, None, "teacher", 0.0),
+        f"{FEW}, mixups taught": (first, None, "teacher", 1.0),
+        SAMPLES: (first, samples, None, 0.0),
+        f"{SAMPLES}, taught": (first, samples, "teacher", 0.0),
+        f"{SAMPLES} alone, taught": (samples, None, "teacher", 0.0),
+        NOISE: (first, noise, None, 0.0),
+        f"{NOISE}, taught": (first, noise, "teacher", 0.0),
+        f"{NOISE} alone, taught": (noise, None, "teacher", 0.0),
+        f"{UNSEEN}, taught": (first, others, "teacher", 0.0),
+    }
+    assert len({(config.steps, config.batch_size) for config, _ in configs.values()}) == 1
+    asked_of = {row.second: (row.first, *row.controls) for row in subject.comparisons if row.asked}
+    assert asked_of == {
+        SAMPLES: (BASE, f"{NOISE}, taught"),
+        f"{SAMPLES}, taught": (BASE, f"{NOISE}, taught"),
+        f"{SAMPLES} alone, taught": (BASE, f"{NOISE} alone, taught"),
+    }
+
+
+@pytest.mark.slow
+def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
+    student = ("--student.config", str(tmp_path / "study-classifier.yaml"), "--student.overrides", "{steps: 4}")
+    found, shown, _ = tiny("distil", tmp_path / "out", "--per-class", "2", *student)
+    assert found["runs"] == {"done": 13, "planned": 13}
+    assert {row["first"] for row in found["comparisons"]} == {BASE, f"{UNSEEN}, taught"}
+    assert {row["arm"] for row in found["controls"]} == {NOISE, f"{UNSEEN}, taught"}
+    assert shown.tags.count("img") == 3
