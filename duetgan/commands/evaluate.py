@@ -4,14 +4,16 @@ The metrics are written to metrics.json, with images in the same folder.
 """
 
 import json
+import pkgutil
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.utils import extras
 from duetgan.utils.checkpoint import resolve, resolve_for_people
 from duetgan.utils.config.cli import (
     Parser,
@@ -30,20 +32,35 @@ if TYPE_CHECKING:
 
 COMPARE = ("compare", "out", "json", "debug")  # options that are valid with --compare
 SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
-# Kind of evaluation -> options that it does not have, with their defaults, and the reason.
-NOT_FOR = {
-    "gan": (
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of evaluation: a task's usual one, or one that an option of the kind's name chooses."""
+
+    task: str  # of the checkpoint
+    evaluate: str  # "module:function" of checkpoint, dataset, folder and options: returns results
+    table: str  # "module:function" of the results: returns a text
+    unsupported: dict[str, object]  # options that it does not have, with their defaults
+    reason: str  # why it does not have them; continues "--OPTION is"
+    file: str = "metrics.json"  # name of the file of the results
+    help: str = ""  # of the option; "" for a task's usual evaluation
+
+
+KINDS = {
+    "gan": Kind(
+        "gan",
+        "duetgan.metrics.evaluate_gan:evaluate_gan_run",
+        "duetgan.metrics.tables:gan_table",
         SPEED | {"robustness": False, "ood": None},
         "for a classifier, this checkpoint is a GAN's",
     ),
-    "classifier": (
-        {"audit": False}
-        | dict.fromkeys(("classifier", "extractor", "weights", "per_class", "searched")),
+    "classifier": Kind(
+        "classifier",
+        "duetgan.metrics.evaluate_classifier:evaluate_classifier_run",
+        "duetgan.metrics.tables:classifier_table",
+        dict.fromkeys(("classifier", "extractor", "weights", "per_class", "searched")),
         "for a GAN, this checkpoint is a classifier's",
-    ),
-    "audit": (
-        SPEED | {"robustness": False} | dict.fromkeys(("ood", "classifier", "per_class")),
-        "not for --audit",
     ),
 }
 
@@ -109,12 +126,9 @@ def parser() -> Parser:
     )
     searched = "GAN: number of training images to search for copies of samples; 0: none "
     searched += f"(default: at most {SEARCHED:,})"
-    add(
-        "--audit",
-        action="store_true",
-        help="GAN: only measure how much samples and discriminator reveal about training images "
-        "(docs/audit.md)",
-    )
+    for name, kind in KINDS.items():
+        if kind.help:
+            add(f"--{name}", action="store_true", help=kind.help)
     add_truncation_options(options, psi=False)
     add("--searched", type=number(int, 0), metavar="N", help=searched)
     return options
@@ -141,7 +155,7 @@ def main(argv: list[str]) -> int:
         return evaluate_here(options, argv)
 
 
-def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, "Dataset"]:
+def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], Kind, str, "Dataset"]:
     """Return the checkpoint, the kind of evaluation, the path of the test images, and the images.
 
     Raises UserError.
@@ -161,11 +175,13 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, "D
     task = checkpoint["task"]
     if task not in ("gan", "classifier"):
         raise UserError(f"{path}: its task {task!r} is neither gan nor classifier; update Duet")
-    kind = "audit" if options.audit and task == "gan" else task
-    unsupported, reason = NOT_FOR[kind]
-    for option, default in unsupported.items():
+    kind = KINDS[task]
+    for name, optional in KINDS.items():
+        if optional.help and optional.task == task and getattr(options, name):
+            kind = optional
+    for option, default in kind.unsupported.items():
         if getattr(options, option) != default:
-            raise UserError(f"--{option.replace('_', '-')} is {reason}; leave it out")
+            raise UserError(f"--{option.replace('_', '-')} is {kind.reason}; leave it out")
     reader = dataset_for_model(data, checkpoint)
     recorded = None if options.data else Run(run_folder(path)).data.get("held-out")
     if isinstance(recorded, dict) and recorded.get("content_hash") != reader.meta.content_hash:
@@ -177,21 +193,9 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, "D
 
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process, which may be one of several, of which rank 0 writes and prints."""
-    from duetgan.metrics.evaluate_audit import audit_gan_run
-    from duetgan.metrics.evaluate_classifier import evaluate_classifier_run
-    from duetgan.metrics.evaluate_gan import evaluate_gan_run
     from duetgan.metrics.lineage import run_folder
-    from duetgan.metrics.samples.membership_inference import audit_table
-    from duetgan.metrics.tables import classifier_table, gan_table
     from duetgan.utils.distributed import collectives
 
-    evaluations: dict[
-        str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]
-    ] = {
-        "gan": (evaluate_gan_run, gan_table),
-        "classifier": (evaluate_classifier_run, classifier_table),
-        "audit": (audit_gan_run, audit_table),
-    }
     path = collectives.from_main_process(
         lambda: resolve_for_people(options.checkpoint, options.which)
     )
@@ -201,12 +205,10 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         )
     with collectives.raising_together():
         checkpoint, kind, data, reader = opened(path, options)
-    evaluate, table = evaluations[kind]
-    name = "audit.json" if options.audit else "metrics.json"
     out = Path(options.out) if options.out else run_folder(path) / "eval"
     collectives.from_main_process(lambda: check_writable(out))
     with reader:
-        metrics = evaluate(checkpoint, reader, out, options)
+        metrics = pkgutil.resolve_name(kind.evaluate)(checkpoint, reader, out, options)
     head = {
         "checkpoint": str(path),
         "step": checkpoint["step"],
@@ -214,22 +216,25 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         "data": data,
     }
     document = {**head, "seed": options.seed, **metrics}
-    if kind == "gan" and collectives.is_main():
+    if kind is KINDS["gan"] and collectives.is_main():
         from duetgan.inference.samples import draw_style_tables
 
         device = collectives.choose_device(options.device)
         document["images"] += draw_style_tables(
             checkpoint, out, seed=options.seed, device=device, mean=options.truncation_mean
         )
-    collectives.from_main_process(lambda: write_atomic(out / name, as_json(document)))
+    collectives.from_main_process(lambda: write_atomic(out / kind.file, as_json(document)))
     if collectives.is_main():
         # The command is a file of its own, because metrics.json depends on the model alone.
-        if not options.audit:
+        if not kind.help:
             write_atomic(
                 out / "command.txt", f"{shlex.join(['python', 'evaluate.py', *argv])}\n".encode()
             )
-        print(json.dumps(document, indent=1, allow_nan=False) if options.json else table(document))
-        print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
+        if options.json:
+            print(json.dumps(document, indent=1, allow_nan=False))
+        else:
+            print(pkgutil.resolve_name(kind.table)(document))
+        print(f"wrote {kind.file}, {', '.join(document['images'])} into {out}", file=sys.stderr)
         run = run_folder(path)
         if options.out is None and (run / "config.yaml").is_file():
             from duetgan.reporting.report import show_images, write_report
@@ -259,3 +264,6 @@ def compare_runs(options: Namespace) -> int:
     else:
         print(comparison_table(document))
     return 0
+
+
+extras.attach(__name__)

@@ -254,32 +254,3 @@ def new_figure(width: float, height: float) -> "Figure":
 def save_figure(figure: "Figure", path: str | Path) -> None:
     with building(Path(path)) as temporary:
         figure.savefig(temporary, format="png", dpi=100)
-
-
-def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
-    """Draw histograms and the ROC curve of each score of an audit.
-
-    A score has the values of `members` training images, then those of the held-out images.
-    """
-    figure = new_figure(9.0, 3.2 * len(scores))
-    axes = figure.subplots(len(scores), 2, squeeze=False)
-    titles = {
-        "generator": "minus the distance to the nearest sample",
-        "discriminator": "the discriminator's logit",
-    }
-    for (name, score), (left, right) in zip(scores.items(), axes, strict=True):
-        sides = score[:members].double().numpy(), score[members:].double().numpy()
-        edges = np.histogram_bin_edges(np.concatenate(sides), bins=60)
-        for side, label in zip(sides, ("training images", "held-out images"), strict=True):
-            left.hist(side, edges, density=True, histtype="step", label=label)
-        left.set(xlabel=titles.get(name, name), yticks=[])
-        left.legend(fontsize=8)
-        thresholds = np.unique(np.concatenate(sides))[::-1]
-        rates = [
-            1 - np.searchsorted(np.sort(side), thresholds, side="left") / len(side)
-            for side in sides
-        ]
-        right.plot([0, *rates[1]], [0, *rates[0]])
-        right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-        right.set(xlabel="held-out images above a threshold", ylabel="training images above it")
-    save_figure(figure, path)

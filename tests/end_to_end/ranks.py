@@ -26,7 +26,7 @@ MODULES = [COMMANDS[name][0] for name in NAMES]
 LATE = [  # what the scripts import when they need it
     *("scipy.stats", "lmdb", "jinja2", "matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin"),
     *(f"duetgan.{name}" for name in ("training.engine.run", "reporting.report", "inference.predictions")),
-    *(f"duetgan.{name}" for name in ("inference.samples", "metrics.evaluate_gan", "metrics.evaluate_audit")),
+    *(f"duetgan.{name}" for name in ("inference.samples", "metrics.evaluate_gan", "extras.audit.evaluate")),
 ]
 CONTEXT.set_forkserver_preload([*MODULES, *LATE, "torch._dynamo", "tests.slim", "tests.faults.forks"])
 SECONDS = 900.0  # that anything may take before the test fails

@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.audit import membership_inference
 from duetgan.metrics.evaluate_gan import sample_features
 from duetgan.metrics.features.extractors import (
     RealFeatures,
@@ -20,10 +21,9 @@ from duetgan.metrics.features.extractors import (
 )
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.features.selection import Selection
-from duetgan.metrics.images import save_audit
+from duetgan.metrics.images import new_figure, save_figure
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED, Document
-from duetgan.metrics.samples import membership_inference
 from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pairs, search_extractor
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
 from duetgan.models.restore import discriminator_from, generator_from
@@ -300,3 +300,32 @@ class Partners:
             )
         logits = logits.view(group_labels.shape)
         return (logits[0] if strided else logits[:, 0]).cpu().double()
+
+
+def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
+    """Draw histograms and the ROC curve of each score of an audit.
+
+    A score has the values of `members` training images, then those of the held-out images.
+    """
+    figure = new_figure(9.0, 3.2 * len(scores))
+    axes = figure.subplots(len(scores), 2, squeeze=False)
+    titles = {
+        "generator": "minus the distance to the nearest sample",
+        "discriminator": "the discriminator's logit",
+    }
+    for (name, score), (left, right) in zip(scores.items(), axes, strict=True):
+        sides = score[:members].double().numpy(), score[members:].double().numpy()
+        edges = np.histogram_bin_edges(np.concatenate(sides), bins=60)
+        for side, label in zip(sides, ("training images", "held-out images"), strict=True):
+            left.hist(side, edges, density=True, histtype="step", label=label)
+        left.set(xlabel=titles.get(name, name), yticks=[])
+        left.legend(fontsize=8)
+        thresholds = np.unique(np.concatenate(sides))[::-1]
+        rates = [
+            1 - np.searchsorted(np.sort(side), thresholds, side="left") / len(side)
+            for side in sides
+        ]
+        right.plot([0, *rates[1]], [0, *rates[0]])
+        right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+        right.set(xlabel="held-out images above a threshold", ylabel="training images above it")
+    save_figure(figure, path)

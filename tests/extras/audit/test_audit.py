@@ -12,9 +12,9 @@ from duetgan.commands import evaluate
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
+from duetgan.extras.audit.evaluate import Partners, audit_scores, choose_sides
+from duetgan.extras.audit.membership_inference import TOPS, attack, audit_table, verdict
 from duetgan.metrics import evaluate_gan
-from duetgan.metrics.evaluate_audit import Partners, audit_scores, choose_sides
-from duetgan.metrics.samples.membership_inference import TOPS, attack, audit_table, verdict
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig
 from duetgan.utils.checkpoint import load, resolve
@@ -198,7 +198,7 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, refused):
         (gan_run(tmp_path / "other", data=sets, content_hash="another"), [], "holds other images"),
         (gan_run(tmp_path / "seen", data=sets, lineage=seen), [], "was trained on"),
         (run, ["--data", pack(tmp_path / "few.lmdb", count=15)], "needs 20 training images"),
-        (judge, [], "--audit is for a GAN"),
+        (judge, [], "is for a GAN"),
         (run, ["--classifier", judge], "--classifier is not for --audit"),
         (run, ["--precision", "bf16"], "is not for --audit"),
         (run, ["--fold"], "is not for --audit"),
