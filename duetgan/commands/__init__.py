@@ -48,8 +48,6 @@ COMMANDS = {
     "convert": ("duetgan.models.convert", "convert StyleGAN checkpoints of other programs"),
     "track": ("duetgan.utils.runlog.trackers", "send the metrics of a run to a tracker"),
     "quickstart-plan": ("duetgan.commands.planning.measure", ""),
-    "quickstart-networks": ("duetgan.commands.planning.networks", ""),
-    "quickstart-replan": ("duetgan.commands.planning.replan", ""),
     **extras.commands(),
 }
 REQUIRED = ("lmdb", "pydantic", "torchvision")  # packages that `make setup` installs

@@ -37,10 +37,9 @@ def main(argv: list[str]) -> int:
         default=15.0,
         help="time limit in minutes, for everything",
     )
-    weights = "ImageNet weights for the classifier (default: see docs/your-data.md); "
-    weights += "may be repeated: the best are used"
     add_table_options(parser)
-    add("--weights", metavar="FILE", action="append", default=[], help=weights)
+    weights = "ImageNet weights for the classifier (default: see docs/your-data.md)"
+    add("--weights", metavar="FILE", help=weights)
     add(
         "--predict",
         metavar="IMAGES",

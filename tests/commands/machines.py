@@ -7,15 +7,13 @@ from duetgan.commands.planning.given import Machine, Speed, Survey, Weights
 from duetgan.commands.planning.plan import GAN, LAST, PAIRS, SCRATCH, STARTED
 from duetgan.commands.planning.sizes import SIZES, Size, work
 
-SLOWER = {"convnext_small": 2, "resnet152": 1000}
-WEIGHTS = [Weights("resnet50.safetensors", "resnet50", True)]
-TWO = [*WEIGHTS, Weights("small.pth", "convnext_small", False)]
+WEIGHTS = Weights("resnet50.safetensors", "resnet50", True)
 
 
 class Fast(Machine):
     """Two cores with bf16 units, as measured: images/s of the quickstart's GAN, its classifier, ResNet-50's features.
 
-    Other sizes are slower by their work, other networks by SLOWER; fine-tuning ResNet-50 at 128 px takes ten times the
+    Other sizes are slower by their work; fine-tuning ResNet-50 at 128 px takes ten times the
     small classifier's time, its last stage four times, its head three; or one and a half where the stages before are
     computed once.
     """
@@ -25,7 +23,7 @@ class Fast(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         given = dict(pairwise(overrides))
-        speed = self.classifier / SLOWER.get(given.get("--model.name", ""), 1)
+        speed = self.classifier
         if config in (GAN, PAIRS, STARTED):
             size = Size(side, int(given["--generator.channel-base"]), int(given["--generator.channel-max"]), 0, 0)
             quick = next(each for each in SIZES if each.side == 32)

@@ -1,7 +1,6 @@
 """This machine: weights that are at hand, speeds on noise, and what is said of a plan."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from safetensors.torch import save_file
 
 from duetgan.commands.planning import measure
 from duetgan.commands.planning.given import Machine
-from duetgan.commands.planning.measure import SMALL, ThisMachine, make_plan, plan_lines, weights_at_hand
+from duetgan.commands.planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
 from duetgan.commands.planning.plan import GAN, choose
 from duetgan.models.registry import backbone_of
 from duetgan.utils import threads
@@ -43,50 +42,31 @@ def write_weights(file, name, **about):
 def test_given_weights_tell_their_network_and_its_strides(tmp_path, nothing_at_hand, name):
     about = {"stride": "conv1 (He)"} if name == "resnet50" else {}
     file = write_weights(tmp_path / "w.safetensors", name, **about)
-    assert weights_at_hand([str(file)]) == [
-        (str(file), name, bool(about))
-    ]  # resnet50, resnext50 differ in shapes alone
+    assert weights_at_hand(str(file)) == (str(file), name, bool(about))  # resnet50, resnext50 differ in shapes alone
 
 
 def test_torchvisions_cached_file_is_found_and_nothing_is_downloaded(tmp_path, nothing_at_hand, monkeypatch, capsys):
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a download"))
-    assert weights_at_hand([]) == []
+    assert weights_at_hand(None) is None
     said = capsys.readouterr().out
     assert said.startswith("training the classifier from scratch, because torchvision's resnet50 IMAGENET1K_V1: is not")
     assert said.count("\n") == 1
     urls = backbone_of("resnet50").published("resnet50")
     name = urls["IMAGENET1K_V1"].rpartition("/")[2]
     file = write_weights(tmp_path / "hub" / "checkpoints" / name, "resnet50")
-    assert weights_at_hand([]) == [(str(file), "resnet50", False)]
-
-
-def test_of_torchs_cache_the_small_networks_that_are_best_on_imagenet_are_compared(
-    tmp_path, nothing_at_hand, monkeypatch
-):
-    for name in ("resnet18", "resnet34", "resnet50", "convnext_tiny", "efficientnet_b0"):
-        url = next(iter(backbone_of(name).published(name).values()))
-        file = tmp_path / "hub" / "checkpoints" / url.rpartition("/")[2]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(name.encode())
-        if name == "convnext_tiny":
-            os.truncate(file, SMALL)  # too large
-    monkeypatch.setattr("duetgan.models.weights.read_state_dict", lambda file: (file.read_bytes().decode(), {}))
-    monkeypatch.setattr("duetgan.models.weights.network_of", lambda name: name)
-    assert [each.network for each in weights_at_hand([])] == ["resnet50", "efficientnet_b0", "resnet34"]
-    given = sorted(str(file) for file in (tmp_path / "hub" / "checkpoints").iterdir())[1:]
-    assert [each.file for each in weights_at_hand(given)] == given
+    assert weights_at_hand(None) == (str(file), "resnet50", False)
 
 
 def test_weights_of_no_known_network_are_refused(tmp_path, nothing_at_hand):
     save_file({"a.weight": torch.zeros(1)}, tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="is no ResNet, ConvNeXt or EfficientNet"):
-        weights_at_hand([str(tmp_path / "w.safetensors")])
-    assert_raises(UserError, "no such file", weights_at_hand, [str(tmp_path / "missing.safetensors")])
+        weights_at_hand(str(tmp_path / "w.safetensors"))
+    assert_raises(UserError, "no such file", weights_at_hand, str(tmp_path / "missing.safetensors"))
 
 
 def test_speeds_are_measured_once_on_noise_of_the_images_shape(tmp_path, nothing_at_hand, monkeypatch, capsys):
     monkeypatch.setenv("DUET_PRECISION", "fp32")
-    machine = ThisMachine(tmp_path, [], tuning=True)
+    machine = ThisMachine(tmp_path, None, tuning=True)
     options = ["--generator.channel-base", "64", "--discriminator.channel-base", "64", "--batch-size", "8"]
     first = machine.speed(GAN, options, 16, seen(60, 3))
     assert first.images_per_second > 0
@@ -117,7 +97,7 @@ def test_plan_is_told_with_reasons_lengths_and_times():
 def test_command_writes_the_plan(tmp_path, capsys):
     assert run_cli(measure.main, ["sample", "--quick", "--seed", "3", "--out", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out.count("images: 10,000 images") == 1
-    made, tree = make_plan("sample", 15.0, [], quick=True), json.loads((tmp_path / "plan.json").read_text())
+    made, tree = make_plan("sample", 15.0, None, quick=True), json.loads((tmp_path / "plan.json").read_text())
     assert tree | {"survey": None, "seconds": None} == made.model_dump() | {"survey": None, "seconds": None, "seed": 3}
 
 
@@ -127,7 +107,7 @@ def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, 
     monkeypatch.setattr(threads, "busy_since_start", lambda: others)
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     monkeypatch.setattr(measure, "cores", lambda: 2)
-    plan = make_plan("sample", 15.0, [], quick=False)
+    plan = make_plan("sample", 15.0, None, quick=False)
     assert any("other programs take 1.0 of" in note for note in plan.notes) is told
     assert "plan" in plan.seconds
     assert not any("ImageNet" in note for note in plan.notes)  # the sample's classifier wants no weights
@@ -135,6 +115,6 @@ def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, 
 
 def test_weights_that_are_given_are_taken_for_the_sample_too(tmp_path, nothing_at_hand):
     with pytest.raises(UserError, match="no such file"):
-        make_plan("sample", 15.0, [str(tmp_path / "missing.safetensors")], quick=False)
+        make_plan("sample", 15.0, str(tmp_path / "missing.safetensors"), quick=False)
     file = str(write_weights(tmp_path / "w.safetensors", "resnet18"))
-    assert make_plan("sample", 15.0, [file], quick=True).trainings["classifier"].weights == file
+    assert make_plan("sample", 15.0, file, quick=True).trainings["classifier"].weights == file

@@ -13,13 +13,12 @@ import pytest
 
 from duetgan.commands.planning import steps
 from duetgan.commands.planning.plan import FILLED, Plan, choose
-from duetgan.commands.planning.replan import replanned, settled, spent_before_gan
 from duetgan.commands.planning.steps import QUICK_STEPS, ROOT, Quickstart, run_python, unfit
 from duetgan.commands.quickstart import main
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
-from tests.commands.machines import SAMPLE, TWO, WEIGHTS, Fast, seen
+from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
 from tests.reporting.test_report import make_classifier, make_gan, write
@@ -55,18 +54,7 @@ class Commands:
             self.first = made.model_copy(update={"seed": int(option(command, "--seed"))})
             write(Path(option(command, "--out")), self.first.model_dump())
             return 0
-        if name == "replan":
-            folder = Path(command[1])
-            plan, timings = Plan.read(plan_of(folder)), json.loads((folder / "timings.json").read_text())
-            plan = replanned(plan, spent_before_gan(plan, timings), self.pace)
-            print(plan.notes[-1])
-            write(folder / "plan.json", plan.model_dump())
-            return 0
         self.now += self.pace * self.seconds(command)
-        if name == "networks":
-            assert self.first is not None
-            accuracies = {each.weights: row / 10 for row, each in enumerate(self.first.choices)}
-            write(Path(command[1]), settled(self.first, accuracies, 240).model_dump())
         if name == "pack":
             Path(command[2]).parent.mkdir(parents=True, exist_ok=True)
             Path(command[2]).touch()
@@ -86,8 +74,6 @@ class Commands:
         """What a command takes by the first plan, and the GAN's training by its length."""
         plan = self.first
         assert plan is not None
-        if command[0] == "quickstart-networks":
-            return plan.seconds["compare networks"]
         if command[0] == "pack":
             return plan.seconds["pack"] / (1 if "--val-dest" in command else 2)
         what, run = ("train", "--run-dir") if command[0] == "train" else ("evaluate", "--checkpoint")
@@ -195,7 +181,7 @@ def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(com
     assert main(["--dir", str(tmp_path)]) == 0
     first, summary = commands.first, summary_of(tmp_path)
     assert commands.now == pytest.approx((FILLED if pace < 1 else 1.0) * 15 * 60, rel=0.02)
-    steps = int(option(commands.calls[4], "--steps"))
+    steps = int(option(commands.calls[3], "--steps"))
     assert (steps > first.gan.steps) is (pace < 1)
     told = f"GAN: {steps:,} steps instead of {first.gan.steps:,}, because the parts before it took "
     assert capsys.readouterr().out.count(told) == 1
@@ -206,9 +192,9 @@ def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(com
 
 
 def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
-    commands.pace, commands.fail_at = 1.6, 5
+    commands.pace, commands.fail_at = 1.6, 4
     assert main(["--dir", str(tmp_path)]) == 4
-    first, steps = commands.first, option(commands.calls[4], "--steps")
+    first, steps = commands.first, option(commands.calls[3], "--steps")
     write(tmp_path / "gan" / "config.yaml", {})
     commands.fail_at, commands.pace = None, 3.0
     commands.calls.clear()
@@ -235,7 +221,6 @@ def test_commands_are_shown_as_they_are_typed_and_the_folder_is_named_by_the_ima
     monkeypatch.chdir(tmp_path)
     assert steps.typed(pack) == "duet pack 'my photos' x.lmdb"
     assert steps.typed(train) == "duet train --config configs/quickstart_gan.yaml"
-    assert steps.typed(["quickstart-replan", "out"]) == "duet quickstart-replan out"
     assert steps.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
     for checkout in (True, False):
         monkeypatch.setattr(steps, "CHECKOUT", checkout)
@@ -304,7 +289,7 @@ def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, i
 
 def test_weights_given_later_are_not_ignored(commands, tmp_path, images):
     commands.survey = seen(300, 5, source=str(images))
-    asked, given = [str(images), "--dir", str(tmp_path / "out")], ["--weights", WEIGHTS[0].file]
+    asked, given = [str(images), "--dir", str(tmp_path / "out")], ["--weights", WEIGHTS.file]
     assert main(asked) == 0
     with pytest.raises(UserError, match="its plan is for other weights, none; give another folder"):
         main([*asked, *given])
@@ -328,24 +313,14 @@ def test_what_a_plan_has_made_is_not_taken_for_another(commands, tmp_path):
         main(["--dir", str(tmp_path)])
 
 
-def test_of_several_networks_the_one_that_suits_the_packed_images_is_tuned(commands, tmp_path, images):
-    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), TWO
-    asked = [str(images), "--dir", str(tmp_path), *(word for each in TWO for word in ("--weights", each.file))]
-    commands.fail_at = 2
-    assert main(asked) == 4
-    commands.fail_at = None
-    commands.calls.clear()
-    assert main(asked) == 0
-    first = ["pack", "networks", "train"]
-    assert commands.names[:2] == first[1:]  # what is packed is not packed again
-    assert commands.calls[0][1:] == [str(tmp_path / "plan.json"), str(tmp_path / "data" / "train.lmdb")]
-    assert option(commands.calls[1], "--model.weights") == TWO[1].file
-    assert f"--weights {TWO[1].file} " in (tmp_path / "report.html").read_text()
-    commands.calls.clear()
-    assert main(asked) == 0
-    assert "planning.networks" not in commands.names  # one is taken already
-    report = (tmp_path / "report.html").read_text()
-    assert all(name in report for name in first)
+def test_weights_that_are_given_are_tuned_and_those_of_the_plan(commands, tmp_path, images):
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
+    asked = [str(images), "--dir", str(tmp_path), "--weights"]
+    assert main([*asked, WEIGHTS.file]) == 0
+    assert option(commands.calls[1], "--model.weights") == WEIGHTS.file
+    assert f"--weights {WEIGHTS.file} " in (tmp_path / "report.html").read_text()
+    with pytest.raises(UserError, match=f"its plan is for other weights, {WEIGHTS.file}; give another folder"):
+        main([*asked, "others.pth"])
 
 
 def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands, tmp_path, images, capsys):

@@ -75,12 +75,12 @@ def test_every_plan_trains_the_gan_first_and_the_classifier_by_the_recipe_of_few
 @pytest.mark.parametrize(
     ("images", "weights", "config", "pooled", "told"),
     [
-        (with_more(100, 10, 1000), (), FEW_LABELS, True, "the GAN learns from them and the others"),
-        (with_more(100, 10, 1000, held_out=50), (), FEW_LABELS, True, "the source's own 50"),
+        (with_more(100, 10, 1000), None, FEW_LABELS, True, "the GAN learns from them and the others"),
+        (with_more(100, 10, 1000, held_out=50), None, FEW_LABELS, True, "the source's own 50"),
         (with_more(100, 10, 1000), WEIGHTS, "configs/finetune_resnet50_last.yaml", True, "ImageNet weights, resnet50"),
-        (with_more(9000, 10, 20_000), (), SCRATCH, True, "enough for that"),  # labels enough
-        (with_more(1000, 10, 90), (), SCRATCH, False, "90 images without labels: left out, because"),
-        (with_more(100, 1, 1000), (), None, True, "no classifier: the images are of one class"),
+        (with_more(9000, 10, 20_000), None, SCRATCH, True, "enough for that"),  # labels enough
+        (with_more(1000, 10, 90), None, SCRATCH, False, "90 images without labels: left out, because"),
+        (with_more(100, 1, 1000), None, None, True, "no classifier: the images are of one class"),
     ],
 )
 def test_which_classifier_is_taken_and_why_and_what_the_steps_read(

@@ -38,8 +38,6 @@ GENERAL = {
 }  # of every parser: tests/utils/config/test_cli.py, tests/utils/test_script.py
 INTERNAL = {  # programs that others of ours call, and where their options are tested
     "quickstart-plan": "tests/commands/test_measure.py",
-    "quickstart-networks": "tests/commands/test_networks.py",
-    "quickstart-replan": "tests/commands/test_replan.py",
     "track": "tests/utils/runlog/test_trackers.py",
 }
 ELSEWHERE = {  # options of the table's commands that other files test

@@ -55,7 +55,7 @@ OWN = {  # what opens files otherwise, and why
     *("utils/bounded.py", "utils/threads.py", "training/base/monitors.py"),
     "commands/train.py",  # takes the lock
     # the plan and what the runs themselves wrote
-    *("commands/planning/networks.py", "commands/planning/replan.py", "commands/planning/steps.py"),
+    "commands/planning/steps.py",
 }
 OPENERS = {
     *("open", "fdopen", "read_bytes", "read_text", "fromfile", "load_file", "safe_open", "open_memmap", "imread"),

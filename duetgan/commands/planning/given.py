@@ -64,7 +64,7 @@ class Machine:
 
     start = 0.0  # seconds that a training or evaluation takes to start and to finish
     cores = 1
-    weights: Sequence[Weights] = ()  # ImageNet weights on this machine
+    weights: Weights | None = None  # ImageNet weights on this machine
     # images/s through ResNet-50 for the Frechet distance; 0 if its weights are missing
     features_per_second = 0.0
 

@@ -33,8 +33,6 @@ DECODED = 200  # images that a survey decodes, evenly spaced
 SQUARE = 0.8  # shorter side / longer side; below it a square crop removes more than a fifth
 FEWEST = 10  # fewer images cannot be split into training and held-out images
 NOISE = 64  # images per file of random pixels, on which speeds are measured
-NETWORKS = 3  # largest number of pretrained networks to compare
-SMALL = 125_000_000  # largest file of weights in torch's cache to use, in bytes
 # Weights to download. The Frechet distance uses ResNet-50's features, too.
 DEFAULT_NETWORK, DEFAULT_WEIGHTS = "resnet50", "IMAGENET1K_V1"
 # Seconds that a command takes at its end: the last checkpoint, curves, the report.
@@ -119,14 +117,12 @@ class ThisMachine(Machine):
 
     Args:
         folder: folder for files of random images.
-        weights: the user's files of ImageNet weights.
+        weights: the user's file of ImageNet weights, if there is one.
         tuning: True if the classifier may be fine-tuned.
         side: side in px of the images that measure `features_per_second`.
     """
 
-    def __init__(
-        self, folder: Path, weights: Sequence[str], *, tuning: bool, side: int = 64
-    ) -> None:
+    def __init__(self, folder: Path, weights: str | None, *, tuning: bool, side: int = 64) -> None:
         started = time.perf_counter()
         import duetgan.metrics.features.extractors
         import duetgan.training.engine.speed  # noqa: F401
@@ -134,7 +130,7 @@ class ThisMachine(Machine):
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder = folder
         self.cores = cores()
-        self.weights = weights_at_hand(weights) if tuning else ()
+        self.weights = weights_at_hand(weights) if tuning else None
         self.side = side
         self._speeds: dict[tuple[object, ...], Speed] = {}
         self._labels: list[str] = []
@@ -199,20 +195,18 @@ class ThisMachine(Machine):
         return file
 
 
-def weights_at_hand(requested: Sequence[str]) -> list[Weights]:
-    """Return the ImageNet weights from which the classifier may be fine-tuned.
+def weights_at_hand(requested: str | None) -> Weights | None:
+    """Return the ImageNet weights from which the classifier is fine-tuned, or None.
 
-    These are the `requested` files. Without any, these are up to NETWORKS files on this machine:
-    ResNet-50's weights for the Frechet distance, then files of up to SMALL bytes in torch's cache,
-    the most accurate on ImageNet first. If there are none, torchvision's weights of DEFAULT_NETWORK
-    are downloaded; if that fails, the reason is printed.
+    This is the `requested` file, else ResNet-50's weights for the Frechet distance, else
+    torchvision's weights of DEFAULT_NETWORK, which are downloaded if necessary; if that fails, the
+    reason is printed.
 
-    Raises UserError for a requested file of an unknown network.
+    Raises UserError for a requested file that is missing or of an unknown network.
     """
     from torchvision.models import get_model_weights
 
     from duetgan.metrics.features.extractors import find_weights
-    from duetgan.models.registry import BACKBONES
     from duetgan.models.weights import (
         cached_weights,
         missing_published,
@@ -220,34 +214,24 @@ def weights_at_hand(requested: Sequence[str]) -> list[Weights]:
         read_state_dict,
     )
 
-    def accuracy(name: str) -> float:
-        versions = get_model_weights(name)
-        return max(version.meta["_metrics"]["ImageNet-1K"]["acc@1"] for version in versions)
-
-    files = [find_weights(file) for file in requested] or [find_weights(None)]
-    if not requested:
-        cached = {name: file for name in BACKBONES if (file := cached_weights(name))}
-        small = [name for name, file in cached.items() if file.stat().st_size < SMALL]
-        files += [cached[name] for name in sorted(small, key=accuracy, reverse=True)]
-    if not any(files):
+    file = find_weights(requested)
+    if file is None:
         url = get_model_weights(DEFAULT_NETWORK)[DEFAULT_WEIGHTS].url
         if reason := missing_published(url, f"torchvision's {DEFAULT_NETWORK} {DEFAULT_WEIGHTS}"):
             print(
                 f"training the classifier from scratch, because {reason}, or give --weights FILE",
                 flush=True,
             )
-        files = [cached_weights(DEFAULT_NETWORK)]
-    weights: list[Weights] = []
-    for file in filter(None, files):
-        state, metadata = read_state_dict(file)
-        if (name := network_of(state)) is None:
-            raise UserError(
-                f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none"
-            )
-        if requested or name not in [weight.network for weight in weights]:
-            he_strides = metadata.get("stride", "").startswith("conv1")
-            weights.append(Weights(str(file), name, he_strides))
-    return weights[: len(requested) or NETWORKS]
+        file = cached_weights(DEFAULT_NETWORK)
+    if file is None:
+        return None
+    state, metadata = read_state_dict(file)
+    name = network_of(state)
+    if name is None:
+        raise UserError(
+            f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none"
+        )
+    return Weights(str(file), name, metadata.get("stride", "").startswith("conv1"))
 
 
 # --- the plan
@@ -283,7 +267,7 @@ def plan_lines(plan: Plan) -> list[str]:
 def make_plan(
     source: str,
     minutes: float,
-    weights: Sequence[str],
+    weights: str | None,
     quick: bool,
     options: Namespace | None = None,
 ) -> Plan:
@@ -292,7 +276,8 @@ def make_plan(
     print(f"images: {images.text()}", flush=True)
     if quick:
         unmeasured = Machine()
-        unmeasured.weights = weights_at_hand(weights) if weights else ()
+        if weights:
+            unmeasured.weights = weights_at_hand(weights)
         return choose(images, unmeasured, minutes=minutes, quick=True)
     print("measuring this machine:", flush=True)
     start = time.perf_counter()
@@ -320,7 +305,7 @@ def main(argv: list[str]) -> None:
     add_table_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
     parser.add_argument("--minutes", type=number(float, 1), default=15.0)
-    parser.add_argument("--weights", metavar="FILE", action="append", default=[])
+    parser.add_argument("--weights", metavar="FILE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)

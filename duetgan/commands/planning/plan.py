@@ -54,7 +54,6 @@ FEW_SIDE, FEW_SPREAD = 64, 50_000
 LAST_STEPS = 10  # smallest number of steps of a head that starts from a logistic regression
 TUNED_FROM = 1000  # training images from which all layers are fine-tuned, if there is time
 HEAD_ALONE = "[backbone]"  # value of finetune.freeze if there is only time for the head
-LOOK = 500  # training images on which pretrained networks are compared
 # Limits of a training behind frozen stages: fraction of its time for the features; epochs.
 FEATURES, EPOCHS = 0.8, 10
 PACKING = 2.5  # seconds that packing takes in addition to reading the images
@@ -107,8 +106,6 @@ class Plan(Stored):
     notes: list[str]  # the settings with their reasons
     pooled: bool = False  # True if the GAN learns from all images, without labels
     from_gan: bool = False  # True if the classifier starts from the GAN's discriminator
-    # the classifier's training with each pretrained network, until one is chosen
-    choices: list[Training] = []
     # the original steps of the GAN and total seconds, if `replan` changed them
     replanned: dict[str, float] | None = None
 
@@ -208,28 +205,18 @@ class _Choice:
         left -= start * (4 if self.labelled else 2)
         most = EVALUATION * 60 * self.minutes  # largest time of the GAN's evaluation
         judging = 0.0
-        choices: list[Training] = []
+        classifier = None
         size_and_speed = None
         if self.from_gan:
             size_and_speed = self._gan_size((1 - SCRATCH_SHARE) * (left - most))
         if self.labelled:
             gan_size = size_and_speed and size_and_speed[0]
-            candidates = [
-                self._classifier(max(0.0, left - most), gan_size, weights)
-                for weights in self.machine.weights or (None,)
-            ]
-            choices = [
-                training for training in candidates if HEAD_ALONE not in training.overrides
-            ] or candidates[:1]
-            self.notes.append(f"classifier: {choices[0].why}")
-            judging = max(training.judging for training in choices)
-            slowest = max(training.seconds for training in choices)
-            if len(choices) > 1:
-                total = sum(training.judging for training in choices)
-                seconds["compare networks"] = start + min(LOOK, self.images) * total
-            seconds["train classifier"] = slowest + 2 * judging * self.held_out + start
+            classifier = self._classifier(max(0.0, left - most), gan_size, self.machine.weights)
+            self.notes.append(f"classifier: {classifier.why}")
+            judging = classifier.judging
+            seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
             seconds["evaluate classifier"] = judging * self.held_out + start
-            left -= seconds.get("compare networks", 0.0) + slowest + 3 * judging * self.held_out
+            left -= classifier.seconds + 3 * judging * self.held_out
         size, speed = size_and_speed or self._gan_size(left - most)
         options, evaluation = self._evaluation(size, speed, 0.0 if self.from_gan else judging, most)
         gan = self._gan(size, speed, left - evaluation)
@@ -239,9 +226,9 @@ class _Choice:
             self.notes.append(
                 f"this takes longer than {self.minutes:g} minutes on this machine, even with the smallest settings"
             )
-        sides = [gan.resolution, *(training.resolution for training in choices)]
+        sides = [training.resolution for training in (gan, classifier) if training]
         tasks = ("gan", "classifier") if self.from_gan else ("classifier", "gan")
-        order = ["plan", "pack", "compare networks"]
+        order = ["plan", "pack"]
         order += [f"train {task}" for task in tasks]
         order += [f"evaluate {task}" for task in tasks]
         return Plan(
@@ -253,8 +240,7 @@ class _Choice:
             val_share=self.val_share,
             training_images=self.images,
             held_out=self.held_out,
-            classifier=choices[0] if choices else None,
-            choices=choices if len(choices) > 1 else [],
+            classifier=classifier,
             gan=gan,
             evaluation=options,
             seconds={name: round(seconds[name], 1) for name in order if name in seconds},

@@ -1,55 +1,13 @@
-"""Change a quickstart's plan: choose the classifier's network, or fit the GAN's training to the
-remaining time.
+"""Fit the length of a quickstart's GAN training to the time that is left."""
 
-`duet quickstart-replan FOLDER` measures the GAN's speed again before its training begins, and
-changes FOLDER/plan.json.
-"""
-
-import json
-import tempfile
-import time
 from collections.abc import Mapping
 from itertools import takewhile
-from pathlib import Path
 
 from duetgan.commands.planning.plan import FILLED, GRIDS, STEPS, Plan
 from duetgan.commands.planning.sizes import cadence
-from duetgan.utils.config.cli import Parser
-from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.text import duration
 
 LONGER = 1.05  # smallest factor by which a GAN's training is extended
-
-
-def settled(plan: Plan, accuracies: Mapping[str, float], images: int) -> Plan:
-    """Return the plan with only the classifier whose pretrained network suits the images best.
-
-    Args:
-        accuracies: weights file -> cross-validated accuracy of a logistic regression on the
-            network's features. The first of equal ones is chosen.
-        images: number of training images on which the networks were compared.
-    """
-    best = max(plan.choices, key=lambda training: accuracies[training.weights])
-    texts = [f"{accuracy:.3f} of {Path(file).name}" for file, accuracy in accuracies.items()]
-    majority = plan.survey.largest_class / plan.survey.count
-    note = (
-        f"network: the best by a regression on features of {images:,} training images; "
-        f"accuracy {', '.join(texts)} "
-        f"(always predicting the most frequent class: {majority:.3f})"
-    )
-    slowest = max(training.seconds for training in plan.choices)
-    seconds = plan.seconds["train classifier"] - slowest + best.seconds
-    notes = list(plan.notes)
-    if (old_note := f"classifier: {plan.choices[0].why}") in notes:
-        notes[notes.index(old_note)] = f"classifier: {best.why}"
-    return plan.model_copy(
-        update={
-            "classifier": best,
-            "choices": [],
-            "seconds": plan.seconds | {"train classifier": round(seconds, 1)},
-            "notes": [*notes, note],
-        }
-    )
 
 
 def spent_before_gan(plan: Plan, timings: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -65,27 +23,27 @@ def spent_before_gan(plan: Plan, timings: Mapping[str, Mapping[str, float]]) -> 
     return spent
 
 
-def replanned(
-    plan: Plan, spent: Mapping[str, float], pace: float = 1.0, measuring: float = 0.0
-) -> Plan:
+def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
     """Return the plan with a new length of the GAN's training, which has not begun yet.
 
     If the quickstart would exceed the plan's minutes, the training is shortened to fit. If clearly
-    more time is left than planned, it is extended. Otherwise the plan is returned unchanged.
+    more time is left than planned, it is extended. Otherwise the plan is returned unchanged. The
+    machine is assumed to keep the pace that it had in the classifier's training.
 
     Args:
         spent: seconds of each part of the plan that precedes the GAN's training.
-        pace: planned speed of the machine divided by its present speed.
-        measuring: seconds that measuring the present speed took.
     """
     planned = plan.seconds
     gan = plan.gan
+    pace = 1.0
+    if "train classifier" in spent:
+        pace = spent["train classifier"] / planned["train classifier"]
     remaining = {}
     for name, seconds in planned.items():
         if name not in spent and name != "train gan":
             remaining[name] = pace * seconds
     start = pace * (planned["train gan"] - gan.seconds)
-    other_seconds = sum(spent.values()) + measuring + sum(remaining.values()) + start
+    other_seconds = sum(spent.values()) + sum(remaining.values()) + start
     rate = gan.images_per_second / pace
 
     def fitting(seconds: float) -> int:
@@ -121,31 +79,3 @@ def replanned(
             "replanned": {"gan_steps": gan.steps, "seconds": round(plan.total, 1)},
         }
     )
-
-
-def main(argv: list[str]) -> None:
-    from duetgan.commands.planning.measure import ThisMachine
-
-    start = time.perf_counter()
-    parser = Parser(
-        prog="duet quickstart-replan",
-        description="Measure the GAN's speed again and change its length to fit.",
-    )
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="folder with plan.json and timings.json"
-    )
-    files = [parser.parse_args(argv).folder / name for name in ("plan.json", "timings.json")]
-    tree, timings = (json.loads(file.read_text()) for file in files)
-    plan = Plan.read(tree, "plan")
-    gan = plan.gan
-    images = plan.survey
-    if plan.pooled:
-        images = images.model_copy(update={"classes": 0})
-    with tempfile.TemporaryDirectory() as folder:
-        speed = ThisMachine(Path(folder), [], tuning=False).speed(
-            gan.config, gan.overrides, gan.resolution, images
-        )
-    pace = gan.images_per_second / speed.images_per_second
-    changed = replanned(plan, spent_before_gan(plan, timings), pace, time.perf_counter() - start)
-    print("the GAN keeps its length" if changed is plan else changed.notes[-1], flush=True)
-    write_atomic(files[0], as_json(changed.model_dump()))

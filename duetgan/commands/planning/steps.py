@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from duetgan.commands.planning.plan import SCRATCH_FROM, Plan, Training
-from duetgan.commands.planning.replan import spent_before_gan
+from duetgan.commands.planning.replan import replanned, spent_before_gan
 from duetgan.utils.config.cli import table_words
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
@@ -33,9 +33,6 @@ SAMPLE = "sample"
 QUICK_STEPS, QUICK_IMAGES = 12, 120
 WEEK = 7 * 24 * 60  # largest --minutes
 ANOTHER = "give another folder with --dir, or remove this one"
-# Difference from the plan, as a fraction of --minutes, above which the GAN's speed is measured
-# again before its training.
-STEADY = 0.02
 CLIPPED_METRICS = ("clipped_density", "clipped_coverage")
 INTERVALS = ("recognised", "diversity_ratio", *CLIPPED_METRICS)
 # Metrics of the GAN that summary.json may lack.
@@ -117,31 +114,24 @@ class Quickstart:
         run.
         """
         yield from self.packing()
-        if "compare networks" in self.plan.seconds:
-            file = self.folder / "plan.json"
-            compare = ["quickstart-networks", display_path(file), display_path(self.train)]
-            yield Step("compare networks", compare, done=not self.plan.choices)
-            self.plan = Plan.read(json.loads(file.read_text()))
         for task in self.plan.trainings:
-            if task == "gan" and self.drifted():
-                yield Step(
-                    "measure again", ["quickstart-replan", display_path(self.folder)], done=False
-                )
-                self.plan = Plan.read(json.loads((self.folder / "plan.json").read_text()))
+            if task == "gan":
+                self.replan()
             yield Step(f"train {task}", self.training(task), is_finished(self.folder / task))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
-    def drifted(self) -> bool:
-        """Return True if the GAN's speed must be measured again: its training has not begun, and
-        the steps before it took clearly more or less time than planned.
+    def replan(self) -> None:
+        """Fit the length of the GAN's training in plan.json to the time that is left, once, before
+        it begins.
         """
         plan = self.plan
         if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
-            return False
-        spent = spent_before_gan(plan, self.timings)
-        planned = sum(plan.seconds[part] for part in spent)
-        return abs(sum(spent.values()) - planned) > STEADY * 60 * plan.minutes
+            return
+        self.plan = replanned(plan, spent_before_gan(plan, self.timings))
+        if self.plan is not plan:
+            print(self.plan.notes[-1], flush=True)
+            write_atomic(self.folder / "plan.json", as_json(self.plan.model_dump()))
 
     def packing(self) -> Iterator[Step]:
         """Yield the steps that pack images: one for each part of a source with its own held-out
@@ -502,8 +492,8 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
     command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed)]
     if options.quick:
         command.append("--quick")
-    for name in options.weights:
-        command += ["--weights", str(Path(name).resolve())]
+    if options.weights:
+        command += ["--weights", str(Path(options.weights).resolve())]
     code = call(command)
     return Plan.read(json.loads(file.read_text())) if code == 0 else code
 
@@ -526,14 +516,12 @@ def existing_plan(file: Path, source: str, options: Namespace) -> Plan:
         if settings:
             text += f" with {' '.join(settings)}"
         raise UserError(f"{file.parent}: its plan is for {text}; {ANOTHER}")
-    trainings = [*plan.choices, *filter(None, [plan.classifier])]
-    planned_names = [training.weights for training in trainings]
-    planned = {Path(name).resolve() for name in planned_names if name}
-    requested = {Path(name).resolve() for name in options.weights if name}
-    if requested and planned_names and not plan.quick and not requested & planned:
-        raise UserError(
-            f"{file.parent}: its plan is for other weights, {planned_names[-1] or 'none'}; {ANOTHER}"
-        )
+    if options.weights and plan.classifier and not plan.quick:
+        planned = plan.classifier.weights
+        if not planned or Path(planned).resolve() != Path(options.weights).resolve():
+            raise UserError(
+                f"{file.parent}: its plan is for other weights, {planned or 'none'}; {ANOTHER}"
+            )
     minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
     print(f"continuing with the plan of the first start{minutes}: {display_path(file)}", flush=True)
     if all(is_finished(file.parent / task) for task in plan.trainings):
