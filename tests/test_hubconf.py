@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from duetgan.inference.export.subject import write_weights
+from duetgan.inference.export.weights import write_weights
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from tests.inference.conftest import R3, gan_run, styled, without_w

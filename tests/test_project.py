@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "inference": {"inference", "metrics", "models", "data", "utils"},
 }
 MAY_IMPORT["commands"] = {"commands", *MAY_IMPORT}
-MAY_IMPORT["extras"] = {"extras", *MAY_IMPORT}
+MAY_IMPORT["extras"] = {"extras", *MAY_IMPORT}  # nothing else may import these
 LINKS = ("configs", "data", "models", "utils")  # at the top of the checkout, into the package
 STARTERS = ("pack.py", "inspect.py", "duplicates.py")  # in data/: `python -m data.pack` is `duet pack`
 HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")

@@ -7,17 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from duetgan.inference.settings import FORMATS
+from duetgan.inference.export.formats import FORMATS
 from duetgan.utils import threads
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
-
-FORMAT_HELP = (
-    "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program with "
-    "8-bit integers, which is smaller and faster on CPUs; executorch: a program for phones and small devices; nvidia "
-    "and rosinality: StyleGAN2's weights with the names of those repositories; folder: weights, a model card and a "
-    "page of Python that only needs torch and safetensors"
-)
 
 
 def parser() -> Parser:
@@ -37,7 +30,8 @@ def parser() -> Parser:
         help="checkpoint of a run folder: the last one, or the one with the best evaluation "
         "(default: last)",
     )
-    add("--format", required=True, choices=FORMATS, help=FORMAT_HELP)
+    described = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items())
+    add("--format", required=True, choices=tuple(FORMATS), help=described)
     add("--out", required=True, type=Path, metavar="FILE", help="the file, or folder, to write")
     add("--overwrite", action="store_true", help="replace --out if it exists (files only)")
     add(
@@ -141,7 +135,7 @@ def main(argv: list[str]) -> int:
         if options.out.exists():
             message += "; the existing file is unchanged"
         message += "; choose another --format"
-        if options.format == "int8":
+        if FORMATS[options.format].quantized:
             message += ", or calibrate with more or other images (--calibration)"
         raise CheckFailed(message)
     print(f"wrote {options.out}, {rows[-1].bytes / 2**20:.2f} MiB", file=sys.stderr)

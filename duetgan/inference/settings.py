@@ -13,16 +13,6 @@ GRID, DATASET = (8, 64), (1000, 10_000)
 LABEL_SETS = 20  # default number of label sets to sample, the most frequent ones
 ENCODINGS = ("raw", "png", "jpeg")  # encodings of the images in a data set
 FEATURES = ("resnet50", "pixels")  # features that a projection compares
-FORMATS = (
-    "safetensors",
-    "torch-export",
-    "onnx",
-    "int8",
-    "executorch",
-    "nvidia",
-    "rosinality",
-    "folder",
-)
 FRAMES, FPS = 30, 30  # of a film: frames from one sample to the next, frames a second
 FASTEST_GIF = 50  # frames a second: viewers show shorter delays than 2/100 s as 10/100 s
 

@@ -317,7 +317,7 @@ def seen_through(images, spec):
 def test_a_step_a_sample_an_export_and_an_import(tmp_path_factory, architecture, channels, alpha, depth, size, several):
     from safetensors.torch import load_file
 
-    from duetgan.inference.export.subject import interface, write_weights
+    from duetgan.inference.export.weights import interface, write_weights
     from duetgan.models.restore import read_weights
 
     spec = dataclasses.replace(spec_of(channels + alpha, alpha, depth), height=size[0], width=size[1])

@@ -20,7 +20,6 @@ from duetgan.data.packing.inspect import verify
 from duetgan.data.reading.dataset import Dataset, at_resolution
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import pack_arrays
-from duetgan.inference.export.formats import FORMATS
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import generate as draw_samples
 from duetgan.models.gan import sizes_up_to
@@ -276,10 +275,6 @@ def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
         more = quick if run == classifier else quick[:-2]
         assert run_cli(export.main, ["--checkpoint", str(run), "--format", form, "--out", out, *more]) == 0
         assert json.loads(capsys.readouterr().out)["passed"]
-    for form in ("nvidia", "rosinality"):
-        out = f"{tmp_path}/x{FORMATS[form].suffix}"
-        assert run_cli(export.main, [*from_gan, "--format", form, "--out", out, *quick[:-2]]) == 2
-        assert "this format is for squares, the checkpoint draws 24x16 px" in capsys.readouterr().err
 
 
 def test_a_rectangle_grows(flags):

@@ -1,8 +1,8 @@
 """export.py: the check, what it prints, and that a file which fails it is not left behind."""
 
+import importlib
 import json
 import math
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,8 +11,8 @@ import torch
 from duetgan.commands import export as script
 from duetgan.inference.export import check
 from duetgan.inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
-from duetgan.inference.export.formats import FORMATS, Format
-from duetgan.inference.export.subject import interface
+from duetgan.inference.export.formats import FORMATS
+from duetgan.inference.export.weights import interface
 from duetgan.utils.errors import EXIT_HALTED, UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
@@ -145,13 +145,13 @@ def test_the_file_of_weights_can_be_exported_on_and_generators_without_images(ru
 
 def spoilt(form, monkeypatch, *, by=0.01):
     """That format, whose file gives other outputs than it should."""
-    good = FORMATS[form]
+    load = importlib.import_module(FORMATS[form].module).load
 
-    def open_spoilt(subject, path):
-        run = good.open(subject, path)
+    def load_spoilt(subject, path):
+        run = load(subject, path)
         return lambda inputs: run(inputs) + by
 
-    monkeypatch.setitem(FORMATS, form, replace(good, open=open_spoilt))
+    monkeypatch.setattr(f"{FORMATS[form].module}.load", load_spoilt)
 
 
 @pytest.mark.parametrize("by", [0.01, math.nan])
@@ -188,7 +188,7 @@ def test_an_exporter_that_breaks_or_a_network_without_finite_outputs_leaves_noth
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(FORMATS, "safetensors", Format(write=write, open=FORMATS["onnx"].open, limit=0.0))
+    monkeypatch.setattr("duetgan.inference.export.weights.write", write)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device; choose another place"):
         script.main(command(run, tmp_path / "x"))
     monkeypatch.setattr(check, "outputs", lambda *_: torch.full((2, len(CLASSES)), math.nan))
@@ -209,8 +209,8 @@ HALF = ("--truncation-psi", "0.5")
 def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, refused):
     cases = {
         "is a folder; name a file": command(run, tmp_path),
-        "int8 is for classifiers": command(runs["grey"], tmp_path / "x", form="int8"),
-        "--truncation-psi is for a GAN's onnx,": command(runs["grey"], tmp_path / "x.safetensors", *HALF),
+        "int8 is for checkpoints of task classifier": command(runs["grey"], tmp_path / "x", form="int8"),
+        "--truncation-psi is for a GAN's torch-export, onnx": command(runs["grey"], tmp_path / "x.safetensors", *HALF),
         "-psi is for a GAN's": command(runs["classifier"], tmp_path / "x.onnx", *HALF, form="onnx"),
         "no images to check the export with": command(runs["classifier"], tmp_path / "x"),
         "nowhere.lmdb": command(run, tmp_path / "x", "--data", "nowhere.lmdb"),

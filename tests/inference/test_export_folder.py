@@ -121,7 +121,7 @@ def test_a_generator_without_styles_is_one_program(runs, tmp_path, name):
         checkpoint = load(resolve(runs["dcgan"]))
     subject = generator_subject(checkpoint, batch_size=24)
     FORMATS["folder"].write(subject, tmp_path / "model")
-    run = FORMATS["folder"].open(subject, tmp_path / "model")
+    run = FORMATS["folder"].load(subject, tmp_path / "model")
     for rows in (1, 3):
         torch.testing.assert_close(run(subject.rows(rows)), subject.network(*subject.rows(rows)), rtol=0, atol=1e-5)
     page: dict[str, Any] = {}

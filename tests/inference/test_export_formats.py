@@ -14,15 +14,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.inference.export.formats import FORMATS, import_extra
-from duetgan.inference.export.subject import (
-    ENTRY,
-    SAMPLES,
-    classifier_subject,
-    contents,
-    generator_subject,
-    write_weights,
-)
+from duetgan.inference.export.formats import FORMATS
+from duetgan.inference.export.subject import SAMPLES, classifier_subject, generator_subject
+from duetgan.inference.export.weights import ENTRY, contents, write_weights
 from duetgan.inference.inputs import file_input
 from duetgan.inference.predictions import predict
 from duetgan.metrics.features.extractors import classifier_input
@@ -84,15 +78,13 @@ CASES = [
     *(("onnx", name) for name in ("classifier", "truncated")),
     *(pytest.param("torch-export", name, marks=pytest.mark.slow) for name in ("r3", "dcgan", "growing")),
     *(pytest.param("onnx", name, marks=pytest.mark.slow) for name in ("r3", "dcgan")),
-    *(("executorch", name) for name in ("classifier", "dcgan")),
-    pytest.param("executorch", "grey", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("form", "name"), CASES)
 def test_the_file_gives_what_the_network_gives_for_any_number_of_rows(subjects, written, form, name):
     subject = subjects[name]
-    run = FORMATS[form].open(subject, written(name, form))
+    run = FORMATS[form].load(subject, written(name, form))
     for rows in (1, 2, 5):
         inputs = subject.rows(rows)
         with torch.no_grad():
@@ -106,11 +98,11 @@ def test_the_file_gives_what_the_network_gives_for_any_number_of_rows(subjects, 
 def test_int8_is_of_integers_near_the_original_and_smaller(subjects, written):
     subject, path, exact = subjects["classifier"], written("classifier", "int8"), written("classifier", "onnx")
     (images,) = subject.batches[0]
-    found, expected = (FORMATS["int8"].open(subject, file)((images,)) for file in (path, exact))
+    found, expected = (FORMATS["int8"].load(subject, file)((images,)) for file in (path, exact))
     error = (found - expected).norm() / expected.norm()
     assert 0 < error < 0.1
     assert path.stat().st_size < 0.3 * exact.stat().st_size
-    onnx = import_extra("onnx")
+    onnx = pytest.importorskip("onnx")
     graph = onnx.load(str(path)).graph
     scales = {i.name: list(i.dims) for i in graph.initializer if i.name.endswith("weight_scale")}
     by_channel = [dims for dims in scales.values() if dims and dims[0] >= 64]
@@ -125,7 +117,7 @@ def test_int8_is_of_integers_near_the_original_and_smaller(subjects, written):
 @pytest.mark.parametrize(("name", "form"), [("classifier", "onnx"), ("classifier", "int8"), ("truncated", "onnx")])
 def test_a_graph_says_what_it_is_and_how_it_is_called(written, name, form):
     """U7: with images in [0, 1] the predictions are plausible and wrong."""
-    model = import_extra("onnx").load(str(written(name, form)))
+    model = pytest.importorskip("onnx").load(str(written(name, form)))
     told = {entry.key: entry.value for entry in model.metadata_props}
     assert json.loads(told["classes"]) == json.loads(told["duet"])["classes"] == CLASSES
     images = "images: float32 [N, 1, 8, 8] in [-1, 1], grey: pixels / 127.5 - 1"
@@ -181,8 +173,10 @@ def test_a_program_says_what_it_is_and_has_no_batchnorm_left(written):
 
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(UserError, match=r"needs onnxruntime.*`pip install onnx onnxruntime onnxscript`"):
-        import_extra("onnxruntime")
+    with pytest.raises(
+        UserError, match=r"needs onnx.*import of onnxruntime.*`pip install onnx onnxruntime onnxscript`"
+    ):
+        FORMATS["onnx"].check_packages()
 
 
 def test_a_generator_is_checked_on_the_samples_of_evaluation(subjects):

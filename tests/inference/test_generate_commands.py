@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file, safe_open
 
 from duetgan.commands import generate
-from duetgan.inference.export.subject import write_weights
+from duetgan.inference.export.weights import write_weights
 from duetgan.inference.projection import Projector
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.runlog.progress import Bar

@@ -17,7 +17,7 @@ import torchvision
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from duetgan.inference.export.subject import write_weights
+from duetgan.inference.export.weights import write_weights
 from duetgan.models import weights as module
 from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import CONVNEXT, RESNET

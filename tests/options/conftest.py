@@ -1,5 +1,6 @@
 """Tiny runs and files that every option is tried on."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -22,11 +23,11 @@ from duetgan.models.registry import architecture_of
 from duetgan.utils.checkpoint import load, point, resolve, save
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
+from tests.conftest import REPOSITORY
 from tests.data.sources.test_named import write_idx
 from tests.end_to_end.helpers import write_config
 from tests.inference.conftest import sampler_of, styled
 from tests.metrics.conftest import CLASSES, SIDE, TINY, make_run, pack
-from tests.models.official.layouts import nvidia_generator, write_nvidia
 from tests.slim import make
 
 LISTS = ("comparisons", "controls", "pictures", "words", "notes", "tables", "arms")  # of study.json
@@ -69,8 +70,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_images(folder)
     parts = ["--val-share", "0.4", "--val-dest", str(folder / "parted.lmdb")]
     assert run_cli(pack_main, [str(folder / "images"), str(folder / "remaining.lmdb"), "--size", "8", *parts]) == 0
-    write_nvidia(folder / "nvidia.pkl")
-    write_nvidia(folder / "nvidia2.pkl", average=nvidia_generator())
+    for file in sorted((REPOSITORY / "tests/extras").glob("*/options.py")):
+        importlib.import_module(f"tests.extras.{file.parent.name}.options").write(folder)
     for name in ("gan", "classifier"):
         write_config(folder / f"{name}_recipe.yaml", name, folder)
     (folder / "plugin.py").write_text("")

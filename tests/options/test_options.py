@@ -30,7 +30,7 @@ from tests.conftest import REPOSITORY
 from tests.mutation.recording import product_files
 from tests.slim import make
 
-TABLE = Path(__file__).with_name("table.txt")
+TABLES = [Path(__file__).with_name("table.txt"), *sorted((REPOSITORY / "tests/extras").glob("*/options.txt"))]
 GENERAL = {
     "help",
     "version",
@@ -51,7 +51,7 @@ Outcome = dict[str, Any]
 
 def rows() -> Iterator[tuple[str, str, str, list[str]]]:
     """Of each line of the table: command, base arguments, changed argument, changed parts of the outcome."""
-    for line in TABLE.read_text().splitlines():
+    for line in [line for table in TABLES for line in table.read_text().splitlines()]:
         if line.startswith("["):
             command, _, base = line[1:].partition("]")
         elif line and not line.startswith("#"):

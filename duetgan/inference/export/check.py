@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
-from duetgan.inference.export.formats import FORMATS, PROGRAMS, Format, import_extra
+from duetgan.inference.export.formats import FORMATS, Format
 from duetgan.inference.export.subject import (
     InBfloat16,
     Inputs,
@@ -30,7 +30,7 @@ from duetgan.inference.export.subject import (
 from duetgan.metrics.lineage import data_of
 from duetgan.models.restore import NETWORKS
 from duetgan.utils.checkpoint import Checkpoint
-from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.errors import TrainingHalted, UserError, refuse
 from duetgan.utils.files import check_writable, replace_file, writing
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.progress import Bar
@@ -97,7 +97,7 @@ def compare(
 
 def judge(row: Row, form: Format, original: Tensor) -> str | None:
     """Return the reason why an exported file fails the check, or None if it passes."""
-    if form.limit is not None:
+    if not form.quantized:
         limit = form.limit * max(1.0, float(original.abs().max()))
         if not row.largest_difference <= limit:  # also for NaN
             difference = f"{row.largest_difference:.3g}, more than {limit:.3g}"
@@ -224,22 +224,31 @@ def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
         fault = f"a file of --format {job.format} must end in {form.suffix}"
     if fault:
         raise UserError(f"{job.out}: {fault}")
-    if form.only is not None and checkpoint["task"] != form.only[0]:
-        raise UserError(f"--format {job.format} {form.only[1]}")
+    programs = [name for name, candidate in FORMATS.items() if candidate.truncates]
     several = "thresholds" in checkpoint["state"].get(NETWORKS["classifier"], {})
-    if several and (form.folder or job.format == "int8"):
-        raise UserError(
-            f"--format {job.format} is for one label an image; choose safetensors, torch-export or onnx"
-        )
     spec = ImageSpec.read(checkpoint["shape"])
-    if form.folder and (spec.alpha or spec.deep):
-        raise UserError(
-            f"--format {job.format} is for 8-bit images without alpha, the model's are {spec.words}"
-        )
-    if job.truncation_psi != 1 and (checkpoint["task"] != "gan" or job.format not in PROGRAMS):
-        raise UserError(f"--truncation-psi is for a GAN's {', '.join(PROGRAMS)}; leave it out")
-    for package in form.needs:
-        import_extra(package)
+    refuse(
+        (
+            form.task not in (None, checkpoint["task"]),
+            f"--format {job.format} is for checkpoints of task {form.task}, this one is of "
+            f"{checkpoint['task']}; choose {', '.join(programs)} or safetensors",
+        ),
+        (
+            several and not form.several_labels,
+            f"--format {job.format} is for one label an image; choose safetensors, torch-export or "
+            "onnx",
+        ),
+        (
+            form.folder and (spec.alpha or spec.deep),
+            f"--format {job.format} is for 8-bit images without alpha, the model's are "
+            f"{spec.words}",
+        ),
+        (
+            job.truncation_psi != 1 and not (checkpoint["task"] == "gan" and form.truncates),
+            f"--truncation-psi is for a GAN's {', '.join(programs)}; leave it out",
+        ),
+    )
+    form.check_packages()
     check_writable(job.out.parent)
 
 
@@ -253,7 +262,7 @@ def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
     with ExitStack() as stack:
         images = stack.enter_context(_readable(checkpoint, job.data, (held_out, trained)))
         calibration = None
-        if job.format == "int8":
+        if FORMATS[job.format].quantized:
             paths = (trained, job.data, held_out)
             calibration = stack.enter_context(
                 _readable(checkpoint, job.calibration, paths, option="--calibration")
@@ -311,7 +320,7 @@ def export(job: Namespace, checkpoint: Checkpoint) -> tuple[list[Row], Subject, 
         if form.folder:
             files = [path for path in written.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
-        exported = (job.format, size, form.open(subject, written))
+        exported = (job.format, size, form.load(subject, written))
         rows, fault = examine(subject, exported, job)
         if fault is None and form.folder:
             written.replace(job.out)

@@ -1,4 +1,4 @@
-"""A model folder for publication: the weights, programs that take them as inputs, a Python module
+"""The format `folder`, a model folder for publication: the weights, programs that take them as inputs, a Python module
 that needs only torch and safetensors, config.json, and README.md, a model card in the form of the
 Hugging Face hub. No file contains a path of this machine. The programs are made by torch.export;
 one file of weights serves all of them.
@@ -19,16 +19,9 @@ from torch.func import functional_call
 
 from duetgan.data.images import RESIZE_FILTERS, trained_mode
 from duetgan.inference.export import page
-from duetgan.inference.export.subject import (
-    EXAMPLES,
-    Drawing,
-    Runner,
-    Subject,
-    as_runner,
-    contents,
-    interface,
-    write_weights,
-)
+from duetgan.inference.export.subject import EXAMPLES, Drawing, Runner, Subject, as_runner
+from duetgan.inference.export.torch_export import traced
+from duetgan.inference.export.weights import contents, interface, write_weights
 from duetgan.inference.samples import Sampler, draw_grid
 from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
 from duetgan.metrics.lineage import run_folder
@@ -44,20 +37,6 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed, printable
 
 Document = dict[str, Any]  # a JSON object
-
-
-def traced(
-    network: nn.Module, inputs: tuple[object, ...], shapes: Any
-) -> torch.export.ExportedProgram:
-    """Trace a network with torch.export; `shapes` are its `dynamic_shapes`. The inputs, which may
-    be private images, and paths of this machine are removed from the program.
-    """
-    program = torch.export.export(network, inputs, dynamic_shapes=shapes)
-    program.example_inputs = None
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)
-    return program
 
 
 class Program(nn.Module):
@@ -145,7 +124,7 @@ RESIZED = {
 }
 
 
-def write_folder(subject: Subject, path: Path) -> None:
+def write(subject: Subject, path: Path) -> None:
     """Write the model folder of a subject to `path`, which must not exist."""
     path.mkdir()
     write_weights(path / "model.safetensors", subject.checkpoint)
@@ -189,7 +168,7 @@ def _noise_entries(generator: StyledGenerator) -> Document:
     }
 
 
-def open_folder(_subject: Subject, path: Path) -> Runner:
+def load(_subject: Subject, path: Path) -> Runner:
     """Load a model folder's network with the Python module in the folder."""
     spec: Any = importlib.util.spec_from_file_location("duet_model_of_a_folder", path / PAGE)
     module = importlib.util.module_from_spec(spec)

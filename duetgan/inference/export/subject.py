@@ -1,22 +1,14 @@
 """The subject of an export: a network as a plain function of tensors, and the inputs that the
-export is checked with. Also .safetensors files of weights, which describe their network in the
-metadata.
-
-The metadata entry `duet` is the JSON of `contents`; with it, `models.restore.read_weights` returns
-a checkpoint. The other entries are those of `interface`.
+export is checked with.
 """
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
@@ -26,91 +18,10 @@ from duetgan.metrics.features.extractors import classifier_input
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.gan import ImageGenerator, StyledGenerator, TruncationMean, draw
-from duetgan.models.restore import (
-    ENTRY,
-    KEYS,
-    NETWORKS,
-    classifier_from,
-    generator_from,
-    inherited_lineage,
-)
+from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import Checkpoint
-from duetgan.utils.errors import UserError, explained, require_same_classes
-from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.seeding import numpy_generator
-
-# task -> the sections of the config that determine the network
-SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}
-OPTIONAL_KEYS = ("stage", "teachers", "sets")  # keys that not every checkpoint has
-
-
-def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the description of a weights file: a checkpoint without its state, and without paths
-    and training settings, because the file may be published.
-    """
-    task, config = checkpoint["task"], checkpoint["config"]
-    sections = {name: config[name] for name in SECTIONS[task] if name in config}
-    sections["data"] = {"resolution": (config.get("data") or {}).get("resolution")}
-    data = {"resize_filter": checkpoint.get("data", {}).get("resize_filter", "none")}
-    entries = {name: checkpoint[name] for name in (*KEYS, *OPTIONAL_KEYS) if name in checkpoint}
-    return entries | {
-        "config": sections,
-        "data": data,
-        "lineage": inherited_lineage(checkpoint).document(),
-    }
-
-
-def interface(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the description of a network's interface, for people and as metadata.
-
-    It has `input`, `output`, and `classes` as JSON; for a multi-label classifier also `thresholds`
-    as JSON, each label's least probability.
-    """
-    shape, classes = checkpoint["shape"], list(checkpoint["classes"])
-    size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
-    spec = ImageSpec.read({**shape, "resolution": size})
-    rule = "pixels / 127.5 - 1"
-    if not spec.plain:
-        rule = f"(values - {spec.low:g}) / {(spec.high - spec.low) / 2:g} - 1"
-    if spec.alpha:
-        rule += "; then x becomes a (x + 1) - 1 in the colours, a alpha in [0, 1]"
-    dimensions = ", ".join(map(str, spec.shape))
-    images = f"images: float32 [N, {dimensions}] in [-1, 1], {spec.words}: {rule}"
-    if checkpoint["task"] == "classifier":
-        thresholds = checkpoint["state"][NETWORKS["classifier"]].get("thresholds")
-        output = "logits: float32 [N, classes], in the order of `classes`; "
-        entries = {"input": images, "output": "", "classes": json.dumps(classes)}
-        if thresholds is None:
-            entries["output"] = output + "softmax gives probabilities"
-        else:
-            entries["output"] = output + "sigmoid gives each label's probability"
-            entries["thresholds"] = json.dumps(thresholds.tolist())
-        return entries
-    latents = "z: float32 [N, z_dim], normal"
-    if checkpoint.get("sets"):
-        latents += "; labels: float32 [N, classes], 1 for each label that the image has, else 0"
-    elif classes:
-        latents += "; labels: int64 [N], indices into `classes`"
-    return {
-        "input": latents,
-        "output": images,
-        "classes": json.dumps(classes),
-    }
-
-
-def write_weights(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the EMA weights of a checkpoint's network with its description. Raises OSError."""
-    state = checkpoint["state"][NETWORKS[checkpoint["task"]]]
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    write_tensors(path, tensors, {ENTRY: json.dumps(contents(checkpoint)), **interface(checkpoint)})
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a .safetensors file of tensors. Raises OSError."""
-    # safetensors raises an exception of its own for errors of the system.
-    with explained(SafetensorError, lambda error: OSError(f"{path}: {error}")):
-        save_file(tensors, str(path), {"format": "pt"} | metadata)
-
 
 Inputs = tuple[Tensor, ...]
 Runner = Callable[[Inputs], Tensor]

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.models.convert import main, read
-from duetgan.models.official.names import Converted
+from duetgan.extras.official.convert import main, read
+from duetgan.extras.official.names import Converted
 from duetgan.models.registry import architecture_of
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
+from tests.extras.official import layouts, r3gan_program
 from tests.models import reference
-from tests.models.official import layouts, r3gan_program
 
 LABELS = np.array([0, 2, 1, 1])
 

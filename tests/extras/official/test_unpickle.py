@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.models.convert import main
+from duetgan.extras.official.convert import main
 from duetgan.utils.errors import UserError
-from tests.models.official import layouts
+from tests.extras.official import layouts
 
 
 class Call:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.models.official.layouts import FIR, drawn, programs
+from tests.extras.official.layouts import FIR, drawn, programs
 
 WIDTHS = {4: 16, 8: 16, 16: 8}  # whole up to 8 px
 GROUPS = {4: 4, 8: 4, 16: 2}

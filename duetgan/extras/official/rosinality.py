@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from duetgan.models.official.names import Converted, Place, Source, official_state, renamed, sizes
-from duetgan.models.official.unpickle import Refused
+from duetgan.extras.official.names import Converted, Place, Source, official_state, renamed, sizes
+from duetgan.extras.official.unpickle import Refused
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.yaml_files import Tree

@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from duetgan.commands import export as script
+from duetgan.extras.official.convert import main as convert
+from duetgan.extras.official.convert import read
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.subject import generator_subject
-from duetgan.models.convert import main as convert
-from duetgan.models.convert import read
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
+from tests.extras.official import layouts
 from tests.metrics.conftest import make_run
-from tests.models.official import layouts
 
 SUFFIX = {"nvidia": "safetensors", "rosinality": "pt"}
 SIZES = {"channel_base": 64, "channel_max": 8}
@@ -143,7 +143,7 @@ def test_weights_alone_are_a_generator_alone(tmp_path):
 
 
 def test_the_pages_loader_builds_nvidias_classes(tmp_path, monkeypatch):
-    """The lines of docs/export.md, with classes that have the parameters of NVIDIA's and load strictly."""
+    """The lines of docs/extras/official.md, with classes that have the parameters of NVIDIA's and load strictly."""
     exported(ours(tmp_path / "run", generator={"clamp_always": True}), "nvidia", tmp_path)
     monkeypatch.chdir(tmp_path)
     built: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ def test_the_pages_loader_builds_nvidias_classes(tmp_path, monkeypatch):
             self.held = state
 
     generator, discriminator = type("Generator", (Network,), {}), type("Discriminator", (Network,), {})
-    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "extras" / "official.md").read_text()
     lines = page.split("```python\n")[1].split("```")[0]
     with layouts.programs(training__networks__Generator=generator, training__networks__Discriminator=discriminator):
         exec(lines, {})
@@ -176,10 +176,12 @@ def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path, refused)
     narrow = ours(tmp_path / "narrow", generator={"channel_base": 8})
     one = ours(tmp_path / "one", generator={"channel_base": 16}, discriminator={"channel_base": 16})
     exported(one, "nvidia", tmp_path)
+    wide = ours(tmp_path / "wide", side="24x16")
     for run, form, told in (
         (runs["dcgan"], "nvidia", "the checkpoint has dcgan; choose safetensors"),
-        (runs["classifier"], "rosinality", "is for StyleGAN2; for a classifier choose"),
+        (runs["classifier"], "rosinality", "is for checkpoints of task gan, this one is of classifier; choose"),
         (runs["grey"], "rosinality", "this one has 1 channels and 3 classes; choose"),
+        (wide, "nvidia", "this format is for squares, the checkpoint draws 24x16 px"),
         (ours(tmp_path / "growing", stage=[8, 0.5]), "nvidia", "this one still grows; train it on"),
         (other, "rosinality", "z_dim = w_dim"),
         (narrow, "nvidia", "channel_base 8 leaves NVIDIA's generator no channels"),

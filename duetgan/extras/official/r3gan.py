@@ -3,8 +3,8 @@
 import re
 from functools import partial
 
-from duetgan.models.official.names import NETWORKS, Converted, Place, Source, number, renamed, sizes
-from duetgan.models.official.unpickle import Inert, Refused, module_state
+from duetgan.extras.official.names import NETWORKS, Converted, Place, Source, number, renamed, sizes
+from duetgan.extras.official.unpickle import Inert, Refused, module_state
 from duetgan.utils.config.yaml_files import Tree
 
 MAIN = "Model.MainLayers"

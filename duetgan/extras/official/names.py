@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from duetgan.extras.official.unpickle import Refused
 from duetgan.models.layers import TAPS
-from duetgan.models.official.unpickle import Refused
 from duetgan.models.registry import architecture_of
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, explained

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from duetgan.models.official.names import (
+from duetgan.extras.official.names import (
     NETWORKS,
     Converted,
     Place,
@@ -19,7 +19,7 @@ from duetgan.models.official.names import (
     renamed,
     sizes,
 )
-from duetgan.models.official.unpickle import Inert, Refused, module_state
+from duetgan.extras.official.unpickle import Inert, Refused, module_state
 from duetgan.models.weights import read_tensors
 from duetgan.utils import bounded
 from duetgan.utils.config.yaml_files import Tree

@@ -14,7 +14,7 @@ from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from duetgan.models.official.names import Converted
+    from duetgan.extras.official.names import Converted
 
 
 def parser() -> Parser:
@@ -76,8 +76,8 @@ def read(path: Path) -> "Converted":
     No code in the file is run. Raises UserError for a file that is missing, damaged, or holds
     networks that Duet does not support.
     """
-    from duetgan.models.official import nvidia, r3gan, rosinality, tensorflow
-    from duetgan.models.official.unpickle import Inert, read_pickle
+    from duetgan.extras.official import nvidia, r3gan, rosinality, tensorflow
+    from duetgan.extras.official.unpickle import Inert, read_pickle
     from duetgan.models.weights import read_plain
 
     bounded.refuse_page(path)
@@ -103,7 +103,7 @@ def read(path: Path) -> "Converted":
 
 def refuse_other_programs(path: Path, content: Tree) -> None:
     """Raise UserError for a file (unpickled: `content`) of a program that Duet does not support."""
-    from duetgan.models.official.unpickle import Inert
+    from duetgan.extras.official.unpickle import Inert
 
     discriminator = content.get("D")
     modules = _submodules(content.get("G_ema"))
@@ -130,7 +130,7 @@ def refuse_other_programs(path: Path, content: Tree) -> None:
 
 
 def _submodules(module: object) -> Tree:
-    from duetgan.models.official.unpickle import Inert
+    from duetgan.extras.official.unpickle import Inert
 
     if not isinstance(module, Inert):
         return {}

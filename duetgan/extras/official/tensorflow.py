@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.models.official.names import Converted, renamed
-from duetgan.models.official.nvidia import FILTER, Arguments, converted
-from duetgan.models.official.unpickle import Array, Inert, Refused
+from duetgan.extras.official.names import Converted, renamed
+from duetgan.extras.official.nvidia import FILTER, Arguments, converted
+from duetgan.extras.official.unpickle import Array, Inert, Refused
 from duetgan.utils.config.yaml_files import Tree
 
 # TensorFlow's name -> the PyTorch program's; first the generator's, then the discriminator's.

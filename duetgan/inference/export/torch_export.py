@@ -1,0 +1,62 @@
+"""The format `torch-export`: a program of PyTorch."""
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from duetgan.inference.export.subject import EXAMPLES, Runner, Subject, as_runner
+from duetgan.inference.export.weights import contents, interface
+from duetgan.models.restore import ENTRY
+
+
+def write(subject: Subject, path: Path) -> None:
+    """Write the program, with `contents` and `interface` as JSON in its extra file `duet.json`."""
+    content = interface(subject.checkpoint) | subject.truncation | contents(subject.checkpoint)
+    extra_files = {f"{ENTRY}.json": json.dumps(content)}
+    with quiet(), torch.no_grad(), open(path, "wb") as file:
+        torch.export.save(program(subject), file, extra_files=extra_files)
+
+
+def load(_subject: Subject, path: Path) -> Runner:
+    """Load the program."""
+    with quiet(), open(path, "rb") as file:
+        return as_runner(torch.export.load(file).module())
+
+
+def program(subject: Subject) -> torch.export.ExportedProgram:
+    """Trace the network, with BatchNorm folded, for any number of rows."""
+    batch = torch.export.Dim("batch", min=1)
+    return traced(subject.fast(), subject.rows(EXAMPLES), tuple({0: batch} for _ in subject.names))
+
+
+def traced(
+    network: nn.Module, inputs: tuple[object, ...], shapes: Any
+) -> torch.export.ExportedProgram:
+    """Trace a network with torch.export; `shapes` are its `dynamic_shapes`. The inputs, which may
+    be private images, and paths of this machine are removed from the program.
+    """
+    program = torch.export.export(network, inputs, dynamic_shapes=shapes)
+    program.example_inputs = None
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return program
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings and log messages of exporters, which are meant for developers."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(previous)
