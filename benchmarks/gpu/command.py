@@ -2,10 +2,10 @@
 
 It counts the waits for the device in the steps of both tasks, times the presets beside what docs/extras/predictions.md
 said of them, runs the tests marked gpu, trains a GAN for its samples, times other programs where the bundle has them,
-trains on CIFAR-10 to 94 %, and lets a process for each device add up gradients (NCCL, on NVIDIA's). OUT/gpu.json and OUT/gpu.html
-are written after every part. Each part is a process with a time of its own, all together 25 minutes; one that fails,
-hangs or lacks something leaves the others as they are. No network is asked: `make gpu-bundle` fills the folder that
-carries what a machine lacks. Parts that are not asked for (--only) keep what an earlier start has written.
+trains on CIFAR-10 to 94 %, and lets a process for each device add up gradients (NCCL, on NVIDIA's). OUT/gpu.json and
+OUT/gpu.html are written after every part. Each part is a process with a time of its own, all together 25 minutes; one
+that fails, hangs or lacks something leaves the others as they are. No network is asked: `make gpu-bundle` fills the
+folder that carries what a machine lacks. Parts that are not asked for (--only) keep what an earlier start has written.
 
 The exit code is 1 where a part failed or was stopped, 2 without a device.
 """
