@@ -27,10 +27,10 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.base.monitors import Pace
 from duetgan.training.engine import speed
 from duetgan.training.engine.tasks import build_run_config
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.config.cli import Parser, positive
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 LOOP = "while True: pass"
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Task:
             self.precision = choice.precision
             self.auto.append(f"{choice.precision} x {choice.threads}")
         elif contender == "adapt":
-            torch.set_num_threads(threads.max_threads())
+            torch.set_num_threads(machine.max_threads())
             pace = Pace("adapt", CPU)
         else:
             torch.set_num_threads(int(contender))
@@ -74,9 +74,9 @@ def beside(task: Task, loops: int, repeats: int) -> dict[Any, float]:
         for _ in range(loops):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", LOOP]))
             stack.callback(process.kill)
-        threads.busy_since_start()
+        machine.busy_since_start()
         time.sleep(1)  # that it is seen
-        names = ["auto", "adapt", *range(1, threads.max_threads() + 1)]
+        names = ["auto", "adapt", *range(1, machine.max_threads() + 1)]
         rates: dict[Any, list[float]] = defaultdict(list)
         for repeat in range(repeats):
             for place in range(len(names)):
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> None:
         read = [build_run_config(read_yaml(file), settings, str(file)) for file in files]
         configs = {config.task: config for config in read}
         result = run(configs, packed, repeats=options.repeats, seconds=options.seconds)
-    result |= {"repeats": options.repeats, "cores": threads.max_threads(), "load_1min_before": before}
+    result |= {"repeats": options.repeats, "cores": machine.max_threads(), "load_1min_before": before}
     for name, value in result.items():
         print(f"{name:48} {value:,.4g}" if isinstance(value, float) else f"{name:48} {value}")
     if options.json:

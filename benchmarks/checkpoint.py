@@ -28,10 +28,10 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import tune_malloc
+from duetgan.utils.machine import tune_malloc
 from duetgan.utils.runlog.run_folder import RunFolder, runs_folder
-from duetgan.utils.script import run_cli
 
 SIZE = 32  # px of the quickstart's images
 MODES = ("plain", "asynchronous", "synchronous")

@@ -42,9 +42,9 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.cli import Parser, positive
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import cores
-from duetgan.utils.script import run_cli
+from duetgan.utils.machine import cores
 
 Result = dict[str, float | int | str | bool]
 Contender = Ours | Timm

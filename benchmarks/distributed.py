@@ -44,9 +44,9 @@ from duetgan.training.optim import updater
 from duetgan.utils.config.cli import Parser, positive
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import cores, tune_malloc
-from duetgan.utils.script import run_cli
+from duetgan.utils.machine import cores, tune_malloc
 
 Result = dict[str, float | int | str]
 

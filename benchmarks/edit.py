@@ -28,8 +28,8 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.cli import Parser, add_model_options, positive
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import generator as keyed_generator
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -27,9 +27,9 @@ from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.memory import tune_malloc
+from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.machine import tune_malloc
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.script import run_cli
 
 BATCH = 32
 MODES = {"uncached": 0.0, "cached": 16.0}  # finetune.cache, in GiB

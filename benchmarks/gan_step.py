@@ -34,9 +34,9 @@ from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import tune_malloc
-from duetgan.utils.script import run_cli
+from duetgan.utils.machine import tune_malloc
 
 Result = dict[str, float | int | str]
 MEMORY_STEPS = 2  # the first one takes every penalty

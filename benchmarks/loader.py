@@ -36,9 +36,9 @@ from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.data.sources.named import CACHE
 from duetgan.utils.config.cli import Parser
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import cores
-from duetgan.utils.script import run_cli
+from duetgan.utils.machine import cores
 
 Result = dict[str, float | int]
 

@@ -31,8 +31,8 @@ from duetgan.inference.predictions import csv_file, predict
 from duetgan.models.restore import classifier_from, read
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.memory import cores
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.machine import cores
 
 BATCH = 64
 

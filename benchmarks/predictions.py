@@ -25,8 +25,8 @@ from duetgan.training.base.task import Task
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.config.cli import Parser
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 
 NAMES = ["stylegan2_256", "stylegan2_512", "stylegan2_1024", "r3gan_256", "cifar10_gan"]
 NAMES += ["cifar10_classifier_gpu", "fashion_mnist_classifier_gpu", "finetune_resnet50"]

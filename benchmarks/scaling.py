@@ -35,9 +35,9 @@ from duetgan.training.optim.updater import Updater
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.gradients import buckets_of
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 PEAK = 790.0  # TFLOP/s of an H200 in dense bf16 matrix products

@@ -34,9 +34,9 @@ from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
 from duetgan.utils.checkpoint import file_name, load
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import save_yaml
+from duetgan.utils.distributed.process import die_with_parent, process_state, run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import runs_folder
-from duetgan.utils.script import die_with_parent, process_state, run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = "DUET_SOAK_DISK"  # set in the process that has the disk of its own: its folder

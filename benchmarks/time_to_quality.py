@@ -30,13 +30,13 @@ from duetgan.metrics.protocol import GAN_IMAGES
 from duetgan.models.restore import generator_from
 from duetgan.reporting.run_files import Run
 from duetgan.utils.checkpoint import Checkpoint, load, newest_first, step_of
+from duetgan.utils.checkpoint.provenance import recorded
 from duetgan.utils.config.cli import Parser, positive
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import cores
-from duetgan.utils.provenance import recorded
-from duetgan.utils.script import run_cli
+from duetgan.utils.machine import cores
 
 MULTIPLES = (8.0, 4.0, 2.8)
 FRECHET = "val/frechet/"  # before the extractor's name, in metrics.jsonl

@@ -6,7 +6,7 @@ Importing `duetgan` imports no torch; the first use of a name does.
 
 from typing import TYPE_CHECKING
 
-from duetgan.utils.lazy import lazily
+from duetgan.lazy import lazily
 from duetgan.version import __version__
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
-from duetgan.utils.memory import cores, ran_out
+from duetgan.utils.machine import cores, ran_out
 
 BATCH = 64  # images of the first batch; halved when memory runs out
 # Generated images exceed [-1, 1] slightly; images beyond this magnitude are in another range.

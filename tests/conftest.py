@@ -204,7 +204,7 @@ def assert_raises(error: type[Exception], told: str, call: Callable[..., Any], *
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Any:
     """The one error line of a refused command; `alone`: nothing else is on stderr."""
-    from duetgan.utils.script import run_cli
+    from duetgan.utils.distributed.process import run_cli
 
     def run(main: Any, *arguments: str | Path, alone: bool = False) -> str:
         capsys.readouterr()

@@ -21,7 +21,7 @@ from duetgan.training.base.phases import PhaseClock, listening, phase
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import tune_malloc
+from duetgan.utils.machine import tune_malloc
 
 LOG_EVERY = 50  # steps; what both log by default
 DATA_PHASES = ("data", "augment")

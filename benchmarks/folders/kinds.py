@@ -32,7 +32,7 @@ from benchmarks.folders.make import (
     parser,
     power,
 )
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 HOUSE = Path(__file__).resolve().parents[2]
 FLAGS = ["npm:region-flags@1.1.0", "npm:svg-country-flags@1.2.10"]

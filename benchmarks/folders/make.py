@@ -30,8 +30,8 @@ import numpy as np
 from PIL import Image
 
 from duetgan.utils.config.cli import Parser
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 
 File = tuple[str, bytes]  # path, content
 Packages = Sequence[Callable[[], Iterator[File]]]  # each gives its package's files, anew at every call

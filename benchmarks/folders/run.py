@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.folders.make import FOLDERS
 from duetgan import HOME as ROOT
 from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.files import as_json, write_atomic
-from duetgan.utils.script import run_cli
 
 HEADER = ["folder", "images", "exit", "minutes", "classifier", "floor", "script", "recognised", "diversity", "copies"]
 WARNING = re.compile(r"warning:|error:|skipped +\d|left out|Traceback")

@@ -24,7 +24,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.metrics.features.extractors import load_resnet50, needed_weights
 from duetgan.metrics.intervals import wilson
 from duetgan.utils.config.cli import Parser
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 SQUARE = [v2.Resize(224), v2.CenterCrop(224), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
 TRANSFORM = v2.Compose([*SQUARE, v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])])

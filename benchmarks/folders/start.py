@@ -18,7 +18,7 @@ import torch
 
 from duetgan.models.restore import open_checkpoint
 from duetgan.utils.config.cli import Parser
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 KEPT = ("schema", "task", "step", "config", "classes", "lineage", "shape")
 

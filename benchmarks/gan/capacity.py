@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.script import exit_cli
+from duetgan.utils.distributed.process import exit_cli
 from duetgan.utils.text import columns
 
 SIDE = 32  # px

@@ -19,7 +19,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     from benchmarks.gpu import command
-    from duetgan.utils.script import run_cli
+    from duetgan.utils.distributed.process import run_cli
 
     return run_cli(command.main)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.gpu import cifar, wheels
 from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json
-from duetgan.utils.script import run_cli
 
 MB = 1_000_000
 LIMIT = 60.0  # MB, without torch

@@ -18,8 +18,8 @@ from benchmarks.gpu import book as books
 from benchmarks.gpu import peers, ranks, steps, trainings
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, first_line
 from benchmarks.gpu.wheels import ROOT
+from duetgan.utils.distributed.process import die_with_parent
 from duetgan.utils.errors import Expected
-from duetgan.utils.script import die_with_parent
 
 OUTCOME = re.compile(r"^(\S*::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 NOT_THERE = 77  # exit code of a part

@@ -15,7 +15,7 @@ from benchmarks.gpu import book as books
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.memory import cores
+from duetgan.utils.machine import cores
 
 MEGABYTES = (1, 25, 250)  # of a sum: small, a bucket of gradients, a large network
 RECIPES = {"classifier": "bench_classifier", "gan": "bench_gan_step"}

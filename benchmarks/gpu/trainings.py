@@ -11,7 +11,7 @@ from benchmarks.gpu import cifar
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, Value
 from benchmarks.gpu.wheels import ROOT
 from duetgan.commands import evaluate, generate, train
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 AIM = 0.94  # of the test images, six views of each
 LADDER = (250, 500, 1000)  # steps of a training: the paper's ten epochs; twice and four times as many if they miss

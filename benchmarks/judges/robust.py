@@ -30,8 +30,8 @@ from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.cli import Parser, positive
 from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 
 SPOILED = "spoiled"
 BATCH = 250

@@ -24,7 +24,7 @@ from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.cli import Parser
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.seeding import forked, numpy_generator
 
 PER_CLASS = 200  # images of a class for the diversity

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from duetgan.utils import extras
-from duetgan.utils.script import exit_cli, handle_interrupts
+from duetgan.utils.distributed.process import exit_cli, handle_interrupts
 
 # Name -> (module with `main(arguments)`, line in `duet --help`). Without a line it is not listed.
 COMMANDS = {

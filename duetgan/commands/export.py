@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from duetgan.inference.export.formats import FORMATS
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
 
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     from duetgan.models.restore import read
     from duetgan.reporting.report import refresh
 
-    threads.settle()
+    machine.settle()
     checkpoint = read(path)
     rows, subject, failure = export(options, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)

@@ -23,7 +23,7 @@ from duetgan.utils.config.cli import (
 )
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec
-from duetgan.utils.memory import tune_malloc
+from duetgan.utils.machine import tune_malloc
 from duetgan.utils.text import listed, printable
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from duetgan.utils.lazy import lazily
+from duetgan.lazy import lazily
 
 if TYPE_CHECKING:
     from duetgan.data.augment.transforms import Augment, to_float

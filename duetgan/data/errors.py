@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
 
 MOST_PIXELS = 89_478_485  # in an image: Pillow's limit for untrusted files
@@ -17,7 +17,7 @@ class ImageError(ValueError):
 
 def read_error(error: Exception) -> ImageError:
     """Convert an error in reading a file to an ImageError."""
-    if isinstance(error, bounded.Refused):
+    if isinstance(error, files.Refused):
         return ImageError(str(error))
     return ImageError(f"cannot be read ({getattr(error, 'strerror', None) or error})")
 

@@ -33,10 +33,10 @@ from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Problem, Source
 from duetgan.data.values import Content, Values, bits_of, decode_image, kind
+from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.memory import cores
-from duetgan.utils.provenance import Provenance
+from duetgan.utils.machine import cores
 
 # codec by encoding; with "source" each file has its own
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}

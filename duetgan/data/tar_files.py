@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from duetgan.data.errors import ImageError, read_error
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 
 NAME_BYTES = 1 << 20  # longest name: tarfile reads it in one call
@@ -36,7 +36,7 @@ class _Open:
     descriptor = -1
 
     def __init__(self, path: Path) -> None:
-        with bounded.open_file(path, bounded.ARCHIVE) as file:
+        with files.open_file(path, files.ARCHIVE) as file:
             self.descriptor = os.dup(file.fileno())
 
     def __del__(self) -> None:
@@ -57,10 +57,10 @@ class TarFiles:
         self._paths, self._states = paths, states
         self._file = functools.lru_cache(OPEN)(self._opened)
 
-    def read(self, member: Member, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
+    def read(self, member: Member, kind: files.FileLimit = files.IMAGE) -> bytes:
         """Read the bytes of a member. Raises ImageError, and UserError for a changed tar."""
         with explained(OSError, read_error):
-            bounded.refuse_large(member.size, kind)
+            files.refuse_large(member.size, kind)
             # The reference keeps the file open during the read.
             file = self._file(member.shard)
             content = os.pread(file.descriptor, member.size, member.start)
@@ -90,7 +90,7 @@ class _Bounded:
 
     def read(self, size: int) -> bytes:
         if size > NAME_BYTES:
-            raise bounded.Refused(f"a name of {size:,} bytes")
+            raise files.Refused(f"a name of {size:,} bytes")
         return self._file.read(size)
 
 
@@ -101,7 +101,7 @@ def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
     silently: at a damaged header, a missing end mark, and members after the end mark.
     """
     with (
-        bounded.open_file(path, bounded.ARCHIVE) as file,
+        files.open_file(path, files.ARCHIVE) as file,
         tarfile.open(fileobj=_Bounded(file), mode="r:") as archive,  # type: ignore[call-overload]
     ):
         last = -1

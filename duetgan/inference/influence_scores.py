@@ -27,7 +27,7 @@ from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.checkpoint import Checkpoint, load
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError, require_same_classes
@@ -141,7 +141,7 @@ def rate_of(checkpoint: Checkpoint) -> float:
     groups = (checkpoint["state"].get("optimizer") or {}).get("param_groups") or []
     source = f"{checkpoint.get('file')}: state.optimizer"
     faults = (TypeError, LookupError, ValueError, RuntimeError)
-    with bounded.reading(source, "use another checkpoint", *faults):
+    with files.reading(source, "use another checkpoint", *faults):
         return max((float(group["lr"]) for group in groups), default=1.0)
 
 

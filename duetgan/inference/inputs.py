@@ -30,7 +30,7 @@ from duetgan.data.values import (
     decode_image,
     of_pillow,
 )
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
@@ -191,12 +191,12 @@ def _part(name: str) -> Source | list[str]:
     path = Path(name)
     if glob.has_magic(name) and not path.exists():
         matches = glob.glob(name, recursive=True)
-        files = sorted(match for match in matches if Path(match).is_file())
-        if not files:
+        names = sorted(match for match in matches if Path(match).is_file())
+        if not names:
             raise UserError(f"{name}: no file matches; quote the pattern, or give a folder")
-        return files
+        return names
     if path.suffix.lower() == ".txt":
-        with bounded.reading(path, "give a list of images, a line each"):
-            lines = os.fsdecode(bounded.read_file(path, bounded.TABLE)).splitlines()
+        with files.reading(path, "give a list of images, a line each"):
+            lines = os.fsdecode(files.read_file(path, files.TABLE)).splitlines()
         return [str(path.parent / line.strip()) for line in lines if line.strip()]
     return open_images(name) if is_source(path) else [name]

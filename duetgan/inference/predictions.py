@@ -31,7 +31,7 @@ from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.files import building, check_writable, write_atomic, writing
 from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, visible
-from duetgan.utils.memory import cores
+from duetgan.utils.machine import cores
 from duetgan.utils.text import printable
 
 LONGEST = 180  # bytes of an output file's stem; longer stems are cut

@@ -25,7 +25,7 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import PADDING, save_image, save_rows, save_table
-from duetgan.utils.memory import available_bytes, upload
+from duetgan.utils.machine import available_bytes, upload
 from duetgan.utils.runlog.progress import Bar
 
 

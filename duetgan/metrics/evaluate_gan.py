@@ -41,10 +41,10 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.checkpoint.provenance import Lineage, recorded
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
-from duetgan.utils.provenance import Lineage, recorded
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 """A function that rank 0 calls with each chunk of samples, in order: the samples, uint8

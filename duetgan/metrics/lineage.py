@@ -18,8 +18,8 @@ from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, read
 from duetgan.utils.checkpoint import Checkpoint, resolve
+from duetgan.utils.checkpoint.provenance import Generated, Lineage, Provenance, recorded
 from duetgan.utils.errors import UserError, explained, require_same_classes
-from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
 from duetgan.utils.runlog.run_log import say
 
 NO_DATA_PATH = "the run's config names no data.path"

@@ -20,11 +20,11 @@ from duetgan.models.backbones.base import Backbone, in_turn
 from duetgan.models.batchnorm import statistics_kept
 from duetgan.models.gan import ImageNetwork
 from duetgan.models.registry import backbone_of
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.model import Config, PositiveInt
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.provenance import Lineage
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from duetgan.models.layers import convolution
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec, premultiplied
-from duetgan.utils.memory import upload
+from duetgan.utils.machine import upload
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.text import set_names
 

@@ -29,7 +29,7 @@ from duetgan.models.weights import (
     read_tensors,
     similar_networks,
 )
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.checkpoint import (
     HUB_WEIGHTS,
     READY_MADE,
@@ -41,12 +41,12 @@ from duetgan.utils.checkpoint import (
     load,
     resolve,
 )
+from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.checkpoint.state_schema import FAULTS, load_network
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.provenance import Lineage, join, recorded
 
 
 def _restored(
@@ -226,7 +226,7 @@ def read_weights(path: Path) -> Checkpoint:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     tensors, metadata = read_tensors(path, "export it again")
-    with bounded.reading(path, "export it again", ValueError, RecursionError):
+    with files.reading(path, "export it again", ValueError, RecursionError):
         content = json.loads(metadata.get(ENTRY, "null"))
     if (
         not isinstance(content, dict)
@@ -260,8 +260,8 @@ def _hub_config(path: Path) -> tuple[str | None, list[object]]:
     if path.name not in HUB_WEIGHTS or not config_path.is_file():
         return None, []
     faults = (ValueError, RecursionError, KeyError, TypeError)
-    with bounded.reading(config_path, "fetch the folder again", *faults):
-        config = json.loads(bounded.read_file(config_path, bounded.CONFIG))
+    with files.reading(config_path, "fetch the folder again", *faults):
+        config = json.loads(files.read_file(config_path, files.CONFIG))
         pretrained = config.get("pretrained_cfg") or {}
         tag = f".{pretrained['tag']}" if pretrained.get("tag") else ""
         name = f"{timm.PREFIX}{config['architecture']}{tag}"

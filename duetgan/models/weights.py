@@ -26,15 +26,15 @@ from torch import Tensor
 from duetgan.models.by_class import class_parts, copy_by_name, describe_match
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import BACKBONES, backbone_of
-from duetgan.utils import bounded
 from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils import files
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import Tree, near_file
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import downloading
-from duetgan.utils.provenance import Lineage
 from duetgan.utils.text import did_you_mean
 
 OPTION = "model.weights"
@@ -92,8 +92,8 @@ def read_tensors(path: Path, remedy: str) -> tuple[State, dict[str, str]]:
 
     Raises UserError for a file that is missing, too large or damaged.
     """
-    with bounded.reading(path, remedy, SafetensorError):
-        bounded.check(path, bounded.WEIGHTS)
+    with files.reading(path, remedy, SafetensorError):
+        files.check(path, files.WEIGHTS)
         with safe_open(str(path), framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
@@ -103,9 +103,9 @@ def read_plain(path: Path, remedy: str) -> Any:
 
     Raises UserError for a file that is missing, too large, damaged, or holds anything else.
     """
-    with bounded.reading(path, remedy):
-        bounded.check(path, bounded.WEIGHTS)
-    bounded.refuse_page(path)
+    with files.reading(path, remedy):
+        files.check(path, files.WEIGHTS)
+    files.refuse_page(path)
     # torch's message is replaced because it advises to read the file unsafely.
     message = (
         f"{path} is damaged or not a plain state dict (names and tensors, as "
@@ -355,7 +355,7 @@ def lineage_of(path: Path, metadata: Mapping[str, str]) -> Lineage:
     Raises UserError for damaged metadata.
     """
     faults = (ValueError, AttributeError, RecursionError)
-    with bounded.reading(f"{path}: its metadata", "export it again", *faults):
+    with files.reading(f"{path}: its metadata", "export it again", *faults):
         lineage = json.loads(metadata.get("duet", "{}")).get("lineage")
         if lineage:
             return Lineage.read(lineage, "lineage")
@@ -364,7 +364,7 @@ def lineage_of(path: Path, metadata: Mapping[str, str]) -> Lineage:
 
 def file_hash(path: Path) -> str:
     """Return the short hash that identifies a weights file."""
-    return f"sha256:{hashlib.sha256(bounded.read_file(path, bounded.WEIGHTS)).hexdigest()[:12]}"
+    return f"sha256:{hashlib.sha256(files.read_file(path, files.WEIGHTS)).hexdigest()[:12]}"
 
 
 def check_same_build(path: Path, metadata: Mapping[str, str], config: ModelConfig) -> None:

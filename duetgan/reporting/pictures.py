@@ -16,7 +16,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from duetgan.reporting.run_files import Run
-from duetgan.utils import bounded
+from duetgan.utils import files
 
 Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
@@ -211,7 +211,7 @@ def picture(path: Path, caption: str) -> Picture:
     as JPEG. For an image that cannot be read, the caption is the error and the address is empty.
     """
     try:
-        content = bounded.read_file(path, bounded.IMAGE)
+        content = files.read_file(path, files.IMAGE)
         with Image.open(io.BytesIO(content)) as image:
             image.load()
             kind = "png" if image.format == "PNG" else "jpeg"

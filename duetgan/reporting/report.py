@@ -19,13 +19,13 @@ from duetgan.reporting import figures, pictures
 from duetgan.reporting.figures import headline
 from duetgan.reporting.pictures import Chart
 from duetgan.reporting.run_files import Run
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Events
+from duetgan.utils.runlog.versions import environment
 from duetgan.utils.text import duration
-from duetgan.utils.versions import environment
 
 # --- titles of the charts
 
@@ -80,7 +80,7 @@ def write_report(run_dir: str | Path) -> Path:
         train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
         commands.append(shlex.join(train))
     if evaluation.is_file():
-        text = bounded.read_file(evaluation, bounded.TABLE).decode(errors="replace")
+        text = files.read_file(evaluation, files.TABLE).decode(errors="replace")
         commands += text.strip().splitlines()
     return write_page(
         run.folder / "report.html",

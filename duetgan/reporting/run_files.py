@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.config import yaml_files
 
 MAX_VALUE = 1e100  # larger values would overflow the ticks of a chart
@@ -73,7 +73,7 @@ class Run:
         if not path.exists():
             return ""
         try:
-            return bounded.read_file(path, bounded.TABLE).decode(errors="replace")
+            return files.read_file(path, files.TABLE).decode(errors="replace")
         except OSError as error:
             self.notes.append(f"{path.name} cannot be read: {error}")
             return ""

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from duetgan.utils.config.model import Stored
 from duetgan.utils.errors import UserError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and duet pack does not need it
@@ -31,11 +30,13 @@ BYTES = {"uint8": 1, "uint16": 2, "float32": 4}  # per value
 MOST_CHANNELS = 32
 
 
-class PixelFormat(Stored):
+class PixelFormat(BaseModel):
     """The pixel format of images that are not 8-bit grey or RGB, in packed files and checkpoints.
 
     `low` and `high` are the values that networks see as -1 and 1; None: the limits in RANGES.
     """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
     alpha: bool = False  # the last channel is transparency, not multiplied into the others
     depth: Depth = "uint8"
@@ -91,7 +92,7 @@ class ImageSpec:
             )
         if pixels is None:
             return cls(channels, height, width)
-        form = PixelFormat.read(pixels, "pixel_format")
+        form = PixelFormat.model_validate(pixels)
         return cls(channels, height, width, form.alpha, form.depth, *form.range)
 
     @classmethod

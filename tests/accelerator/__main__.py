@@ -4,7 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from duetgan.utils.script import exit_cli
+from duetgan.utils.distributed.process import exit_cli
 from tests.accelerator import device
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from duetgan.inference.settings import EditConfig, ProjectionConfig
 from duetgan.metrics.features import extractors
 from duetgan.models.backbones import base
 from duetgan.reporting import pictures
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests import slim
 from tests.accelerator import device
 from tests.accelerator.cases import snapshots_take_the_cpus_tensors

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import time_to_quality as benchmark
 from duetgan.commands import evaluate
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.metrics.conftest import gan_run, pack, read_json
 
 STEPS = (10, 20, 30)

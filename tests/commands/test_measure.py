@@ -11,9 +11,9 @@ from duetgan.commands.planning.given import Machine
 from duetgan.commands.planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
 from duetgan.commands.planning.plan import GAN, choose
 from duetgan.models.registry import backbone_of
-from duetgan.utils import threads
+from duetgan.utils import machine
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.conftest import assert_raises
 
@@ -104,7 +104,7 @@ def test_command_writes_the_plan(tmp_path, capsys):
 @pytest.mark.parametrize(("others", "told"), [(0.2, False), (1.0, True)])
 def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, told):
     monkeypatch.setattr(measure, "survey", lambda *_: SAMPLE.model_copy(update={"source": "sample"}))
-    monkeypatch.setattr(threads, "busy_since_start", lambda: others)
+    monkeypatch.setattr(machine, "busy_since_start", lambda: others)
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     monkeypatch.setattr(measure, "cores", lambda: 2)
     plan = make_plan("sample", 15.0, None, quick=False)

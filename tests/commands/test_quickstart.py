@@ -16,8 +16,8 @@ from duetgan.commands.planning.plan import FILLED, Plan, choose
 from duetgan.commands.planning.steps import QUICK_STEPS, ROOT, Quickstart, run_python, unfit
 from duetgan.commands.quickstart import main
 from duetgan.data.reading.dataset import Dataset
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images

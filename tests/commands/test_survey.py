@@ -10,8 +10,8 @@ from PIL import Image
 from duetgan.commands.planning.measure import FEWEST, survey
 from duetgan.commands.planning.plan import choose
 from duetgan.utils.config.cli import Parser, add_table_options
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.commands.machines import Fast, seen
 from tests.conftest import assert_raises
 

@@ -14,9 +14,9 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import Source, open_source
 from duetgan.data.values import decode_image
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_OK
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 
 CLASSES = ["cat", "dog", "emu"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from duetgan.commands import train
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 GAN = """
 task: gan

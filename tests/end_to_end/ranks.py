@@ -116,7 +116,7 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved
 
     from duetgan.commands import train as script
     from duetgan.data.reading.loader import Batch, InfiniteLoader
-    from duetgan.utils.script import run_cli
+    from duetgan.utils.distributed.process import run_cli
     from tests.slim import slim_down
 
     slim_down()

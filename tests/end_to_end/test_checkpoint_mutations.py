@@ -27,9 +27,9 @@ from duetgan.training.gan.config import config_of
 from duetgan.utils.checkpoint import file_name, load
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import write_config
 
 Content = dict[str, Any]

@@ -25,7 +25,7 @@ from torchvision.models import resnet50
 from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.conftest import REPOSITORY
 from tests.test_docs import OVERRIDDEN, PAGES, SHORTENED, commands, fenced, main_of, parser_of, tokens
 

@@ -14,7 +14,7 @@ from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.models.backbones import base
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, graph_scopes, log_of, state_of, train_in_process, write_config
 from tests.slim import SLIM
 

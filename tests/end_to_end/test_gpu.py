@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from duetgan.commands import train
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, state_of, write_config
 
 pytestmark = [

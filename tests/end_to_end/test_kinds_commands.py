@@ -13,8 +13,8 @@ from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 from tests.end_to_end.test_kinds import spec_of, stored
 from tests.end_to_end.test_rectangles import SMALL
 

@@ -17,10 +17,10 @@ from duetgan.extras.explorer import models as explorer
 from duetgan.extras.studies.images import StudyData, make_parts
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import architecture_of
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import save_image
-from duetgan.utils.script import run_cli
 from tests.end_to_end.test_kinds import spec_of, stored
 from tests.metrics.conftest import TINY, make_run
 

@@ -17,7 +17,7 @@ from duetgan.metrics.samples.frechet import frechet_distance, intra_class_freche
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, recognised
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.models.restore import read
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, state_of
 from tests.end_to_end.test_rectangles import SMALL
 

@@ -11,7 +11,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.data.packing.test_inspect import PASSPORT
 from tests.end_to_end.helpers import train_in_process, write_config
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from duetgan.commands import evaluate, pack, quickstart, train
 from duetgan.commands.planning import measure, steps
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 SCRIPTS: dict[str, Callable[[list[str]], int | None]] = {
     "pack": pack.main,

@@ -26,9 +26,9 @@ from duetgan.models.gan import sizes_up_to
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.gan.ada import Ada, AdaConfig
 from duetgan.training.gan.ada_operations import DRAWS
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.end_to_end.helpers import differing, state_of
 

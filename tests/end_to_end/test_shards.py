@@ -12,7 +12,7 @@ from duetgan.commands import evaluate
 from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source
 from duetgan.models.backbones import base
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.ranks import Notes, printed, run
 from tests.end_to_end.recipes import image_folders, write_recipe
 from tests.end_to_end.test_exact_resume import INTERRUPTED, RESTORED, Trained, differences

@@ -8,7 +8,7 @@ from PIL import Image
 
 from duetgan.commands import evaluate, generate, predict
 from duetgan.data.reading.dataset import Dataset
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import events_of, graph_scopes, log_of, status, train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim")

@@ -11,7 +11,7 @@ import torch
 
 from duetgan.commands import evaluate, generate, predict
 from duetgan.models.layers import convolution
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests import slim
 from tests.end_to_end.helpers import rows, state_of, train_in_process
 from tests.fixtures.before import ARCHIVE, RECIPES, STEPS, STOPPED, machine

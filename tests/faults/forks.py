@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from duetgan.utils.distributed import launch
-from duetgan.utils.script import exit_cli
+from duetgan.utils.distributed.process import exit_cli
 from tests.conftest import REPOSITORY
 from tests.end_to_end.ranks import CONTEXT, command_of
 from tests.faults import inject

@@ -22,8 +22,8 @@ from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config import plugins
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 from tests.data.conftest import sample_images, save
 from tests.end_to_end.helpers import last
 from tests.end_to_end.ranks import start, wait

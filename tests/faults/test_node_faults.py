@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from duetgan.commands import train
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import check_same, status, write_config
 from tests.faults.torchrun import PATIENCE
 from tests.faults.two_nodes import Node, two_nodes

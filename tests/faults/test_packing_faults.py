@@ -52,7 +52,7 @@ SMALL_MAP = """
 import sys
 from duetgan.commands import pack
 from duetgan.data.lmdb import writer
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 writer.FIRST_MAP = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
 sys.exit(run_cli(pack.main))
 """
@@ -91,7 +91,7 @@ KILLED = """
 import os, sys
 from duetgan.commands import pack
 from duetgan.data.lmdb import writer
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 name, calls, real = sys.argv[1], int(sys.argv[2]), None
 def killing(*arguments, **options):
     global calls

@@ -17,7 +17,7 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.launch import AGAIN
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, status, write_config
 from tests.faults import inject
 from tests.faults.conftest import ENVIRONMENT, Outcome, ended, own_process, start_python

@@ -16,8 +16,8 @@ from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.training.classifier.frozen import image_features
 from duetgan.utils.checkpoint import file_sha256, load, resolve
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
 

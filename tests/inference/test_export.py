@@ -13,8 +13,8 @@ from duetgan.inference.export import check
 from duetgan.inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.weights import interface
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_HALTED, UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.metrics.conftest import CLASSES, classifier_run, pack
 

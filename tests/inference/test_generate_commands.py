@@ -12,8 +12,8 @@ from duetgan.commands import generate
 from duetgan.inference.export.weights import write_weights
 from duetgan.inference.projection import Projector
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.runlog.progress import Bar
-from duetgan.utils.script import run_cli
 from tests.inference.conftest import sampler_of
 from tests.inference.test_samples import pixels
 

@@ -14,8 +14,8 @@ from duetgan.inference import predictions
 from duetgan.inference.predictions import output_files
 from duetgan.metrics.grad_cam import grad_cam, image_heat, overlay
 from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked, generator
 from tests.metrics.conftest import classifier_run
 

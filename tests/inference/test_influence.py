@@ -26,8 +26,8 @@ from duetgan.inference.influence_scores import (
 )
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, newest_first
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked, generator, numpy_generator
 from tests.conftest import sample_images
 from tests.end_to_end.helpers import train_in_process

@@ -18,8 +18,8 @@ from duetgan.commands import export, generate, predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.grad_cam import overlay
 from duetgan.models.restore import classifier_from, read
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.images import grid
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import numpy_generator
 from tests.inference.test_video import gif_frames
 from tests.metrics.trained import (

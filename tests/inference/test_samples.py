@@ -12,8 +12,8 @@ from duetgan.inference import samples as tables
 from duetgan.inference.samples import Sampler, chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES

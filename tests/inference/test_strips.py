@@ -22,8 +22,8 @@ from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import draw
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
 from tests.inference.conftest import DCGAN, draws, gan_run, sampler_of, styled, without_w

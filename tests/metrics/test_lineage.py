@@ -13,7 +13,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.metrics.lineage import TOLERATED, data_of, identities, lineage_of, provenance_of, training_images, unfit
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
-from duetgan.utils.provenance import Lineage, recorded
+from duetgan.utils.checkpoint.provenance import Lineage, recorded
 from tests.data.packing.test_inspect import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import answers, call, evaluated

@@ -24,7 +24,7 @@ from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 
 

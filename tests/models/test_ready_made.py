@@ -22,8 +22,8 @@ from duetgan.library import Transform, load_classifier
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from, open_checkpoint
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY, assert_raises
 from tests.models.test_weights import WEIGHTS
 

@@ -32,8 +32,8 @@ from duetgan.models.weights import (
     read_state_dict,
 )
 from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.errors import UserError
-from duetgan.utils.provenance import Lineage
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
 from tests.models.helpers import draw, same

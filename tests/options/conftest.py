@@ -21,7 +21,7 @@ from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import architecture_of
 from duetgan.utils.checkpoint import load, point, resolve, save
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import REPOSITORY
 from tests.data.sources.test_named import write_idx

@@ -24,7 +24,7 @@ from duetgan.commands import COMMANDS
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.launch import VISIBLE
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.commands.test_quickstart import Commands
 from tests.conftest import REPOSITORY
 from tests.mutation.recording import product_files
@@ -35,7 +35,7 @@ GENERAL = {
     "help",
     "version",
     "debug",
-}  # of every parser: tests/utils/config/test_cli.py, tests/utils/test_script.py
+}  # of every parser: tests/utils/config/test_cli.py, tests/utils/distributed/test_process.py
 INTERNAL = {  # programs that others of ours call, and where their options are tested
     "quickstart-plan": "tests/commands/test_measure.py",
     "track": "tests/utils/runlog/test_trackers.py",

@@ -10,7 +10,7 @@ from PIL import Image
 from duetgan.metrics.comparison.compare import compare
 from duetgan.reporting.compare import main
 from duetgan.reporting.pictures import Chart, number, thin
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.metrics.comparison.test_compare import classified
 
 EVIL = "<script>alert('x')</script>"

@@ -21,7 +21,7 @@ from duetgan.reporting.run_files import Run
 from duetgan.utils.images import grid, save_png
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Events
-from duetgan.utils.versions import environment
+from duetgan.utils.runlog.versions import environment
 from tests.end_to_end.helpers import events_of
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}

@@ -24,10 +24,10 @@ from duetgan.data.sources import open_source, tables
 from duetgan.data.sources.remote import RemoteSource
 from duetgan.inference.inputs import Transform
 from duetgan.models.weights import read_state_dict
-from duetgan.utils import bounded
+from duetgan.utils import files
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 from duetgan.utils.text import did_you_mean, printable
 from tests.conftest import assert_raises
 from tests.data.sources.source_files import item_refused, parquet, refused
@@ -40,7 +40,7 @@ OWN = {  # what opens files otherwise, and why
     "utils/checkpoint/__init__.py",
     # bytes in memory
     *("data/images.py", "data/records.py", "data/values.py", "data/sources/named.py", "reporting/pictures.py"),
-    # fsspec's files, read by bounded.read_stream
+    # fsspec's files, read by files.read_stream
     "data/sources/remote.py",
     # what the program itself writes or has just written: locks, logs, profiles, signs of life, films
     *("data/lmdb/writer.py", "data/reading/several_files.py", "inference/interpolate.py", "metrics/figures.py"),
@@ -56,8 +56,8 @@ OWN = {  # what opens files otherwise, and why
     # runs elsewhere, in the folder that it came with; code of one's own, which is run
     *("inference/export/page.py", "utils/config/plugins.py"),
     # the kernel's figures, the null device, the recipes, the place itself
-    *("utils/memory.py", "utils/script.py", "utils/versions.py", "utils/script.py", "utils/config/recipes.py"),
-    *("utils/bounded.py", "utils/threads.py", "training/base/monitors.py"),
+    *("utils/machine.py", "utils/distributed/process.py", "utils/runlog/versions.py", "utils/config/recipes.py"),
+    "training/base/monitors.py",
     "commands/train.py",  # takes the lock
     # the plan and what the runs themselves wrote
     "commands/planning/steps.py",
@@ -77,7 +77,7 @@ def _openers(path: Path) -> set[str]:
 
 
 def test_nothing_else_opens_what_the_user_names() -> None:
-    """Whoever needs a file of the user's takes it from utils/bounded.py; who does not has a reason in OWN."""
+    """Whoever needs a file of the user's takes it from utils/files.py; who does not has a reason in OWN."""
     folders = ("commands", "data", "extras", "inference", "metrics", "models", "reporting", "training", "utils")
     modules = [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
     found = {path.relative_to(PACKAGE).as_posix() for path in modules if _openers(path)}
@@ -125,11 +125,11 @@ def test_h8_every_other_kind(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         for path, what in ((tmp_path / "s", "a socket"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
-            for reader in (bounded.read_file, bounded.read_gzip, bounded.open_file, bounded.check):
-                assert_raises(bounded.Refused, f"^is {what}, not a regular file$", reader, path, bounded.IMAGE)
-    assert_raises(bounded.Refused, "holds a NUL character", bounded.check, tmp_path / "a\0b.png", bounded.ARCHIVE)
+            for reader in (files.read_file, files.read_gzip, files.open_file, files.check):
+                assert_raises(files.Refused, f"^is {what}, not a regular file$", reader, path, files.IMAGE)
+    assert_raises(files.Refused, "holds a NUL character", files.check, tmp_path / "a\0b.png", files.ARCHIVE)
     with pytest.raises(FileNotFoundError):
-        bounded.read_file(tmp_path / "none", bounded.IMAGE)
+        files.read_file(tmp_path / "none", files.IMAGE)
 
 
 def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
@@ -146,14 +146,14 @@ def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
 
 def test_limit_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's files are regular, of 0 bytes, and hold text."""
-    assert bounded.read_file("/proc/self/status", bounded.TABLE).startswith(b"Name:")
+    assert files.read_file("/proc/self/status", files.TABLE).startswith(b"Name:")
     (tmp_path / "x").write_bytes(bytes((1 << 20) + 1))
-    assert len(bounded.read_file(tmp_path / "x", bounded.IMAGE)) == (1 << 20) + 1
+    assert len(files.read_file(tmp_path / "x", files.IMAGE)) == (1 << 20) + 1
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
-    with pytest.raises(bounded.Refused, match="1,048,577 bytes, more than the 1 MiB"):
-        bounded.read_file(tmp_path / "x", bounded.IMAGE)
+    with pytest.raises(files.Refused, match="1,048,577 bytes, more than the 1 MiB"):
+        files.read_file(tmp_path / "x", files.IMAGE)
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "none")  # no number: the limit stays
-    assert bounded.IMAGE.limit == 256 << 20
+    assert files.IMAGE.limit == 256 << 20
 
 
 class Endless(io.BufferedIOBase):
@@ -169,10 +169,10 @@ class Endless(io.BufferedIOBase):
 
 def test_h10_streams_stop_at_the_limit() -> None:
     stream = Endless()
-    with pytest.raises(bounded.Refused, match="has more than the 4 MiB for a configuration"):
-        bounded.read_stream(stream, bounded.CONFIG)
+    with pytest.raises(files.Refused, match="has more than the 4 MiB for a configuration"):
+        files.read_stream(stream, files.CONFIG)
     assert stream.given == (4 << 20) + 1
-    assert bounded.read_stream(io.BytesIO(b"abc"), bounded.CONFIG) == b"abc"
+    assert files.read_stream(io.BytesIO(b"abc"), files.CONFIG) == b"abc"
 
 
 def test_h10_url_without_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +344,6 @@ def test_h23_a_name_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_reading_names_the_file_and_the_remedy_and_lets_other_faults_pass(error: Exception, told: str) -> None:
     kind = ZeroDivisionError if isinstance(error, ZeroDivisionError) else UserError
-    with pytest.raises(kind) as refused, bounded.reading("x", "copy it", LookupError, ValueError):
+    with pytest.raises(kind) as refused, files.reading("x", "copy it", LookupError, ValueError):
         raise error
     assert str(refused.value) == told

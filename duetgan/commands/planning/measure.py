@@ -21,12 +21,12 @@ from duetgan.data.errors import ImageError
 from duetgan.data.sources import open_source
 from duetgan.data.sources.base import first_of
 from duetgan.data.values import decode_image, kind
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.memory import cores
+from duetgan.utils.machine import cores
 from duetgan.utils.text import columns, duration
 
 DECODED = 200  # images that a survey decodes, evenly spaced
@@ -284,13 +284,13 @@ def make_plan(
     with tempfile.TemporaryDirectory() as folder:
         tuning = bool(weights) or source != "sample"
         tuning = tuning and images.classes > 1
-        machine = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
-        busy_cores = threads.busy_since_start()
-        choose(images, machine, minutes=minutes)  # measures the speeds that a plan needs
-        plan = choose(images, machine, minutes=minutes, spent=time.perf_counter() - start)
-    if busy_cores > threads.TOLERATED_LOAD:
+        this_machine = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
+        busy_cores = machine.busy_since_start()
+        choose(images, this_machine, minutes=minutes)  # measures the speeds that a plan needs
+        plan = choose(images, this_machine, minutes=minutes, spent=time.perf_counter() - start)
+    if busy_cores > machine.TOLERATED_LOAD:
         plan.notes.append(
-            f"{threads.load_text(busy_cores)}: the plan uses the remaining cores; for more training steps "
+            f"{machine.load_text(busy_cores)}: the plan uses the remaining cores; for more training steps "
             "stop these programs, remove this folder and start again"
         )
     return plan

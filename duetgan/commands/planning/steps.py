@@ -20,10 +20,10 @@ from duetgan.commands.planning.plan import SCRATCH_FROM, Plan, Training
 from duetgan.commands.planning.replan import replanned, spent_before_gan
 from duetgan.utils.config.cli import table_words
 from duetgan.utils.distributed.launch import handling, obeyed_signals
+from duetgan.utils.distributed.process import child_environment, die_with_parent, python_arguments
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_folder import is_finished, runs_folder
-from duetgan.utils.script import child_environment, die_with_parent, python_arguments
 from duetgan.utils.text import duration, listed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -257,7 +257,7 @@ class Quickstart:
 
     def finish(self) -> None:
         from duetgan.reporting.report import write_quickstart_report
-        from duetgan.utils.versions import environment
+        from duetgan.utils.runlog.versions import environment
 
         sentences = in_sentences(self.folder, self.plan)
         seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import autocontrast, equalize, rgb_to_grayscale
 
-from duetgan.utils.memory import upload
+from duetgan.utils.machine import upload
 from duetgan.utils.seeding import Key, numpy_generator
 
 BINS = 31  # number of strengths of an operation

@@ -27,7 +27,7 @@ from duetgan.data.lmdb.format import (
 )
 from duetgan.data.lmdb.tree import check_tree
 from duetgan.data.tar_files import TarFiles
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
@@ -147,7 +147,7 @@ def _status(path: Path) -> os.stat_result:
             f"{path} is a folder, not a packed file: pack it with `duet pack {path} DEST.lmdb`"
         )
     try:
-        return bounded.check(path, bounded.ARCHIVE)
+        return files.check(path, files.ARCHIVE)
     except FileNotFoundError:
         if partial_path(path).exists():
             raise UserError(f"{path} was not finished: run duet pack again") from None
@@ -169,8 +169,8 @@ def partial_path(path: Path) -> Path:
 def is_lmdb(path: Path) -> bool:
     """Return True if a file has LMDB's header. Raises UserError if it cannot be read."""
     with (
-        bounded.reading(path, "check its permissions"),
-        bounded.open_file(path, bounded.ARCHIVE) as file,
+        files.reading(path, "check its permissions"),
+        files.open_file(path, files.ARCHIVE) as file,
     ):
         return file.read(20)[16:] == MAGIC
 
@@ -183,7 +183,7 @@ def _open(path: Path, size: int) -> lmdb.Environment:
     if not is_lmdb(path):
         raise UserError(f"{path} is not an LMDB file: give a file made by duet pack")
     ahead = size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with bounded.reading(path, "it is damaged or truncated: pack it again", lmdb.Error):
+    with files.reading(path, "it is damaged or truncated: pack it again", lmdb.Error):
         environment = lmdb.open(
             str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead
         )
@@ -194,7 +194,7 @@ def _open(path: Path, size: int) -> lmdb.Environment:
         environment.close()
         raise UserError(f"{path} is truncated: {size:,} of {needed:,} bytes; copy or pack it again")
     try:
-        with bounded.open_file(path, bounded.ARCHIVE) as file:
+        with files.open_file(path, files.ARCHIVE) as file:
             check_tree(file.fileno(), environment.stat()["psize"], size)
     except (OSError, ValueError) as error:
         environment.close()
@@ -229,7 +229,7 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
         )
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run duet pack again")
-    with bounded.reading(
+    with files.reading(
         f"{path}: its metadata record", "copy or pack it again", ValueError, RecursionError
     ):
         end = Completion.read(json.loads(complete), "the completion record")

@@ -13,9 +13,9 @@ import numpy as np
 from annotated_types import Interval, MinLen
 
 from duetgan.data.errors import MOST_SIDE
+from duetgan.utils.checkpoint.provenance import Generated
 from duetgan.utils.config.model import Count, PositiveInt, Probability, Stored, Whole
 from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec, PixelFormat, Rectangle
-from duetgan.utils.provenance import Generated
 from duetgan.utils.text import set_names
 
 FORMAT = "duet-lmdb"
@@ -111,8 +111,8 @@ class Meta(Stored):
     is the index of one of `sets`, each an ascending list of class indices.
 
     `split` is set for a part of a larger data set (data/packing). `passport` describes the
-    generator of the images (utils/provenance.py), and `shards` the tar files that hold the images'
-    bytes (data/reading/several_files.py).
+    generator of the images (utils/checkpoint/provenance.py), and `shards` the tar files that hold
+    the images' bytes (data/reading/several_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION

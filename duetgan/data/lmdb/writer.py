@@ -37,10 +37,10 @@ from duetgan.data.lmdb.format import (
     Split,
 )
 from duetgan.data.lmdb.record import Layout, Record, mean_and_std, value_range
-from duetgan.utils import bounded
+from duetgan.utils import files
+from duetgan.utils.checkpoint.provenance import Generated, Provenance
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import hold, replaceable, sync_folder, writing
-from duetgan.utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
@@ -316,7 +316,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     """Raise UserError if `path`, or the target of a link, must not be written."""
     if path.is_dir():
         raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")
-    with explained(bounded.Refused, lambda error: f"{path} {error}: choose another name"):
+    with explained(files.Refused, lambda error: f"{path} {error}: choose another name"):
         replaceable(path)
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name or add --overwrite")

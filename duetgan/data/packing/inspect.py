@@ -16,7 +16,7 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_table
-from duetgan.utils.memory import cores
+from duetgan.utils.machine import cores
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import columns
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from duetgan.utils.memory import cores
+from duetgan.utils.machine import cores
 from duetgan.utils.runlog.progress import Bar
 
 # Candidates by their hashes. Photos of 128 px were saved as JPEG of quality 50 to 90, halved and

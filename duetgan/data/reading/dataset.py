@@ -22,7 +22,7 @@ from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.several_files import combined_meta, open_files
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.memory import cores
+from duetgan.utils.machine import cores
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.seeding import numpy_generator
 

@@ -32,7 +32,7 @@ from duetgan.data.sources.files import walk
 from duetgan.data.sources.named import CACHE, cache_folder
 from duetgan.data.sources.tars import SUFFIX, TarSource
 from duetgan.data.tar_files import OPEN, state_of
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import hold
 from duetgan.utils.runlog.run_log import say
@@ -229,8 +229,8 @@ def index_of(shards: Sequence[Path]) -> Path:
     """
     states = []
     for shard in shards:
-        with bounded.reading(shard, "give tar files of images"):
-            size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
+        with files.reading(shard, "give tar files of images"):
+            size, changed = state_of(files.check(shard, files.ARCHIVE))
         states.append(Shard(path=str(shard.absolute()), size=size, changed=changed))
     path = cache_folder() / "shards" / f"{_digest([shard.path for shard in states])}.lmdb"
     location = shards[0] if len(shards) == 1 else shards[0].parent
@@ -243,7 +243,7 @@ def copy_of(folder: Path) -> Path:
     The image files are copied unchanged. The copy is made again if the name, size or time of a file
     has changed. Raises UserError for images that need the options of packing.
     """
-    with bounded.reading(folder, "give a folder, or a zip file, of images"):
+    with files.reading(folder, "give a folder, or a zip file, of images"):
         names = walk(folder)[0] if folder.is_dir() else ["."]
         states = []
         for name in sorted(names):

@@ -12,7 +12,7 @@ import numpy as np
 
 from duetgan.data.errors import ImageError
 from duetgan.data.values import npy_array
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import did_you_mean
@@ -192,7 +192,7 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
     """
     path = Path(path)
     binary = path.suffix == ".npy"
-    with bounded.reading(path, "give a file with a weight for each image"):
+    with files.reading(path, "give a file with a weight for each image"):
         weights = _array_weights(path) if binary else _text_weights(path)
     if len(weights) != count:
         raise UserError(
@@ -208,7 +208,7 @@ def _array_weights(path: Path) -> np.ndarray:
         ImageError,
         lambda error: f"{path} is not a NumPy file of numbers ({error}); save it with numpy.save",
     ):
-        array = npy_array(bounded.read_file(path, bounded.TABLE))
+        array = npy_array(files.read_file(path, files.TABLE))
     if array.ndim != 1:
         raise UserError(
             f"{path} holds {array.dtype} {list(array.shape)}; it must be numbers in one dimension"
@@ -220,7 +220,7 @@ def _text_weights(path: Path) -> np.ndarray:
     weights = []
     # Bytes that are not UTF-8 are replaced: they are no number either.
     with io.TextIOWrapper(
-        bounded.open_file(path, bounded.TABLE), encoding="utf-8-sig", errors="replace"
+        files.open_file(path, files.TABLE), encoding="utf-8-sig", errors="replace"
     ) as file:
         for number, line in enumerate(file, start=1):
             try:

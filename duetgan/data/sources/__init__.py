@@ -21,7 +21,7 @@ from duetgan.data.sources.path_tables import open_csv, open_json
 from duetgan.data.sources.remote import RemoteSource
 from duetgan.data.sources.tables import is_saved, open_arrow, open_table
 from duetgan.data.sources.tars import TarSource
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
@@ -174,7 +174,7 @@ def _open(spec: str, options: SourceOptions) -> Source:
 def _open_file(path: Path, options: SourceOptions) -> Source:
     """Open a file with the reader for its content (LMDB, zip), or for its suffix."""
     refused = explained(OSError, lambda error: f"{path} {error}; give {kinds()}")
-    with refused, bounded.open_file(path, bounded.ARCHIVE) as file:
+    with refused, files.open_file(path, files.ARCHIVE) as file:
         is_zip = zipfile.is_zipfile(file)
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
     if suffix not in READERS and is_zip:

@@ -30,7 +30,7 @@ from duetgan.data.values import (
     page_values,
     stacked,
 )
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed
 
@@ -39,8 +39,8 @@ def open_npy(path: Path, options: SourceOptions) -> ArraySource:
     """Open all images of a .npy file, unlabelled. The file is memory-mapped."""
     refuse_split(path, options.split)
     with (
-        bounded.reading(path, "save it with numpy.save", ImageError),
-        bounded.open_file(path, bounded.ARCHIVE) as file,
+        files.reading(path, "save it with numpy.save", ImageError),
+        files.open_file(path, files.ARCHIVE) as file,
     ):
         shape, fortran, dtype, start = npy_header(file, os.fstat(file.fileno()).st_size)
         images = channels_last(
@@ -57,15 +57,15 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     vectors [n, classes] of 0 and 1. Raises UserError for other arrays.
     """
     by_split: dict[str, dict[str, np.ndarray]] = {}  # "": arrays without a split
-    damaged = bounded.reading(
+    damaged = files.reading(
         path, "save it with numpy.savez", *UNPACKING_ERRORS, NotImplementedError
     )
     with (
         damaged,
-        bounded.open_file(path, bounded.ARRAY) as whole,
+        files.open_file(path, files.ARRAY) as whole,
         zipfile.ZipFile(whole) as archive,
     ):
-        bounded.refuse_large(sum(member.file_size for member in archive.infolist()), bounded.ARRAY)
+        files.refuse_large(sum(member.file_size for member in archive.infolist()), files.ARRAY)
         for member in archive.infolist():
             if member.compress_type not in METHODS:
                 raise ImageError(f"{member.filename} is not compressed by deflate")
@@ -84,7 +84,7 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
         raise UserError(
             f"{path}: holds {listed(sorted(arrays))}; give one array of images and one of labels"
         )
-    with bounded.reading(path, "save it with numpy.savez", ImageError):
+    with files.reading(path, "save it with numpy.savez", ImageError):
         pixels = channels_last(arrays[images[0]], many=True)
     source = ArraySource(path.name, pixels)
     source.splits = splits
@@ -122,10 +122,10 @@ class TiffSource(Source):
         self.path = path
         self.as_is = True
         with (
-            bounded.reading(path, "copy or make it again", ImageError),
+            files.reading(path, "copy or make it again", ImageError),
             contextlib.ExitStack() as stack,
         ):
-            stream = stack.enter_context(bounded.open_file(path, bounded.ARCHIVE))
+            stream = stack.enter_context(files.open_file(path, files.ARCHIVE))
             self._size = os.fstat(stream.fileno()).st_size
             self._file = stack.enter_context(open_tiff(stream))
             self._labels = np.zeros(len(self._file.pages), np.int64)

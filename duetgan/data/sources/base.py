@@ -24,10 +24,10 @@ from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
 from duetgan.data.lmdb.format import Shard, Split, multi_hot
 from duetgan.data.values import Content
-from duetgan.utils import bounded
+from duetgan.utils import files
+from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import RANGES, ImageSpec
-from duetgan.utils.provenance import Provenance
 from duetgan.utils.text import listed, printable
 
 
@@ -418,7 +418,7 @@ def sharded(folder: Path, shards: Iterable[str] = SHARDED) -> str:
 
     A folder with images or visible sub-folders has no shards.
     """
-    with bounded.reading(folder, "check its permissions"):
+    with files.reading(folder, "check its permissions"):
         visible = _visible(folder)
         suffixes = {entry.suffix.lower() for entry in visible}
         if suffixes & SUFFIXES or any(entry.is_dir() for entry in visible):

@@ -42,7 +42,7 @@ from duetgan.data.sources.base import (
     split_name,
     with_slashes,
 )
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
 
@@ -65,9 +65,9 @@ TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # most folders in a message
 
 
-def kind_of(name: str) -> bounded.FileLimit:
+def kind_of(name: str) -> files.FileLimit:
     """Return the size limit for a file by its name."""
-    return bounded.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else bounded.IMAGE
+    return files.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else files.IMAGE
 
 
 def arrange(
@@ -368,7 +368,7 @@ class LocalSource(ListedSource):
 def read_file(path: Path) -> bytes:
     """Return a file's bytes. Raises ImageError."""
     with explained((OSError, ValueError), read_error):  # ValueError: a name with a null byte
-        return bounded.read_file(path, kind_of(path.name))
+        return files.read_file(path, kind_of(path.name))
 
 
 def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
@@ -414,10 +414,10 @@ class ZipSource(ListedSource):
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         super().__init__(path.name, str(path))
-        with bounded.reading(
+        with files.reading(
             path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile
         ):
-            bounded.check(path, bounded.ARCHIVE)
+            files.check(path, files.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
         self._members: dict[str, zipfile.ZipInfo] = {}
         folders = []
@@ -437,7 +437,7 @@ class ZipSource(ListedSource):
     def read(self, name: str) -> bytes:
         member = self._members[name]
         with explained(OSError, read_error):
-            bounded.refuse_large(member.file_size, kind_of(name))
+            files.refuse_large(member.file_size, kind_of(name))
         if stat.S_ISLNK(member.external_attr >> 16):
             raise ImageError("is a symbolic link; put the file itself into the zip file")
         if member.compress_type not in METHODS:

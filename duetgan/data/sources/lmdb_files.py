@@ -19,7 +19,7 @@ from duetgan.data.lmdb.format import FORMAT_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.sources.base import Source, SourceOptions, refuse_split
 from duetgan.data.values import Values
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 
 LENGTH_KEY = b"length"
@@ -35,7 +35,7 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
     refuse_split(path, options.split)
     handle = acquire(path)
     with (
-        bounded.reading(path, "copy or make it again", lmdb.Error),
+        files.reading(path, "copy or make it again", lmdb.Error),
         handle.environment.begin() as transaction,
     ):
         is_packed = transaction.get(FORMAT_KEY) is not None

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from duetgan.data.sources.base import ArraySource
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import downloading
 
@@ -77,9 +77,9 @@ def read_idx(path: Path) -> np.ndarray:
 
     Raises UserError for a damaged file.
     """
-    read = bounded.read_gzip if path.suffix == ".gz" else bounded.read_file
-    with bounded.reading(path, "get it again"):
-        content = read(path, bounded.ARRAY)
+    read = files.read_gzip if path.suffix == ".gz" else files.read_file
+    with files.reading(path, "get it again"):
+        content = read(path, files.ARRAY)
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise UserError(f"{path} is not an idx file of bytes; get it again")
     dimensions = content[3]
@@ -205,8 +205,8 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
 def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
     parts, png = [], paths[0].suffix == ".png"
     for path in paths:
-        with bounded.reading(path, "get it again", *DAMAGED):
-            content = bounded.read_file(path, bounded.ARRAY)
+        with files.reading(path, "get it again", *DAMAGED):
+            content = files.read_file(path, files.ARRAY)
             if png:
                 with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
                     content = image.convert("RGB").tobytes()
@@ -214,8 +214,8 @@ def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
     values = np.concatenate(parts)
     if png:
         place = place / f"{split}_lables.json"
-        with bounded.reading(place, "get it again", *DAMAGED):
-            labels = np.array(json.loads(bounded.read_file(place, bounded.TABLE)), dtype=np.int64)
+        with files.reading(place, "get it again", *DAMAGED):
+            labels = np.array(json.loads(files.read_file(place, files.TABLE)), dtype=np.int64)
     elif values.size % 3073:
         raise UserError(f"{place}: the .bin files are truncated or damaged; get them again")
     else:

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from duetgan.data.images import SUFFIXES
 from duetgan.data.sources import base, labels
 from duetgan.data.sources.files import LocalSource
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
@@ -91,8 +91,8 @@ class CsvTable:
         line = 1
         try:
             with (
-                bounded.reading(self.path, "check the file and its permissions"),
-                bounded.open_file(self.path, bounded.TABLE) as content,
+                files.reading(self.path, "check the file and its permissions"),
+                files.open_file(self.path, files.TABLE) as content,
                 io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as file,
             ):
                 header = file.readline()
@@ -126,10 +126,10 @@ class JsonTable:
     """A file of JSON lines, or of a JSON array of objects."""
 
     def __init__(self, path: Path) -> None:
-        with bounded.reading(
+        with files.reading(
             path, "save it as JSON lines, an object a line", ValueError, RecursionError
         ):
-            text = bounded.read_file(path, bounded.TABLE).decode("utf-8-sig")
+            text = files.read_file(path, files.TABLE).decode("utf-8-sig")
             if text.lstrip().startswith("["):
                 rows = list(enumerate(json.loads(text), start=1))
                 self._unit = "entry"

@@ -14,7 +14,7 @@ from typing import TypeVar
 from duetgan.data.errors import ImageError
 from duetgan.data.sources.base import SourceOptions
 from duetgan.data.sources.files import ListedSource, arrange, kind_of
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
 # Errors that another attempt would not avoid. All others are tried again, because drivers raise the
 # exceptions of their libraries.
 FINAL = (
-    bounded.Refused,
+    files.Refused,
     FileNotFoundError,
     IsADirectoryError,
     NotADirectoryError,
@@ -79,7 +79,7 @@ class RemoteSource(ListedSource):
     def read(self, name: str) -> bytes:
         try:
             return attempt(functools.partial(self._fetch, name, self._sizes.get(name)))
-        except bounded.Refused as error:
+        except files.Refused as error:
             raise ImageError(str(error)) from None
         except Exception as error:  # whatever the driver raises, see FINAL
             raise ImageError(f"cannot be read ({_reason(error)})") from None
@@ -87,14 +87,14 @@ class RemoteSource(ListedSource):
     def _fetch(self, name: str, size: object) -> bytes:
         place, protocol = self._prefix + name, self._filesystem.protocol
         if "file" in protocol:
-            return bounded.read_file(place, kind_of(name))
+            return files.read_file(place, kind_of(name))
         # A web server may not send the size: read up to the limit.
         if not isinstance(size, int):
             # Block size 0 turns off fsspec's cache, which requests the size and parts of the file.
             options = {"block_size": 0} if "http" in protocol else {}
             with self._filesystem.open(place, "rb", **options) as file:
-                return bounded.read_stream(file, kind_of(name))
-        bounded.refuse_large(size, kind_of(name))
+                return files.read_stream(file, kind_of(name))
+        files.refuse_large(size, kind_of(name))
         content: bytes = self._filesystem.cat_file(place)
         if len(content) != size:
             raise OSError(f"{len(content):,} of {size:,} bytes arrived")

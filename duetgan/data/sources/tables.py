@@ -31,9 +31,9 @@ import numpy as np
 from duetgan.data.errors import ImageError, read_error
 from duetgan.data.sources import base, labels
 from duetgan.data.sources.path_tables import PathTable
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.memory import available_bytes
+from duetgan.utils.machine import available_bytes
 from duetgan.utils.text import listed, printable
 
 MEMORY_FRACTION = 0.5  # of the available memory, for the reading process
@@ -75,10 +75,10 @@ class _Child:
         columns: Sequence[str] | None,
         start: int,
         rows: int,
-        kind: bounded.FileLimit,
+        kind: files.FileLimit,
     ) -> Any:
         """Send a request and return the answer. Raises OSError if the file cannot be read."""
-        bounded.check(path, bounded.ARCHIVE)
+        files.check(path, files.ARCHIVE)
         with self._lock:
             if self._running is None or self._running.parent != os.getpid():
                 self._running = self._start()
@@ -94,7 +94,7 @@ class _Child:
                     errno.EIO, "it takes too much memory, or ends the process that reads it"
                 ) from None
         if status == "large":
-            bounded.refuse_large(answer, kind)
+            files.refuse_large(answer, kind)
         if status == "error":
             raise OSError(errno.EIO, answer)
         return answer
@@ -137,7 +137,7 @@ def _stop(process: "subprocess.Popen[bytes]", connection: Connection, parent: in
 
 
 _child = _Child()
-_reading = functools.partial(bounded.reading, remedy="copy or get it again")
+_reading = functools.partial(files.reading, remedy="copy or get it again")
 
 
 class Shards:
@@ -155,7 +155,7 @@ class Shards:
         self.tables: list[_Table] = []
         for path in self.paths:
             with _reading(path):
-                table = _Table(*_child.ask(path, None, 0, 0, bounded.TABLE))
+                table = _Table(*_child.ask(path, None, 0, 0, files.TABLE))
             self.tables.append(table)
             if table.rows > (size := path.stat().st_size):  # An image has at least a byte.
                 raise UserError(
@@ -187,13 +187,12 @@ class Shards:
             while columns and read < table.rows:
                 with _reading(path):
                     piece_size, values = _child.ask(
-                        path, list(columns), read, LABEL_ROWS, bounded.TABLE
+                        path, list(columns), read, LABEL_ROWS, files.TABLE
                     )
                     size += piece_size
                     if size > limit:
-                        raise bounded.Refused(
-                            f"its columns {', '.join(columns)} have more than"
-                            f" {bounded.TABLE.remedy}"
+                        raise files.Refused(
+                            f"its columns {', '.join(columns)} have more than {files.TABLE.remedy}"
                         )
                 for row in zip(*values, strict=True):
                     yield f"row {next(number)}", list(map(labels.as_text, row))
@@ -258,7 +257,7 @@ class TableSource(base.Source):
         Rows without a label (null, empty text, a number below 0) are omitted. Classes of the schema
         without images are omitted too.
         """
-        rows = [row for _, row in self.shards.rows(columns.names, bounded.TABLE.limit)]
+        rows = [row for _, row in self.shards.rows(columns.names, files.TABLE.limit)]
         rows = rows or [[]] * len(self._rows)
         single = len(columns.labels) == 1 and not columns.one_hot
         if single and self.shards.first.use(columns.labels[0]) == "number":
@@ -303,7 +302,7 @@ class TableSource(base.Source):
         if number != shard or not first <= row < first + len(images):
             with explained(OSError, read_error):
                 _, (images,) = _child.ask(
-                    self.shards.paths[shard], [self._image], row, IMAGE_ROWS, bounded.IMAGE
+                    self.shards.paths[shard], [self._image], row, IMAGE_ROWS, files.IMAGE
                 )
             first = row
             self._piece = (shard, first, images)
@@ -311,7 +310,7 @@ class TableSource(base.Source):
         if content is None:
             raise ImageError(f"holds no bytes{INSTEAD}")
         with explained(OSError, read_error):
-            bounded.refuse_large(len(content), bounded.IMAGE)
+            files.refuse_large(len(content), files.IMAGE)
         return content
 
     def item_name(self, index: int) -> str:
@@ -329,7 +328,7 @@ def class_names(path: Path, table: _Table, column: str) -> list[str]:
         return []
     record = f"{path}: its metadata record huggingface"
     faults = (ValueError, AttributeError, IndexError, RecursionError)
-    with bounded.reading(record, "get it again", *faults):
+    with files.reading(record, "get it again", *faults):
         content = json.loads(table.metadata)
         feature = content.get("info", content).get("features", {}).get(column, {})
         # The column may have lists of a feature.
@@ -428,8 +427,8 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    with bounded.reading(path, "save it again", ValueError, RecursionError):
-        content = json.loads(bounded.read_file(path, bounded.TABLE))
+    with files.reading(path, "save it again", ValueError, RecursionError):
+        content = json.loads(files.read_file(path, files.TABLE))
     if not isinstance(content, dict):
         raise UserError(f"{path} is no JSON object; save it again")
     return content

@@ -28,10 +28,10 @@ from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pair
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.checkpoint.provenance import recorded
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
-from duetgan.utils.provenance import recorded
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.seeding import numpy_generator
 

@@ -29,7 +29,7 @@ from duetgan.extras.explorer.models import Document, LoadedRun, Source, compare_
 from duetgan.inference.samples import parse_layers
 from duetgan.models.gan import TruncationMean
 from duetgan.reporting.pictures import number, picture
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.config.cli import number as number_type
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean, printable
@@ -179,8 +179,8 @@ class Query:
         """Return the body of the request: an image file within the size limit."""
         if not self._request.content_length:
             raise UserError("no image was sent; choose a file")
-        with explained(bounded.Refused, lambda error: f"the image {error}"):
-            return bounded.read_stream(self._request.stream, bounded.UPLOAD)
+        with explained(files.Refused, lambda error: f"the image {error}"):
+            return files.read_stream(self._request.stream, files.UPLOAD)
 
 
 class App:
@@ -199,7 +199,7 @@ class App:
         self.worker = worker
         self.token = token
         self._static = {
-            path: (bounded.read_file(file, bounded.CONFIG), kind)
+            path: (files.read_file(file, files.CONFIG), kind)
             for path, (file, kind) in STATIC.items()
         }
         influential = partial(models.influential_images, data=data)
@@ -301,7 +301,7 @@ class App:
         return handle
 
     def _list_runs(self, _: Query) -> Answer:
-        return {"runs": [run.facts() for run in self.runs], "upload": bounded.UPLOAD.limit}
+        return {"runs": [run.facts() for run in self.runs], "upload": files.UPLOAD.limit}
 
     def _compare(self, query: Query) -> Answer:
         a, b = query.run(name="a"), query.run(name="b")

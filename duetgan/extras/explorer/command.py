@@ -12,11 +12,11 @@ import socket
 import sys
 from pathlib import Path
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.config.cli import Parser, add_import_option, number
 from duetgan.utils.config.yaml_files import near_file
+from duetgan.utils.distributed.process import leave_threads
 from duetgan.utils.errors import EXIT_OK, UserError, explained
-from duetgan.utils.script import leave_threads
 
 PORT = 7870
 CONNECTIONS = 50
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
             sockets=[listener],
             threads=THREADS,
             connection_limit=CONNECTIONS,
-            max_request_body_size=bounded.UPLOAD.limit + 1,
+            max_request_body_size=files.UPLOAD.limit + 1,
             ident=None,
         )
 

@@ -8,7 +8,7 @@ import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError
@@ -80,10 +80,10 @@ def read(path: Path) -> "Converted":
     from duetgan.extras.official.unpickle import Inert, read_pickle
     from duetgan.models.weights import read_plain
 
-    bounded.refuse_page(path)
+    files.refuse_page(path)
     # Refused is a ValueError.
     faults = (ValueError, TypeError, LookupError, RuntimeError)
-    with bounded.reading(path, "give a StyleGAN2 or R3GAN network", *faults):
+    with files.reading(path, "give a StyleGAN2 or R3GAN network", *faults):
         if path.suffix == ".safetensors":
             return nvidia.from_file(path)
         if path.suffix != ".pkl":
@@ -109,7 +109,7 @@ def refuse_other_programs(path: Path, content: Tree) -> None:
     modules = _submodules(content.get("G_ema"))
     layers = _submodules(modules.get("synthesis"))
     with (
-        bounded.open_file(path, bounded.WEIGHTS) as file,
+        files.open_file(path, files.WEIGHTS) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
         has_projected_modules = text.find(b"pg_modules") >= 0

@@ -21,7 +21,7 @@ from duetgan.extras.official.names import (
 )
 from duetgan.extras.official.unpickle import Inert, Refused, module_state
 from duetgan.models.weights import read_tensors
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.config.yaml_files import Tree
 
 FILTER = [1, 3, 3, 1]
@@ -149,7 +149,7 @@ def from_file(path: Path) -> Converted:
     """
     states: dict[str, dict[str, Tensor]] = {}
     tensors, metadata = read_tensors(path, "export it again")
-    with bounded.reading(path, "export it again", ValueError, RecursionError):
+    with files.reading(path, "export it again", ValueError, RecursionError):
         arguments = json.loads(metadata.get(ENTRY, "null"))
     if isinstance(arguments, dict):
         for key, value in tensors.items():

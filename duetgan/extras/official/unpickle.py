@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 
 DEPTH = 32  # maximum depth of nested modules
 TENSORS = 10_000  # maximum number of tensors in a network
@@ -220,7 +220,7 @@ def read_pickle(path: Path) -> Any:
     """
     remedy = "give a network's file of one of those programs"
     # The unpickler raises a dozen kinds for damaged files.
-    with bounded.reading(path, remedy, Exception), bounded.open_file(path, bounded.WEIGHTS) as file:
+    with files.reading(path, remedy, Exception), files.open_file(path, files.WEIGHTS) as file:
         _scan(file)
         file.seek(0)
         return _Unpickler(file, encoding="latin1").load()

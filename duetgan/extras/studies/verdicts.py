@@ -6,7 +6,7 @@ from pathlib import Path
 
 from duetgan.extras.studies.page import p_value, signed, span
 from duetgan.reporting.run_files import Document
-from duetgan.utils.bounded import TABLE, read_file, reading
+from duetgan.utils.files import TABLE, read_file, reading
 from duetgan.utils.text import duration
 
 HEAD = ["arm", "base", "controls", "of", "effect", "95 % interval", "p", "verdict"]

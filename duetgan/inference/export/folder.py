@@ -28,11 +28,11 @@ from duetgan.metrics.lineage import run_folder
 from duetgan.models.classifier import ModelConfig
 from duetgan.models.gan import StyledGenerator
 from duetgan.models.registry import DEFAULT
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.checkpoint.provenance import recorded
 from duetgan.utils.config.build import build
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.provenance import recorded
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed, printable
 
@@ -185,7 +185,7 @@ def evaluated(checkpoint: Checkpoint) -> Document:
     """
     path = run_folder(Path(checkpoint["file"])) / "eval" / "metrics.json"
     try:
-        document = json.loads(bounded.read_file(path, bounded.TABLE))
+        document = json.loads(files.read_file(path, files.TABLE))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(document, dict):

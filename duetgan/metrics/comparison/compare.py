@@ -26,7 +26,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.comparison import paired
 from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, LABELS, Figure
 from duetgan.metrics.protocol import Document
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.config.model import PositiveInt, Stored, Whole
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
@@ -109,8 +109,8 @@ class Predictions:
         path = folder / FILE
         remedy = "evaluate that run once more with evaluate.py --checkpoint"
         faults = SafetensorError, KeyError, TypeError, ValueError, RecursionError
-        with bounded.reading(path, remedy, *faults):
-            content = bounded.read_file(path, bounded.TABLE)
+        with files.reading(path, remedy, *faults):
+            content = files.read_file(path, files.TABLE)
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise UserError(
                     f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}"
@@ -186,10 +186,10 @@ class Evaluated:
         """Read the evaluation of a run; raise UserError if it is missing or damaged."""
         folder = Path(run) / "eval" if (Path(run) / "eval").is_dir() else Path(run)
         path = folder / "metrics.json"
-        with bounded.reading(
+        with files.reading(
             path, f"evaluate it with evaluate.py --checkpoint {run}", ValueError, RecursionError
         ):
-            document = json.loads(bounded.read_file(path, bounded.TABLE))
+            document = json.loads(files.read_file(path, files.TABLE))
             _Document.read(document)
         self.name, self.document = run, document
         self.predictions = Predictions(folder, document["predictions"]["sha256"])

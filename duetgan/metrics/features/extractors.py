@@ -22,12 +22,12 @@ from duetgan.models.classifier import Classifier, fit_images
 from duetgan.models.restore import classifier_from, fingerprint, read
 from duetgan.models.weights import file_hash, fit_state, read_state_dict
 from duetgan.utils.checkpoint import resolve
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
-from duetgan.utils.memory import upload
-from duetgan.utils.provenance import Lineage
+from duetgan.utils.machine import upload
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import did_you_mean
 

@@ -25,9 +25,9 @@ from duetgan.data.reading.weighted_sampling import (
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_log import say
 
 OPEN_FILES = 96  # open files of a process besides the images: libraries, sockets, logs

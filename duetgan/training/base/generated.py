@@ -16,9 +16,9 @@ from duetgan.metrics.lineage import provenance_of
 from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.provenance import Provenance
 
 # samples per forward pass; fixed because rounding depends on the batch size
 BLOCK = 16

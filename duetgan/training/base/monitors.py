@@ -13,10 +13,10 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.config.model import AboveOne, Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.distributed import collectives
-from duetgan.utils.memory import CGROUP
+from duetgan.utils.machine import CGROUP
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.text import listed
 
@@ -273,7 +273,7 @@ class Pace:
         self._requested = dict(setting) if isinstance(setting, Mapping) else {0: current}
         self._cpu = device.type == "cpu"
         self._adapts = setting == "adapt" and self._cpu and collectives.world_size() == 1
-        self._load = threads.ProgramLoad()
+        self._load = machine.ProgramLoad()
         self._checked = time.monotonic()
         self._patience = PATIENCE
         self._free_since: float | None = None
@@ -281,7 +281,7 @@ class Pace:
         self._span: object = None
         self._rates: list[float] = []
         self._warned = False
-        self._tick = threads.ProgramLoad()
+        self._tick = machine.ProgramLoad()
         self._counters = _read_counters()
 
     def resume(self, step: int, by_step: Mapping[int, int]) -> None:
@@ -302,13 +302,13 @@ class Pace:
         if self._adapts and time.monotonic() - self._checked >= CHECK_INTERVAL:
             self._adapt(step)
         if self._cpu and torch.get_num_threads() != (count := _at(self.by_step, step)):
-            torch.set_num_threads(count)
+            machine.use_threads(count)
 
     def _adapt(self, step: int) -> None:
         now = time.monotonic()
         busy = self._load.busy_cores()
         count = _at(self.by_step, step)
-        fitting = threads.fitting(busy)
+        fitting = machine.fitting(busy)
         self._checked = now
         if fitting <= count:
             self._free_since = None
@@ -321,7 +321,7 @@ class Pace:
             self._free_since = None
             self._record(step, fitting)
             say_main(
-                f"step {step}: {count} -> {threads.counted(fitting)}: {threads.load_text(busy)} "
+                f"step {step}: {count} -> {machine.counted(fitting)}: {machine.load_text(busy)} "
                 "(threads: adapt)"
             )
 
@@ -375,9 +375,9 @@ class Pace:
                 f"memory is short, {swapped / seconds:,.0f} pages/s come from the disk (close "
                 "programs, or make micro_batch smaller)"
             )
-        if self._cpu and busy > threads.TOLERATED_LOAD and not self._adapts:
+        if self._cpu and busy > machine.TOLERATED_LOAD and not self._adapts:
             causes.append(
-                f"{threads.load_text(busy)} (stop them, or start again with --threads adapt)"
+                f"{machine.load_text(busy)} (stop them, or start again with --threads adapt)"
             )
         return causes
 

@@ -13,7 +13,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, Source
 from duetgan.training.base.config import Shape
 from duetgan.training.base.monitors import State
-from duetgan.utils.provenance import Lineage
+from duetgan.utils.checkpoint.provenance import Lineage
 
 
 class Stateful(Protocol):

@@ -8,8 +8,8 @@ from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.classifier import fit_images
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.errors import UserError
-from duetgan.utils.provenance import Lineage
 
 
 class Teacher:

@@ -21,7 +21,7 @@ from duetgan.training.classifier.loss import Targets
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt, Probability
 from duetgan.utils.distributed import collectives
-from duetgan.utils.memory import upload
+from duetgan.utils.machine import upload
 
 if TYPE_CHECKING:
     from duetgan.training.classifier.config import ClassifierConfig

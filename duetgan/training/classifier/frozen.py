@@ -25,7 +25,7 @@ from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import writing
-from duetgan.utils.memory import MIB, available_bytes, local_processes
+from duetgan.utils.machine import MIB, available_bytes, local_processes
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say_main
 

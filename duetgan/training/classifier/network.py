@@ -13,9 +13,9 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.models.weights import load_pretrained
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
-from duetgan.utils.provenance import Lineage, join, recorded
 from duetgan.utils.runlog.run_log import say_main
 
 IMAGES = 5000  # largest number of images to which the first filters are fitted

@@ -57,12 +57,12 @@ from duetgan.training.classifier.probe import (
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils.checkpoint.provenance import Lineage, join
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.collectives import Snapshot, by_kind
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
-from duetgan.utils.memory import ran_out
-from duetgan.utils.provenance import Lineage, join
+from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 

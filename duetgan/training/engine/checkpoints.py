@@ -12,15 +12,15 @@ from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Stateful
 from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.checkpoint.state_schema import FAULTS, check_part
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
-from duetgan.utils.provenance import Lineage, join, recorded
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
-from duetgan.utils.versions import versions
+from duetgan.utils.runlog.versions import versions
 
 Registry = Mapping[str, Stateful]
 Evaluation = Mapping[str, object]  # metric, value and interval of an evaluation

@@ -25,7 +25,7 @@ from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import silent_ranks
 from duetgan.utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
 from duetgan.utils.errors import TrainingHalted, UserError, explained
-from duetgan.utils.memory import ran_out
+from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Events
 from duetgan.utils.text import listed

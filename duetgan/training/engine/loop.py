@@ -34,7 +34,7 @@ from duetgan.utils.distributed.heartbeat import Heartbeat
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.images import save_png
-from duetgan.utils.memory import peak_bytes
+from duetgan.utils.machine import peak_bytes
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Metrics, RunLog, say, say_main
 

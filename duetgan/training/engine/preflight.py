@@ -25,8 +25,14 @@ from duetgan.training.optim.config import OptimizerConfig
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.memory import MIB, local_processes, total_bytes
-from duetgan.utils.threads import TOLERATED_LOAD, counted, load_text
+from duetgan.utils.machine import (
+    MIB,
+    TOLERATED_LOAD,
+    counted,
+    load_text,
+    local_processes,
+    total_bytes,
+)
 
 GIB = 2**30
 

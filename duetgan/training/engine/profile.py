@@ -20,7 +20,7 @@ from duetgan.training.base.task import Stateful
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import write_atomic
-from duetgan.utils.memory import MIB, peak_bytes
+from duetgan.utils.machine import MIB, peak_bytes
 from duetgan.utils.text import columns
 
 if TYPE_CHECKING:

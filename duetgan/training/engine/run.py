@@ -18,8 +18,9 @@ from duetgan.training.engine import health, lr_find, preflight, speed, transfer
 from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.tasks import TASKS, build_run_config
-from duetgan.utils import seeding, threads
+from duetgan.utils import machine, seeding
 from duetgan.utils.checkpoint import newest_first
+from duetgan.utils.checkpoint.provenance import Lineage, join
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import given_keys, to_tree
 from duetgan.utils.config.yaml_files import Tree, read_yaml
@@ -27,8 +28,7 @@ from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 from duetgan.utils.distributed.launch import under_launcher
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
-from duetgan.utils.memory import tune_malloc
-from duetgan.utils.provenance import Lineage, join
+from duetgan.utils.machine import tune_malloc
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.runlog.run_log import say, say_main, say_refused
 from duetgan.utils.text import columns
@@ -183,7 +183,7 @@ def _resolve_auto(config: RunConfig, saved: Tree) -> RunConfig:
         if key in saved and getattr(config, key) == "auto":
             resolved[key] = saved[key]
     if isinstance(resolved.get("threads"), int):  # the earlier machine may have had more cores
-        resolved["threads"] = min(resolved["threads"], threads.max_threads())
+        resolved["threads"] = min(resolved["threads"], machine.max_threads())
     return config.changed(**resolved)
 
 

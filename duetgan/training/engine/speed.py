@@ -27,11 +27,11 @@ from duetgan.training.base.config import RunConfig, Threads
 from duetgan.training.base.task import Task
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.optim.updater import Precision
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import ran_out
+from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import duration
 
@@ -189,7 +189,7 @@ def choose(
     choice = collectives.from_main_process(
         lambda: _measure(config, dataset, device, candidates, text)
     )
-    torch.set_num_threads(choice.threads)
+    machine.use_threads(choice.threads)
     return choice
 
 
@@ -197,12 +197,12 @@ def _set_threads(setting: Threads, device: torch.device, *, already_chosen: bool
     if isinstance(setting, dict):
         setting = setting[min(setting)]
     if isinstance(setting, int):
-        torch.set_num_threads(setting)
+        machine.use_threads(setting)
     # Runs of earlier versions recorded no number and used torch's default.
     elif already_chosen or device.type != "cpu":
-        torch.set_num_threads(threads.max_threads())
+        machine.use_threads(machine.max_threads())
     else:
-        torch.set_num_threads(threads.fitting(threads.busy_since_start()))
+        machine.use_threads(machine.fitting(machine.busy_since_start()))
 
 
 def _measure(
@@ -216,10 +216,10 @@ def _measure(
     world_size, requested = collectives.world_size(), config.precision
     method = ""
     seconds_per_image: float | None = None
-    load = threads.ProgramLoad()
+    load = machine.ProgramLoad()
     count = torch.get_num_threads()
     tunes_threads = device.type == "cpu" and config.threads in ("auto", "adapt")
-    tunes_threads = tunes_threads and threads.is_adjustable()
+    tunes_threads = tunes_threads and machine.is_adjustable()
     with collectives.alone(), Bar(desc="measuring the speed of a step", unit="step", delay=1):
         try:
             seconds, seconds_per_image, is_lower_bound = time_precisions(
@@ -252,7 +252,7 @@ def _measure(
         ratio = 1 / ratio
     busy, measured_count = load.busy_cores(), torch.get_num_threads()
     if tunes_threads:  # Other programs' load may have changed during the measurement.
-        fitting = threads.fitting(busy)
+        fitting = machine.fitting(busy)
         count = fitting if measured_count == count else min(measured_count, fitting)
     precision = best if requested == "auto" else candidates[-1]
     return Choice(precision, text, ratio, warning, seconds_per_image, is_lower_bound, count, busy)
@@ -352,12 +352,12 @@ def _alternating(trial: Trial, candidates: Sequence[Fixed]) -> dict[Fixed, float
 def _halve_threads(trial: Trial, name: Fixed, seconds: float) -> float:
     """Halve torch's threads as long as a step gets faster than `seconds`; return its seconds then."""
     while (count := torch.get_num_threads()) > 1:
-        torch.set_num_threads(count // 2)
+        machine.use_threads(count // 2)
         halved = trial.seconds(name)
         if halved < STOP_EARLY_RATIO * seconds:  # Otherwise a second try would change nothing.
             halved = min(halved, trial.seconds(name))
         if halved * MIN_THREADS_GAIN > seconds:
-            torch.set_num_threads(count)
+            machine.use_threads(count)
             break
         seconds = halved
     return seconds

@@ -22,13 +22,13 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Updater
 from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.config.recipes import shipped_file
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed

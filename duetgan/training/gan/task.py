@@ -29,11 +29,11 @@ from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
-from duetgan.utils.memory import upload
-from duetgan.utils.provenance import Lineage
+from duetgan.utils.machine import upload
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Interval
 from pydantic import Field
 
-from duetgan.utils import bounded
+from duetgan.utils import files
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import replace_file, replacing, sync_folder
 from duetgan.utils.image_spec import MOST_CHANNELS, PixelFormat, Rectangle
-from duetgan.utils.provenance import Lineage
 
 if TYPE_CHECKING:
     from duetgan.utils.checkpoint.writer import Snapshot
@@ -130,7 +130,7 @@ class CorruptCheckpoint(UserError):
 
 
 def file_sha256(path: Path) -> str:
-    with bounded.open_file(path, bounded.WEIGHTS) as file:
+    with files.open_file(path, files.WEIGHTS) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -188,7 +188,7 @@ def point(folder: Path, which: str, path: Path, **metadata: object) -> None:
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:
     """Return the content of `<which>.json` that `point` wrote, or None if it cannot be read."""
     try:
-        entry = json.loads(bounded.read_file(folder / f"{which}.json", bounded.CONFIG))
+        entry = json.loads(files.read_file(folder / f"{which}.json", files.CONFIG))
         return entry if find_step(entry["file"]) is not None else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
@@ -271,7 +271,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:
-        bounded.check(path, bounded.WEIGHTS)
+        files.check(path, files.WEIGHTS)
         if verify:
             _verify(path)
         import torch  # late, because callers that only look for a file do not need it
@@ -333,7 +333,7 @@ def _verify(path: Path) -> None:
     """
     checksum = _checksum_file(path)
     if checksum.is_file():
-        expected = (bounded.read_file(checksum, bounded.CONFIG).split() or [b""])[0]
+        expected = (files.read_file(checksum, files.CONFIG).split() or [b""])[0]
         if expected != file_sha256(path).encode():
             raise CorruptCheckpoint(
                 f"{path}: damaged (its SHA-256 is not the one in {checksum.name}); use an earlier one"

@@ -89,17 +89,17 @@ def item_types(hint: object, *kinds: type) -> tuple[object, ...]:
     return ()
 
 
-def section_of(hint: object) -> "type[_Strict] | None":
+def section_of(hint: object) -> type[BaseModel] | None:
     """Return the section class among a type's alternatives, or None."""
     for arm in alternatives(hint):
-        if isinstance(arm, type) and issubclass(arm, _Strict):
+        if isinstance(arm, type) and issubclass(arm, BaseModel):
             return arm
     return None
 
 
-def section_at(model: type["_Strict"], name: str) -> "type[_Strict] | None":
+def section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     """Return the section class at a dotted key of `model`; None if the key takes a value."""
-    section: type[_Strict] | None = model
+    section: type[BaseModel] | None = model
     for part in name.split("."):
         section = section_of(hints(section)[part]) if section else None
     return section
@@ -199,7 +199,7 @@ def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
     return key.lstrip("."), hint
 
 
-def _first_error(error: ValidationError, model: type["_Strict"]) -> UserError | Unfit:
+def _first_error(error: ValidationError, model: type[BaseModel]) -> UserError | Unfit:
     """Return the first error of a validation, unknown keys first.
 
     This is an UnknownKey, the UserError of a check, or an Unfit.
@@ -237,7 +237,7 @@ def _example(key: str, hint: object, value: object) -> str:
 
 
 def config_error(
-    error: ValidationError, model: type["_Strict"], source: str = "", overrides: Sequence[str] = ()
+    error: ValidationError, model: type[BaseModel], source: str = "", overrides: Sequence[str] = ()
 ) -> UserError:
     """Return the first error of a configuration as one line.
 
@@ -322,7 +322,7 @@ class Config(_Strict):
         return type(self)(**{**vars(self), **values})
 
 
-def keys_of(model: type[_Strict], prefix: str = "") -> Iterator[str]:
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of a configuration, including the sections."""
     for name, hint in hints(model).items():
         if name in model.model_fields:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import Expected, UserError, explained
 
 GROUP = "duetgan.plugins"
@@ -42,8 +42,8 @@ def load(names: Iterable[str] = ()) -> dict[str, str]:
 
 
 def _file(path: Path) -> str:
-    with bounded.reading(path, "give a .py file, or the name of an installed module"):
-        content = bounded.read_file(path, bounded.CONFIG)
+    with files.reading(path, "give a .py file, or the name of an installed module"):
+        content = files.read_file(path, files.CONFIG)
     digest = hashlib.sha256(content).hexdigest()
     spec = importlib.util.spec_from_file_location(f"imported_{path.stem}_{digest[:8]}", path)
     if spec is not None and spec.loader is not None and spec.name not in sys.modules:
@@ -58,7 +58,7 @@ def _file(path: Path) -> str:
 
 def _module(name: str) -> str:
     file = importlib.import_module(name).__file__
-    return hashlib.sha256(bounded.read_file(Path(file), bounded.CONFIG)).hexdigest() if file else ""
+    return hashlib.sha256(files.read_file(Path(file), files.CONFIG)).hexdigest() if file else ""
 
 
 def _refused(subject: str, error: Exception) -> UserError:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
 from duetgan.utils.text import did_you_mean
@@ -135,7 +135,7 @@ def read_yaml(path: str | Path) -> Tree:
             hint += "; `python train.py --list` prints the recipes"
         raise UserError(f"{path}: no such configuration file{hint}")
     try:
-        with io.TextIOWrapper(bounded.open_file(path, bounded.CONFIG), encoding="utf-8") as file:
+        with io.TextIOWrapper(files.open_file(path, files.CONFIG), encoding="utf-8") as file:
             tree = load(file.read(LONGEST + 1))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.distributed.launch import AGAIN, LAUNCHED
+from duetgan.utils.distributed.process import leave_threads
 from duetgan.utils.distributed.rendezvous import fresh_store
 from duetgan.utils.errors import TrainingHalted, UserError, explained
-from duetgan.utils.memory import ran_out
-from duetgan.utils.script import leave_threads
+from duetgan.utils.machine import ran_out
 
 T = TypeVar("T")
 # bytes per element -> integer type
@@ -75,7 +75,7 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
     with explained(RuntimeError, f"--device {requested}: not a device; use cpu, cuda or cuda:0"):
         device = torch.device(requested) if requested else (accelerator or torch.device("cpu"))
     if device.type == "cpu":
-        threads.settle()
+        machine.settle()
         return torch.device("cpu")
     if accelerator is None or accelerator.type != device.type:
         raise UserError(

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from duetgan.utils.script import process_state
+from duetgan.utils.distributed.process import process_state
 
 FILE = "rank-{}.json"
 Sign = dict[str, Any]  # content of a heartbeat file

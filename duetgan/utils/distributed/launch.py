@@ -16,15 +16,15 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from duetgan.utils.errors import StoppedBySignal, UserError
-from duetgan.utils.memory import cores
-from duetgan.utils.script import (
+from duetgan.utils.distributed.process import (
     child_environment,
     die_with_parent,
     leave_imports,
     process_state,
     python_arguments,
 )
+from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.machine import cores
 
 # time for the other processes to end by themselves after one has failed
 GRACE_SECONDS = 30.0

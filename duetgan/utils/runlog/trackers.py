@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from duetgan.utils import bounded
+from duetgan.utils import files
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.model import NonNegativeInt, Stored
 from duetgan.utils.config.yaml_files import Tree, read_yaml
@@ -158,7 +158,7 @@ class Tracker:
         state = self._run / "tracker.json"
         sent: dict[str, Sent] = {}
         with suppress(OSError, ValueError):
-            sent = STATE.validate_json(bounded.read_file(state, bounded.TABLE))
+            sent = STATE.validate_json(files.read_file(state, files.TABLE))
         previous = sent.get(self.name, Sent(id="", step=0))
         if rows := self._rows(previous.step, last):
             if self._session is None:
@@ -177,7 +177,7 @@ class Tracker:
     def _rows(self, sent: int, last: int) -> list[dict[str, Any]]:
         """Return the rows after step `sent` up to `last`, without partial and incomplete ones."""
         rows = []
-        for line in bounded.read_file(self._run / "metrics.jsonl", bounded.TABLE).splitlines():
+        for line in files.read_file(self._run / "metrics.jsonl", files.TABLE).splitlines():
             with suppress(ValueError, LookupError, TypeError):
                 row = json.loads(line)
                 if sent < row["step"] <= last and not row.get("partial"):

@@ -24,10 +24,10 @@ from duetgan.data.packing import inspect as inspect_module
 from duetgan.data.packing.inspect import Damage, check_block, report, save_grid, verify
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays
+from duetgan.utils.checkpoint.provenance import Lineage, Provenance, join, recorded
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_USER, UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.provenance import Lineage, Provenance, join, recorded
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, stored, value
 from tests.data.lmdb.test_damage import OTHERS, forge, read, use

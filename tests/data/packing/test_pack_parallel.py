@@ -166,7 +166,7 @@ SLOW = """
 import pathlib, sys, time
 from duetgan.data.packing.pack import pack
 from tests.data.packing.test_pack_parallel import Numbers
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 def before(index):
     pathlib.Path("working").touch()

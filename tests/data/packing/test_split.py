@@ -20,8 +20,8 @@ from duetgan.data.packing.inspect import verify
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.split import draw, quotas, to_fraction, val_path
 from duetgan.data.sources import open_source
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_USER, UserError
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import seed_of
 from tests.data.conftest import sample_images, save, source_at, succeed
 from tests.data.packing.test_duplicates import photos as photo_like

@@ -11,7 +11,7 @@ from duetgan.data.reading import dataset as workers_module
 from duetgan.data.reading.dataset import Dataset, choose_workers, thread_counts
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import pack_arrays
-from duetgan.utils import memory
+from duetgan.utils import machine
 from tests.data.conftest import CLASSES, sample_images
 
 KEYS = SampleKeys(1, np.arange(12), np.zeros(12, np.int64))
@@ -70,10 +70,10 @@ def test_a_measurement_reads_no_more_than_a_batch(encoded: Path, monkeypatch: py
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Set files of /proc and /sys by name; nothing of this machine's own is left."""
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
 
@@ -84,22 +84,22 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return write
 
 
-def test_available_memory_and_cores(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.available_bytes() > 1 << 20  # all of the machine's where the system does not say
-    machine(meminfo="MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:   5000 kB\n")
-    assert memory.available_bytes() == 5000 * 1024
-    machine(memory_max="max\n")
-    assert memory.available_bytes() == 5000 * 1024
+def test_available_memory_and_cores(system: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.available_bytes() > 1 << 20  # all of the machine's where the system does not say
+    system(meminfo="MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:   5000 kB\n")
+    assert machine.available_bytes() == 5000 * 1024
+    system(memory_max="max\n")
+    assert machine.available_bytes() == 5000 * 1024
     stat = "anon 300000\ninactive_file 150000\nactive_file 50000\n"
-    machine(memory_max="2000000\n", memory_current="500000\n", memory_stat=stat)
-    assert memory.available_bytes() == 2000000 - 300000  # the file cache is given back when memory runs short
-    machine(memory_max="100000\n")
-    assert memory.available_bytes() == 0
-    machine(memory_max="99999999999\n")
-    assert memory.available_bytes() == 5000 * 1024
+    system(memory_max="2000000\n", memory_current="500000\n", memory_stat=stat)
+    assert machine.available_bytes() == 2000000 - 300000  # the file cache is given back when memory runs short
+    system(memory_max="100000\n")
+    assert machine.available_bytes() == 0
+    system(memory_max="99999999999\n")
+    assert machine.available_bytes() == 5000 * 1024
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert memory.local_processes() == 3
-    machine(cpu_max="250000 100000\n")
-    assert memory.cores() == 1
-    machine(cpu_max="max 100000\n")
-    assert memory.cores() == 2
+    assert machine.local_processes() == 3
+    system(cpu_max="250000 100000\n")
+    assert machine.cores() == 1
+    system(cpu_max="max 100000\n")
+    assert machine.cores() == 2

@@ -15,7 +15,7 @@ import numpy as np
 from duetgan.data.sources.base import ArraySource
 from duetgan.data.sources.named import PREFIX, SAMPLE, open_fashion_mnist
 from duetgan.utils.config.cli import Parser
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 
 PER_CLASS = {"train": 1000, "test": 200}
 

@@ -17,9 +17,9 @@ from fsspec.registry import known_implementations
 from duetgan.commands.pack import main
 from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source, remote, tars
-from duetgan.utils import bounded
-from duetgan.utils.bounded import FileLimit
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
+from duetgan.utils.files import FileLimit
 from tests.data.conftest import source_at
 from tests.data.sources.source_files import content_of, contents, item_refused, refused
 
@@ -200,7 +200,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(tmp_path / "pipe.tar", "is a named pipe, not a regular file")
     (tmp_path / "x.tar.gz").write_bytes(b"\x1f\x8b")
     refused(tmp_path / "x.tar.gz", r"x\.tar\.gz: its images cannot be found without unpacking all of it")
-    assert bounded.IMAGE.limit == 1 << 20
+    assert files.IMAGE.limit == 1 << 20
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         store.pipe("/pets/cat/a.png", b"shorter")
         item_refused(source, 0, r"7 of 9 bytes arrived, after 3 attempts")
         with monkeypatch.context() as small:
-            small.setattr("duetgan.utils.bounded.IMAGE", FileLimit("an image file", 1))
+            small.setattr("duetgan.utils.files.IMAGE", FileLimit("an image file", 1))
             assert isinstance(source, remote.RemoteSource)
             source._sizes["cat/a.png"] = 1 + (1 << 20)
             item_refused(source, 0, "has 1,048,577 bytes, more than the 1 MiB for an image file")

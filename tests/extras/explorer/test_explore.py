@@ -14,7 +14,7 @@ import torch
 
 from duetgan.extras.explorer.command import main
 from duetgan.extras.explorer.models import _distinct_names, open_runs
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.conftest import REPOSITORY
 
 

@@ -18,8 +18,8 @@ from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.subject import generator_subject
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
 from tests.extras.official import layouts

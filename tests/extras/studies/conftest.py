@@ -10,7 +10,7 @@ import yaml
 from duetgan.extras.studies import command as script
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import CLASSIFIER, GAN
 from tests.reporting.test_report import page
 

@@ -19,8 +19,8 @@ from duetgan.extras.studies.subject import require_trained_on
 from duetgan.extras.studies.subjects import SUBJECTS, load_subject
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import classifier_run
 

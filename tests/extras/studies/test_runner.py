@@ -15,8 +15,8 @@ from duetgan.extras.studies.results import Comparison, Result, Results, checked,
 from duetgan.extras.studies.runner import Study
 from duetgan.extras.studies.subject import Job, Subject
 from duetgan.metrics.comparison.paired import holm
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import StoppedBySignal, UserError
-from duetgan.utils.script import run_cli
 from duetgan.utils.text import duration
 from tests.reporting.test_report import page
 

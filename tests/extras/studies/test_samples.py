@@ -29,10 +29,10 @@ from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.provenance import Lineage
 from tests.conftest import REPOSITORY
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE

@@ -12,7 +12,7 @@ import torch
 from duetgan.training.base import monitors as pace
 from duetgan.training.base.monitors import Pace
 from duetgan.training.engine import speed
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.end_to_end.helpers import differing, rows, state_of, status, train_in_process, write_config
 
@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
 def two_threads(monkeypatch):
     """As on two cores, whatever this machine has; what is set here is taken back."""
     before = torch.get_num_threads()
-    monkeypatch.delenv(threads.THREADS_VARIABLE)
+    monkeypatch.delenv(machine.THREADS_VARIABLE)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr(threads, "max_threads", lambda: 2)
+    monkeypatch.setattr(machine, "max_threads", lambda: 2)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
@@ -37,7 +37,7 @@ class Others:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.take, self.now = 0.0, 1000.0
-        monkeypatch.setattr(threads.ProgramLoad, "busy_cores", lambda _: self.take)
+        monkeypatch.setattr(machine.ProgramLoad, "busy_cores", lambda _: self.take)
         monkeypatch.setattr(pace.time, "monotonic", lambda: self.now)
 
 
@@ -117,7 +117,7 @@ def changing(monkeypatch) -> None:
     monkeypatch.setattr(pace, "CHECK_INTERVAL", 0.0)
     monkeypatch.setattr(pace, "PATIENCE", 0.0)
     fits = itertools.cycle([2, 1, 1, 2])
-    monkeypatch.setattr(threads, "fitting", lambda _: next(fits))
+    monkeypatch.setattr(machine, "fitting", lambda _: next(fits))
 
 
 @pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
@@ -146,7 +146,7 @@ def test_the_number_is_recorded_and_kept_and_another_one_is_told(recipe, tmp_pat
     assert train_in_process(config, run, *short, "--max-steps", "2") == 0
     assert read_yaml(run / "config.yaml")["threads"] == 2
     others.take = 1.0
-    monkeypatch.setenv(threads.THREADS_VARIABLE, "1")
+    monkeypatch.setenv(machine.THREADS_VARIABLE, "1")
     torch.set_num_threads(1)
     capsys.readouterr()
     assert train_in_process(config, run, *short) == 0
@@ -163,7 +163,7 @@ def test_a_busy_start_is_told_and_takes_fewer(recipe, tmp_path, others, capsys):
     """M2: the load stands beside what was chosen."""
     del os.environ[speed.FORCED]  # the fixture of the environment below takes it back
     others.take = 1.0
-    threads.start_measuring()
+    machine.start_measuring()
     assert train_in_process(recipe("gan"), tmp_path / "run", "--dry-run") == 0
     assert "1 process, 1 thread; busy: other programs take 1.0 of 2 cores" in capsys.readouterr().err
 

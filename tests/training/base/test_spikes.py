@@ -13,7 +13,7 @@ from duetgan.commands import train
 from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
 from duetgan.training.engine.recovery import roll_back
 from duetgan.utils import checkpoint as checkpoints
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, write_config
 from tests.faults import inject
 

@@ -13,8 +13,8 @@ from duetgan.training.base.data import open_training
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.checkpoint.provenance import Lineage, recorded
 from duetgan.utils.errors import UserError
-from duetgan.utils.provenance import Lineage, recorded
 from tests.conftest import assert_raises
 from tests.oracle.test_classifier import CPU
 from tests.training.classifier.test_frozen import TREE, train

@@ -13,7 +13,7 @@ from duetgan.training.classifier.task import ClassifierTask, MicroBatch
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.distributed.collectives import is_peer_error
 from duetgan.utils.errors import TrainingHalted, UserError
-from duetgan.utils.memory import ran_out
+from duetgan.utils.machine import ran_out
 from tests.conftest import assert_raises
 
 pytestmark = pytest.mark.usefixtures("slim")

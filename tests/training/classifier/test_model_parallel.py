@@ -23,8 +23,8 @@ from duetgan.utils.checkpoint import load
 from duetgan.utils.distributed import collectives, gradients
 from duetgan.utils.distributed.collectives import Snapshot
 from duetgan.utils.distributed.launch import launch
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.models.test_model_parallel import build
 from tests.models.test_model_parallel import faked as fake_tensors

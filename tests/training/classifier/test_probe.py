@@ -16,9 +16,9 @@ from duetgan.training.classifier.frozen import image_features
 from duetgan.training.engine.lr_find import Sweep
 from duetgan.training.engine.run import _find_rate, prepare
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.end_to_end.helpers import differing
 from tests.faults.conftest import run_command

@@ -21,9 +21,9 @@ from duetgan.training.classifier.frozen import image_features
 from duetgan.training.classifier.probe import fit, look_alike_groups
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_png
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises, sample_images
 from tests.models.test_discriminator_backbone import SIZES, classifier

@@ -17,7 +17,7 @@ from duetgan.utils.config.recipes import STUDIES
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import total_bytes
+from duetgan.utils.machine import total_bytes
 from tests.end_to_end.helpers import write_config
 
 CPU = torch.device("cpu")

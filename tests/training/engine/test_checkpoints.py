@@ -13,9 +13,9 @@ from duetgan.training.base.monitors import Failing, MetricWindow
 from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.recovery import select_healthy
 from duetgan.utils import checkpoint as checkpoints
-from duetgan.utils import versions
 from duetgan.utils.checkpoint import load, newest_first
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog import versions
 from duetgan.utils.runlog.run_folder import RunFolder
 from tests.utils.checkpoint.files import damage, names
 

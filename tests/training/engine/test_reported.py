@@ -34,7 +34,7 @@ from duetgan.training.engine import loop
 from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils import checkpoint
-from duetgan.utils.memory import peak_bytes
+from duetgan.utils.machine import peak_bytes
 from duetgan.utils.runlog import progress, run_folder, run_log
 from duetgan.utils.text import duration
 from tests.distributed.test_oracle import CLASSES, untrained_classifier

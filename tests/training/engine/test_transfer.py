@@ -14,10 +14,10 @@ from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.config.yaml_files import save_yaml
 from duetgan.utils.errors import UserError
-from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_folder import RunFolder
 
 # the same width at every resolution, so that shapes cannot tell resolutions apart

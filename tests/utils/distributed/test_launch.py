@@ -9,8 +9,8 @@ import pytest
 
 from duetgan.utils.distributed import launch as launcher
 from duetgan.utils.distributed.launch import launch, parse_gpus, under_launcher
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.watch.isolation import on_path
 

@@ -9,9 +9,9 @@ from duetgan.commands import train
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder, is_finished
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 
 

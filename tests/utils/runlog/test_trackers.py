@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from duetgan.commands.train import main as train
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.runlog import trackers as track
-from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import write_config
 
 ROWS: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from duetgan.utils import threads
+from duetgan.utils import machine
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
 from duetgan.utils.text import printable, shorten
 
@@ -111,7 +111,7 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     guard()
-    threads.start_measuring()
+    machine.start_measuring()
     # A character that the terminal's encoding lacks must not end the program.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -273,7 +273,7 @@ def python_arguments(command: str, *arguments: str) -> list[str]:
 def child_environment() -> dict[str, str]:
     """Return this process's environment with a PYTHONPATH that leads to this package."""
     paths = [
-        str(Path(__file__).resolve().parents[2]),
+        str(Path(__file__).resolve().parents[3]),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from duetgan.utils.versions import ROOT, commit, environment
+from duetgan.utils.runlog.versions import ROOT, commit, environment
 
 
 def git(folder, *arguments):
@@ -60,6 +60,6 @@ def test_no_commit_where_there_is_none_and_a_git_that_hangs_is_not_waited_for(ch
 
 def test_for_people_a_dirty_commit_has_local_changes(monkeypatch):
     monkeypatch.setattr(
-        "duetgan.utils.versions.commit", lambda checkout: "0123456789ab-dirty" if checkout == ROOT else None
+        "duetgan.utils.runlog.versions.commit", lambda checkout: "0123456789ab-dirty" if checkout == ROOT else None
     )
     assert environment()["commit"] == "0123456789ab with local changes"

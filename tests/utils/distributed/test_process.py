@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from duetgan.utils import script as processes
 from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed import process as processes
+from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
 from tests.watch.isolation import on_path
@@ -185,7 +185,7 @@ def test_other_ranks_leave_the_telling_to_rank_zero(capsys, monkeypatch):
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault():
-    code = "import sys; from duetgan.utils.script import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
+    code = "from duetgan.utils.distributed.process import exit_cli; exit_cli(lambda _: print('x' * 1_000_000))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()  # as `| head` does
         assert process.stderr.read() == b""
@@ -196,9 +196,9 @@ def test_a_reader_that_has_seen_enough_is_no_fault():
 SCRIPT = """
 import sys, threading
 import torch
-from duetgan.utils import script as processes
+from duetgan.utils.distributed import process as processes
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import exit_cli
+from duetgan.utils.distributed.process import exit_cli
 
 def work():
     a = torch.ones(64, 64)
