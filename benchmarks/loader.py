@@ -31,7 +31,8 @@ from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of, ratio, stream_rate
 from duetgan.data.decode import RandomCrop
 from duetgan.data.packing.pack import pack
-from duetgan.data.reading.dataset import Dataset, choose_workers
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.workers import choose_workers
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.data.sources.named import CACHE

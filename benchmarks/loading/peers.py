@@ -19,7 +19,7 @@ from torchvision.datasets import ImageFolder
 from benchmarks.loading.images import jpeg_files
 from benchmarks.loading.timing import Stream, endless
 from duetgan.data.decode import RandomCrop
-from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.sampler import GlobalSampler, Position
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -71,7 +71,11 @@ def numpy_gather(
     numpy.take: faster than indexing.
     """
     sampler = GlobalSampler(len(images), batch_size=batch_size, seed=0)
-    indices = [sampler.next_batch()[0] for _ in range(batches)]
+    position = Position()
+    indices = []
+    for _ in range(batches):
+        indices.append(sampler.batch(position)[0])
+        position = sampler.after(position)
 
     def stream() -> Stream:
         for batch in indices:

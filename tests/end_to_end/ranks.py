@@ -127,7 +127,7 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved
     file = open(f"{notes}.batches.{os.environ.get('RANK', '0')}", "a")  # noqa: SIM115 - it ends with the process
 
     def noted(self: InfiniteLoader) -> Batch:
-        begins = self.sampler.consumed
+        begins = self.position.consumed
         if kill_at is not None and begins >= kill_at:
             until(lambda: last_step(folder) >= saved, "no checkpoint before the kill")
             if os.environ.get("RANK", "0") != "0":

@@ -18,6 +18,7 @@ from duetgan import data, metrics, models, training
 from duetgan import hub as hubconf
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.decode import RandomCrop
+from duetgan.data.reading.sampler import Position
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.models.weights import load_pretrained
@@ -30,6 +31,7 @@ from duetgan.training.gan.losses import (
 )
 from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.utils.image_spec import PixelFormat
+from tests.data.reading.test_sampler import batches_of
 from tests.metrics.conftest import TINY
 
 HUB: Any = hubconf  # its entry points are made at import
@@ -90,14 +92,14 @@ def result(case: Case, arguments: dict[str, Any]) -> Any:
 def batches(**arguments: Any) -> Any:
     loader = data.InfiniteLoader(**arguments)
     try:
-        return [next(loader).images for _ in range(3)]
+        return [next(loader).images for _ in range(3)], loader.step
     finally:
         loader.close()
 
 
 def read(dataset: Any = None, indices: Any = (0, 40), **arguments: Any) -> Any:
     with data.Dataset(**arguments) as images:
-        keys = data.GlobalSampler(2, batch_size=2, seed=0).next_batch()[1]
+        keys = data.GlobalSampler(2, batch_size=2, seed=0).batch(Position())[1]
         return images.read(list(indices), keys=keys if images.crop else None), images.path
 
 
@@ -212,12 +214,11 @@ def parts(world: dict[str, Path]) -> list[Case]:
 
     def order(**arguments: Any) -> Any:
         made = data.GlobalSampler(**arguments)
-        return [made.next_batch() for _ in range(4)]
+        return list(batches_of(made, 4))
 
     def loader(**arguments: Any) -> Any:
         return batches(**{"sampler": data.GlobalSampler(75, batch_size=2, seed=0), **arguments})
 
-    grown = ((0, 4, 2), (1, 8, 2))
     x = torch.linspace(-1, 1, 64).view(2, 2, 4, 4).requires_grad_()
     w = torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_()
     drawn = (w.sum((1, 2))[:, None, None, None] ** 2 * torch.ones(2, 1, 2, 2)) + w.pow(3).sum((1, 2))[
@@ -269,9 +270,7 @@ def parts(world: dict[str, Path]) -> list[Case]:
              call=order),
         Case(data.InfiniteLoader, {"dataset": images, "device": "cpu"},
              {"dataset": data.Dataset(test), "sampler": data.GlobalSampler(75, batch_size=2, seed=1), "device": "meta",
-              "stages": grown, "alternating": True}, {"prefetch": 0}, loader),
-        Case(data.InfiniteLoader, {"dataset": images, "device": "cpu", "stages": grown},
-             {"batches_per_step": 2}, {}, loader),
+              "alternating": True, "batches_per_step": 2}, {"prefetch": 0}, loader),
         Case(to_float, {"images": torch.arange(8, dtype=torch.uint8).view(1, 2, 2, 2)},
              {"images": torch.zeros(1, 2, 2, 2, dtype=torch.uint8), "channels_last": False},
              call=lambda **given: (to_float(**given), to_float(**given).stride())),

@@ -2,15 +2,13 @@
 decoded by threads.
 """
 
-import bisect
 import itertools
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -367,140 +365,3 @@ def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Datase
     if classes and same and dataset.classes != model_classes and dataset.meta.sets is None:
         dataset.relabel(model_classes)
     return dataset
-
-
-# --- progressive growing
-
-
-class Stage(NamedTuple):
-    """Resolution and batch size from a step on, up to the first step of the next stage."""
-
-    first_step: int
-    resolution: int  # px of the shorter side
-    batch_size: int  # global
-
-
-def checked_stages(stages: Sequence[tuple[int, int, int]], world_size: int) -> list[Stage]:
-    """Convert (first step, resolution, batch size) to Stages.
-
-    Raises UserError for a batch size that the number of ranks does not divide, and ValueError for
-    first steps that do not ascend from 0.
-    """
-    checked = [Stage(*stage) for stage in stages]
-    firsts = [stage.first_step for stage in checked]
-    if firsts and (firsts[0] != 0 or firsts != sorted(set(firsts))):
-        raise ValueError(f"stages that begin at steps {firsts}")
-    for stage in checked:
-        if stage.batch_size < 1 or stage.batch_size % world_size:
-            raise UserError(
-                f"the batches of {stage.batch_size} images of {stage.resolution} px are not"
-                " divisible by "
-                f"{world_size} processes; make progressive.batch_sizes and batch_size multiples of"
-                f" {world_size}"
-            )
-    return checked
-
-
-def at_resolution(dataset: Dataset, side: int) -> Dataset:
-    """Return the data set with its images scaled to this shorter side, in px.
-
-    Returns `dataset` itself if it has that side. Raises UserError if the files have changed since
-    `dataset` was opened.
-    """
-    if side == dataset.spec.side:
-        return dataset
-    scaled = Dataset(
-        [shard.path for shard in dataset.shards],
-        resolution=dataset.spec.at(side).resolution,
-        crop=dataset.crop,
-        workers=dataset.workers,
-        on_damage=dataset.on_damage,
-    )
-    if scaled.meta.content_hash != dataset.meta.content_hash:
-        raise UserError(
-            f"{dataset.path}: was changed during the training; put it back, or use a new run folder"
-        )
-    return scaled
-
-
-def stages_text(dataset: Dataset, resolutions: Sequence[int]) -> str:
-    """Describe for the run's plan which resolutions are read as stored, and which are scaled."""
-    stored_sides = dataset.meta.resolutions
-    if dataset.crop is not None:
-        return f"{_sides(resolutions)} scaled from random crops"
-    if stored_sides == [0]:
-        return f"{_sides(resolutions)} scaled from images of sizes of their own"
-    stored = [side for side in resolutions if side in stored_sides]
-    missing = [side for side in resolutions if side not in stored_sides]
-    texts = [f"{_sides(stored)} as stored"] if stored else []
-    # `stored_sides` is ascending: the next larger one is the source of a side.
-    for source, sides in itertools.groupby(
-        missing, lambda side: stored_sides[bisect.bisect(stored_sides, side)]
-    ):
-        texts.append(f"{_sides(list(sides))} scaled from {source} px while reading")
-    hint = f" (duet pack --pyramid {min(missing)} stores them)" if missing else ""
-    return ", ".join(texts) + hint
-
-
-def _sides(resolutions: Sequence[int]) -> str:
-    return ", ".join(map(str, resolutions)) + " px"
-
-
-# --- the number of decoding threads (`data.workers: auto`)
-
-MEASURED_IMAGES = 64  # at most, in one measurement
-REPEATS = 3
-GAIN = 1.1  # a larger number of threads is chosen if it is faster by this factor
-
-
-def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
-    """Measure which number of decoding threads reads batches fastest.
-
-    0, 2, 4, ... threads, up to the cores of this process, read the same few images, as long as more
-    threads are faster by GAIN. Raw images need no threads: nothing is measured.
-
-    Returns:
-        The best number, and images per second by number. `dataset.workers` is unchanged.
-    """
-    if dataset.gathers or len(dataset) == 0:
-        return 0, {}
-    count = min(len(dataset), batch_size, MEASURED_IMAGES)
-    records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    previous = dataset.workers
-    rates: dict[int, float] = {}
-    best = 0
-    try:
-        for workers in thread_counts(cores()):
-            dataset.workers = workers
-            rates[workers] = count / _seconds(dataset, records)
-            if rates[workers] > GAIN * rates[best]:
-                best = workers
-            elif workers:
-                break
-    finally:
-        dataset.workers = previous
-    return best, rates
-
-
-def thread_counts(limit: int) -> list[int]:
-    """Return 0, the powers of two from 2 to below `limit`, and `limit` unless it is 1."""
-    counts = [0]
-    threads = 2
-    while threads < limit:
-        counts.append(threads)
-        threads *= 2
-    if limit > 1:
-        counts.append(limit)
-    return counts
-
-
-def _seconds(dataset: Dataset, records: np.ndarray) -> float:
-    """Return the median seconds to read the records, after one read that starts the threads."""
-    zeros = np.zeros(len(records), np.int64)
-    keys = SampleKeys(0, zeros, zeros)
-    times = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
-        dataset.read(records, keys=keys)
-        times.append(time.perf_counter() - started)
-    return float(np.median(times[1:]))

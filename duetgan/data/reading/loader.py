@@ -2,54 +2,52 @@
 pass for evaluation.
 """
 
-import contextlib
-import copy
-import queue
-import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from duetgan.data.reading.dataset import Dataset, Stage, at_resolution, checked_stages
-from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
-from duetgan.utils.errors import refuse
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
 from duetgan.utils.seeding import numpy_generator
 
-# A function called instead of reading images: sample indices -> CPU batch, as of cached features.
-Source = Callable[[np.ndarray], "Batch"]
+if TYPE_CHECKING:
+    from duetgan.data.reading.cached_features import CachedFeatures
 
 
 @dataclass
 class Batch:
     """Images and labels of one rank."""
 
-    # [n, C, H, W] of the data set's depth. A Source of features gives float [n, F, 1, views] with
-    # the mirrored view last.
-    images: torch.Tensor
+    images: torch.Tensor  # [n, C, H, W] of the data set's depth; [n, 0] if there are `features`
     # int64 [n]: indices of classes, or of label sets (data.lmdb.format.Meta)
     labels: torch.Tensor
     # bool [n]: True for synthetic samples; None: all images are real
     synthetic: torch.Tensor | None = None
+    # float [n, F, 1, views]: cached features in place of images, the mirrored view last
+    features: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch to `device`, asynchronously from pinned memory."""
-        return Batch(*(part.to(device, non_blocking=True) for part in self.parts()))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def parts(self) -> list[torch.Tensor]:
-        tensors = [self.images, self.labels]
-        if self.synthetic is not None:
-            tensors.append(self.synthetic)
-        return tensors
+    def pinned(self) -> "Batch":
+        """Copy the tensors to pinned memory, unless they are in it."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        return Batch(**{name: function(tensor) for name, tensor in self.tensors().items()})
 
 
 def read_batch(
@@ -81,22 +79,6 @@ def read_batch(
     return batch
 
 
-def _next_batch(
-    dataset: Dataset,
-    sampler: GlobalSampler,
-    flip_phases: np.ndarray | None,  # of all images, see `alternating_flip_`; None: no flips
-    source: Source | None,
-    *,
-    pin: bool,
-) -> Batch:
-    """Read the sampler's next batch. Random crops are keyed by seed, epoch and sample."""
-    indices, keys = sampler.next_batch()
-    batch = source(indices) if source else read_batch(dataset, indices, pin=pin, keys=keys)
-    if flip_phases is not None:
-        alternating_flip_(batch.images, flip_phases[indices], keys)
-    return Batch(*(tensor.pin_memory() for tensor in batch.parts())) if pin else batch
-
-
 def alternating_flip_(images: torch.Tensor, phases: np.ndarray, keys: SampleKeys) -> None:
     """Flip images left-right in place, each in every second epoch (2404.00498, section 3.6).
 
@@ -117,29 +99,22 @@ def alternating_flip_(images: torch.Tensor, phases: np.ndarray, keys: SampleKeys
 class InfiniteLoader:
     """Iterate endlessly over a rank's batches, on the device.
 
-    A background thread reads up to `prefetch` batches ahead; with 0, `next` reads the batch. For an
-    accelerator the thread reads into pinned memory and copies on its own stream. `next` raises the
-    thread's errors. The position of `sampler` counts the batches that `next` has returned, not
-    those read ahead, and is the loader's state. `wait_seconds` is the time spent in `next` since
-    the caller set it to 0.
-
-    With `stages` (progressive growing) resolution and batch size change with the step, which has
-    `batches_per_step` batches. The files of a stage are open from its first batch to its last. The
-    sample order continues across stages.
-
-    Raises:
-        UserError: for a batch size that the number of ranks does not divide.
-        ValueError: for stages that do not start at step 0 or are not in ascending order.
+    The loader's state is its position in the sampler's order. It is that of the batches which
+    `next` has returned, while a background thread reads up to `prefetch` batches ahead; with 0,
+    `next` reads the batch. For an accelerator batches are read into pinned memory and copied on a
+    stream of their own. `next` raises the thread's errors. `wait_seconds` is the time spent in
+    `next` since the caller set it to 0.
     """
+
+    saves_step = False  # True if batches depend on the training step: it is part of the state
 
     def __init__(
         self,
-        dataset: Dataset,  # at the full resolution
-        sampler: GlobalSampler,  # its batch size is set to that of the stage
+        dataset: Dataset,
+        sampler: GlobalSampler,
         *,
         device: torch.device | str,
         prefetch: int = 2,
-        stages: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size)
         batches_per_step: int = 1,
         alternating: bool = False,  # mirror each image in every second epoch
     ) -> None:
@@ -148,15 +123,16 @@ class InfiniteLoader:
         self.device = torch.device(device)
         self.prefetch = prefetch
         self.batches_per_step = batches_per_step
-        self.stages = checked_stages(stages, sampler.world_size)
+        self.position = Position()  # of the next batch
         self.wait_seconds = 0.0
-        self._batches = 0  # number returned by `next`
-        self._stage: Stage | None = None  # the open stage
-        self._stage_dataset = dataset
-        self._source: Source | None = None  # replaces reading the images
-        self._damaged: set[int] = set()  # records replaced in closed stages
-        self._worker: _Worker | None = None
-        self._flip_phases: np.ndarray | None = None
+        self._dataset = dataset  # the one that is read; a StagedLoader changes it
+        self._features: CachedFeatures | None = None  # read in place of the images
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.Stream | None = None  # of the thread's copies
+        # batches from `position` on that are read or being read, each with the end of its copy
+        self._ahead: deque[Future[tuple[Batch, torch.Event | None]]] = deque()
+        self._next_ahead = self.position  # of the next batch to be read ahead
+        self._flip_phases: np.ndarray | None = None  # of all images, see `alternating_flip_`
         if alternating:
             count = len(dataset)
             if dataset.synthetic is not None:
@@ -166,174 +142,106 @@ class InfiniteLoader:
     @property
     def step(self) -> int:
         """Training step that the next batch belongs to."""
-        return self._batches // self.batches_per_step
+        return self.position.batches // self.batches_per_step
 
     def __iter__(self) -> "InfiniteLoader":
         return self
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        if self.stages:
-            self._enter_stage()
         if self.prefetch:
             batch = self._prefetched()
         else:
-            pin = self.device.type != "cpu"
-            batch = self._batch_reader()(pin=pin)
-            if pin:
-                batch = batch.to(self.device)
+            batch = self._read(self.position).to(self.device)
         # Advance after the read, so that one that failed or was interrupted is not counted.
-        self.sampler.advance()
-        self._batches += 1
+        self.position = self.sampler.after(self.position)
         self.wait_seconds += time.perf_counter() - started
         return batch
 
-    def read_from(self, source: Source | None) -> None:
-        """Take the next batches from `source`, or from the images if it is None."""
-        if source is not self._source:
-            self.close()
-            self._source = source
+    def _read(self, position: Position) -> Batch:
+        """Return the batch at a position on the CPU, for an accelerator in pinned memory."""
+        pin = self.device.type != "cpu"
+        indices, keys = self.sampler.batch(position)
+        if self._features is None:
+            batch = read_batch(self._dataset, indices, pin=pin, keys=keys)
+        else:
+            batch = self._features.batch(indices)
+        if self._flip_phases is not None:
+            pixels = batch.images if batch.features is None else batch.features
+            alternating_flip_(pixels, self._flip_phases[indices], keys)
+        return batch.pinned() if pin else batch
 
-    def _enter_stage(self) -> None:
-        stage = max(stage for stage in self.stages if stage.first_step <= self.step)
-        if stage != self._stage:
-            self.close()
-            self.sampler.batch_size = stage.batch_size
-            self._stage_dataset = at_resolution(self.dataset, stage.resolution)
-            self._stage = stage
-
-    def _batch_reader(self) -> Callable[..., Batch]:
-        """Return a function that reads the next batch at each call, without advancing `sampler`."""
-        sampler = copy.copy(self.sampler)
-        return partial(_next_batch, self._stage_dataset, sampler, self._flip_phases, self._source)
+    def _copy(self, position: Position) -> tuple[Batch, torch.Event | None]:
+        """Return the batch at a position on the device, and the end of its copy if it is one."""
+        batch = self._read(position)
+        if self._stream is None:
+            return batch, None
+        # Without this line, leaving the stream creates a context on GPU 0.
+        torch.accelerator.set_device_index(self.device.index or 0)
+        with self._stream:
+            return batch.to(self.device), self._stream.record_event()
 
     def _prefetched(self) -> Batch:
-        if self._worker is None:
-            remaining = sys.maxsize  # batches of this stage
-            later_stages = [stage for stage in self.stages if stage.first_step > self.step]
-            if later_stages:
-                remaining = min(later_stages).first_step * self.batches_per_step - self._batches
-            self._worker = _Worker(self._batch_reader(), self.device, self.prefetch, remaining)
-            weakref.finalize(self, self._worker.stop)
+        """Return the next batch from the thread, which goes on to read those after it."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "data-loader")
+            self._stream = torch.Stream(self.device) if self.device.type != "cpu" else None
+            self._next_ahead = self.position
+        while len(self._ahead) <= self.prefetch:
+            self._ahead.append(self._thread.submit(self._copy, self._next_ahead))
+            self._next_ahead = self.sampler.after(self._next_ahead)
         try:
-            return self._worker.next()
+            batch, copied = self._ahead[0].result()
         except Exception:
             self.close()
             raise
+        self._ahead.popleft()
+        if copied is not None:  # The stream waits for the copy, this thread does not.
+            stream = torch.accelerator.current_stream(self.device)
+            stream.wait_event(copied)
+            for tensor in batch.tensors().values():
+                tensor.record_stream(stream)
+        return batch
+
+    def read_from(self, features: "CachedFeatures | None") -> None:
+        """Read the next batches from `features`, or from the images if it is None."""
+        if features is not self._features:
+            self.close()
+            self._features = features
 
     @property
     def damaged_records(self) -> set[int]:
         """Damaged records that this process has replaced (`data.on_damage: skip`)."""
-        return self._damaged.union(self.dataset.replaced, self._stage_dataset.replaced)
+        return self.dataset.replaced
 
     def state_dict(self) -> dict[str, object]:
-        """Return the sampler's state after the batches that `next` has returned.
+        """Return the position after the batches that `next` has returned.
 
-        With stages or synthetic images, whose batches depend on the step, the state also has the
-        step and the number of the batch within it.
+        If batches depend on the training step, the state also has the step and the number of the
+        batch within it.
         """
-        state = self.sampler.state_dict()
-        if self.stages or self.dataset.synthetic is not None:
-            step, batch = divmod(self._batches, self.batches_per_step)
+        state = self.sampler.state_at(self.position)
+        if self.saves_step or self.dataset.synthetic is not None:
+            step, batch = divmod(self.position.batches, self.batches_per_step)
             state |= {"step": step, "batch": batch}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, and drop the batches read ahead. The stages may have changed.
+        """Continue from `state`, and drop the batches read ahead.
 
-        Raises UserError if the sampler's order cannot be continued, and for the state of a run
-        without stages if this loader has stages.
+        Raises UserError if the sampler's order cannot be continued.
         """
-        if self.stages:
-            refuse(
-                (
-                    "step" not in state,
-                    "the order cannot be resumed in stages: the run has been trained without "
-                    "progressive growing; set progressive.start to null, or use a new run folder",
-                ),
-                (
-                    state.get("batch", 0) >= self.batches_per_step,
-                    f"the order cannot be resumed: a step took more than {self.batches_per_step} "
-                    "batches; use the same loss.objective, or a new run folder",
-                ),
-            )
+        position = self.sampler.position_of(state)
         self.close()
-        self.sampler.load_state_dict(state)
-        step = int(state.get("step", 0))
-        self._batches = step * self.batches_per_step + int(state.get("batch", 0))
-        self.sampler.batches = self._batches
+        batches = state.get("step", 0) * self.batches_per_step + state.get("batch", 0)
+        self.position = position._replace(batches=batches)
 
     def close(self) -> None:
-        """Stop the thread and close the files of a stage. `next` continues after the last batch
-        that it returned.
-        """
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
-        if self._stage_dataset is not self.dataset:
-            self._damaged |= self._stage_dataset.replaced
-            self._stage_dataset.close()
-            self._stage_dataset = self.dataset
-            self._stage = None
-
-
-class _Worker:
-    """The thread that reads ahead. It has no reference to the loader, so that an unused loader is
-    garbage-collected.
-    """
-
-    def __init__(
-        self, read: Callable[..., Batch], device: torch.device, prefetch: int, batches: int
-    ) -> None:
-        self._read, self._device = read, device
-        self._stream = torch.Stream(device) if device.type != "cpu" else None
-        self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(
-            prefetch
-        )
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(batches,), name="data-loader", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, batches: int) -> None:
-        try:
-            for _ in range(batches):
-                if self._stopped.is_set():
-                    return
-                self._ready.put(self._load())
-        except Exception as error:  # `next` raises it in the consumer's thread
-            self._ready.put(error)
-
-    def _load(self) -> tuple[Batch, torch.Event | None]:
-        if self._stream is None:
-            return self._read(pin=False), None
-        # Without this line, leaving the stream creates a context on GPU 0.
-        torch.accelerator.set_device_index(self._device.index or 0)
-        with self._stream:
-            return self._read(pin=True).to(self._device), self._stream.record_event()
-
-    def next(self) -> Batch:
-        """Return the next batch. The consumer's stream waits for the copy, its thread does not."""
-        item = self._ready.get()
-        if isinstance(item, Exception):
-            raise item
-        batch, copied = item
-        if copied is not None:
-            stream = torch.accelerator.current_stream(self._device)
-            stream.wait_event(copied)
-            for tensor in batch.parts():
-                tensor.record_stream(stream)
-        return batch
-
-    def stop(self) -> None:
-        self._stopped.set()
-        # The thread may be about to put a last batch, which needs room in the queue.
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._ready.get_nowait()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        """Stop the thread. `next` continues after the last batch that it returned."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = None
+        self._ahead.clear()
 
 
 def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:

@@ -2,7 +2,6 @@
 fraction of synthetic images.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import floor
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.sampler import GlobalSampler, SampleKeys, order_error
+from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys, order_error
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -67,9 +66,6 @@ class MixedSampler(GlobalSampler):
     up. Their positions in the global batch are drawn from the key (seed, "synthetic", "places",
     samples before the batch), so that mixup pairs and the ranks' slices are random mixtures. From
     global batch number `until` on all images are real.
-
-    `batches` is the number of the next global batch. The loader sets it, because a roll-back
-    resets the step but not the position in the order of samples.
     """
 
     def __init__(
@@ -88,73 +84,57 @@ class MixedSampler(GlobalSampler):
         self.fraction = fraction
         self.until = until
 
-    def __copy__(self) -> "MixedSampler":
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        copied.synthetic = copy.copy(self.synthetic)
-        return copied
-
-    @property
-    def consumed_total(self) -> int:
-        """Samples of both kinds that all ranks together have taken."""
-        return self.consumed + self.synthetic.consumed
-
-    @property
-    def synthetic_count(self) -> int:
-        """Number of synthetic images in the next global batch."""
-        if self.until is not None and self.batches >= self.until:
+    def synthetic_count(self, position: Position) -> int:
+        """Return the number of synthetic images in the global batch at `position`."""
+        if self.until is not None and position.batches >= self.until:
             return 0
-        start = self.consumed_total
+        start = position.consumed + position.synthetic
         return floor(self.fraction * (start + self.batch_size)) - floor(self.fraction * start)
 
-    def next_batch(self) -> tuple[np.ndarray, SampleKeys]:
-        is_synthetic = np.zeros(self.batch_size, bool)  # of the global batch
-        if count := self.synthetic_count:
-            generator = numpy_generator(self.seed, "synthetic", "places", self.consumed_total)
+    def batch(self, position: Position) -> tuple[np.ndarray, SampleKeys]:
+        count = self.synthetic_count(position)
+        is_synthetic = np.zeros(self.batch_size, bool)
+        if count:
+            start = position.consumed + position.synthetic
+            generator = numpy_generator(self.seed, "synthetic", "places", start)
             is_synthetic[generator.permutation(self.batch_size)[:count]] = True
-        rank_batch = self.batch_size // self.world_size
-        first = self.rank * rank_batch
-        earlier = int(is_synthetic[:first].sum())  # synthetic images of the ranks before this one
-        is_synthetic = is_synthetic[first : first + rank_batch]
-        indices = np.empty(rank_batch, np.int64)
-        epochs = np.empty(rank_batch, np.int64)
-        repeats = np.empty(rank_batch, np.int64)
-        for rows, order, position, offset in (
-            (~is_synthetic, self, self.consumed + first - earlier, 0),
-            (is_synthetic, self.synthetic, self.synthetic.consumed + earlier, self.count),
+        indices = np.empty(self.batch_size, np.int64)  # of the global batch
+        epochs = np.empty(self.batch_size, np.int64)
+        repeats = np.empty(self.batch_size, np.int64)
+        for rows, (numbers, keys), first in (
+            (~is_synthetic, self.at(position.consumed, self.batch_size - count), 0),
+            (is_synthetic, self.synthetic.at(position.synthetic, count), self.count),
         ):
-            numbers, keys = order.at(position, int(rows.sum()))
-            indices[rows] = offset + numbers
+            indices[rows] = first + numbers
             epochs[rows] = keys.epochs
             repeats[rows] = keys.repeats
-        self.advance()
-        return indices, SampleKeys(self.seed, epochs, repeats)
+        part = self.rank_rows
+        return indices[part], SampleKeys(self.seed, epochs[part], repeats[part])
 
-    def advance(self, batches: int = 1) -> None:
-        for _ in range(batches):
-            synthetic = self.synthetic_count
-            self.consumed += self.batch_size - synthetic
-            self.synthetic.consumed += synthetic
-            self.batches += 1
+    def after(self, position: Position) -> Position:
+        synthetic = self.synthetic_count(position)
+        real = self.batch_size - synthetic
+        return Position(
+            position.consumed + real, position.synthetic + synthetic, position.batches + 1
+        )
 
-    def state_dict(self) -> dict[str, object]:
+    def state_at(self, position: Position) -> dict[str, object]:
         """Return the state of the order of real images. Its entry `synthetic` is the state of the
         order of synthetic images, with the hash of these images.
         """
-        synthetic = self.synthetic.state_dict() | {"content": self.content}
-        return super().state_dict() | {"synthetic": synthetic}
+        synthetic = self.synthetic.state_at(Position(position.synthetic))
+        return super().state_at(position) | {"synthetic": synthetic | {"content": self.content}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        synthetic = state.get("synthetic")
+    def position_of(self, state: Mapping[str, Any]) -> Position:
+        real = dict(state)
+        synthetic = real.pop("synthetic", None)
         if synthetic is None:
             raise order_error(
                 "the run has been trained on real images alone; use no data.synthetic"
             )
         if synthetic["content"] != self.content:
             raise order_error("data.synthetic has other images now; use the same")
-        if synthetic["weights"] != self.synthetic.state_dict()["weights"]:
+        if synthetic["weights"] != self.synthetic.state_at(Position())["weights"]:
             raise order_error("data.synthetic.balance changed (or what it fills up); use the same")
-        self.synthetic.load_state_dict(synthetic)
-        real = dict(state)
-        del real["synthetic"]
-        super().load_state_dict(real)
+        consumed = self.synthetic.position_of(synthetic).consumed
+        return super().position_of(real)._replace(synthetic=consumed)

@@ -13,6 +13,14 @@ from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.seeding import numpy_generator
 
 
+class Position(NamedTuple):
+    """A place in the order of samples: what all ranks together have taken before it."""
+
+    consumed: int = 0  # samples; of a mixture (data/reading/mixture.py) the real ones
+    synthetic: int = 0  # synthetic samples of a mixture
+    batches: int = 0  # global batches of the training so far
+
+
 class SampleKeys(NamedTuple):
     """The random keys of a batch's CPU augmentation, without the sample indices."""
 
@@ -56,8 +64,8 @@ class GlobalSampler:
     effect.
 
     A global batch is the next `batch_size` indices of the sequence and may span two epochs. Rank r
-    of N takes its contiguous slice [r*B/N, (r+1)*B/N). The only state is `consumed`, the number of
-    samples that all ranks together have taken, so a run resumes on any number of ranks.
+    of N takes its contiguous slice [r*B/N, (r+1)*B/N). A batch is a function of its position, the
+    number of samples before it, so a run resumes on any number of ranks.
 
     Raises:
         UserError: if the number of ranks does not divide the batch size, or if the weights are not
@@ -88,23 +96,18 @@ class GlobalSampler:
                 f" {nearest}",
             ),
         )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
         self.count = count
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.rank = rank
         self.world_size = world_size
-        self.consumed = 0  # samples, of all ranks together
-        self.batches = 0  # number of global batches; only MixedSampler counts them
         self._stream = () if stream is None else (stream,)
         self._weights_hash = ""
         self._weighted = weighted_epochs(count, shuffle, weights, groups)
         if self._weighted is not None:
             self._weights_hash = self._weighted.digest
-        # A batch may span two epochs. Shallow copies share the cache: the reading thread of a
-        # loader has a copy of the sampler.
+        # A batch may span two epochs.
         self._cached_draw = lru_cache(maxsize=2)(self._draw)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -128,16 +131,26 @@ class GlobalSampler:
         order.setflags(write=False)
         return order, repeats
 
-    def next_batch(self) -> tuple[np.ndarray, SampleKeys]:
-        """Return this rank's part of the next global batch, and advance.
+    @property
+    def rank_rows(self) -> slice:
+        """This rank's rows of a global batch."""
+        rank_batch = self.batch_size // self.world_size
+        return slice(self.rank * rank_batch, (self.rank + 1) * rank_batch)
+
+    def batch(self, position: Position) -> tuple[np.ndarray, SampleKeys]:
+        """Return this rank's part of the global batch at `position`.
 
         Returns:
             Sample indices, int64 [batch_size // world_size], and their random keys.
         """
-        rank_batch = self.batch_size // self.world_size
-        batch = self.at(self.consumed + self.rank * rank_batch, rank_batch)
-        self.advance()
-        return batch
+        rows = self.rank_rows
+        return self.at(position.consumed + rows.start, rows.stop - rows.start)
+
+    def after(self, position: Position) -> Position:
+        """Return the position after the global batch at `position`."""
+        return Position(
+            position.consumed + self.batch_size, position.synthetic, position.batches + 1
+        )
 
     def at(self, position: int, length: int) -> tuple[np.ndarray, SampleKeys]:
         """Return `length` indices of the endless sequence from `position` on, and their random
@@ -159,41 +172,34 @@ class GlobalSampler:
             done = rows.stop
         return indices, SampleKeys(self.seed, epochs, repeats)
 
-    def advance(self, batches: int = 1) -> None:
-        """Skip whole global batches without computing their indices."""
-        self.consumed += batches * self.batch_size
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the position (`consumed`) and everything that the order depends on.
+    def state_at(self, position: Position) -> dict[str, object]:
+        """Return a position as a state: `consumed`, and everything that the order depends on.
 
         The state does not depend on the number of ranks or the batch size. `weights` is a hash of
         weights and groups, "" for equal weights.
         """
         return {
-            "consumed": self.consumed,
+            "consumed": position.consumed,
             "count": self.count,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "weights": self._weights_hash,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises UserError if the order would be a different one."""
-        if reason := self._mismatch(state):
-            raise order_error(reason)
-        self.consumed = int(state["consumed"])
-
-    def _mismatch(self, state: Mapping[str, object]) -> str:
+    def position_of(self, state: Mapping[str, Any]) -> Position:
+        """Return the position of a state. Raises UserError if it is of a different order."""
         if "synthetic" in state:
-            return "the run has been trained with data.synthetic; use the same"
+            raise order_error("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):
             value = getattr(self, name)
             if state[name] != value:
-                return f"{name} was {state[name]} and is {value}; use the same data and seed"
+                raise order_error(
+                    f"{name} was {state[name]} and is {value}; use the same data and seed"
+                )
         # States of earlier versions, without weights, have no hash of them.
         if state.get("weights", "") != self._weights_hash:
-            return (
+            raise order_error(
                 "data.sampling changed (or data.class_rates, data.sample_weights, the labels); "
                 "use the same sampling"
             )
-        return ""
+        return Position(int(state["consumed"]))

@@ -1,7 +1,7 @@
 """The images of a run: opening, checks, sampling order and loading according to the config."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial, reduce
@@ -12,16 +12,18 @@ import torch
 
 from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
-from duetgan.data.reading.dataset import Dataset, choose_workers
+from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.several_files import open_at_once, shard_paths
+from duetgan.data.reading.stages import StagedLoader
 from duetgan.data.reading.weighted_sampling import (
     balanced_weights,
     class_weights,
     load_sample_weights,
 )
+from duetgan.data.reading.workers import choose_workers
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
@@ -426,12 +428,14 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         # Drawing samples changes the global precision, so it must not run in parallel with a step.
         prefetch = 0
     spans = config.spans(dataset.resolution)
-    return InfiniteLoader(
+    build: Callable[..., InfiniteLoader] = InfiniteLoader
+    if len(spans) > 1:
+        build = partial(StagedLoader, stages=spans)
+    return build(
         dataset,
         make_sampler(config, dataset),
         device=device,
         prefetch=prefetch,
-        stages=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
         # Both tasks' configs have a section `augment`, RunConfig has none.
         alternating=getattr(vars(config).get("augment"), "flip", None) == "alternating",

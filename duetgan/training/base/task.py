@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from duetgan.data.reading.cached_features import CachedFeatures
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import Batch, Source
+from duetgan.data.reading.loader import Batch
 from duetgan.training.base.config import Shape
 from duetgan.training.base.monitors import State
 from duetgan.utils.checkpoint.provenance import Lineage
@@ -71,7 +72,7 @@ class Task(ABC):
         Returns metrics, 0-d on the device, whose sum over the ranks is the value.
         """
 
-    def source(self, step: int, folder: Path) -> Source | None:
+    def source(self, step: int, folder: Path) -> CachedFeatures | None:
         """Return data that the loader reads in place of images for update number `step`, or None.
 
         Computing such data, for example features, may take an epoch.

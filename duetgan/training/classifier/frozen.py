@@ -4,7 +4,7 @@ They serve to train with frozen stages, and to fit a regression on features.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from shutil import disk_usage
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from duetgan.data.reading.cached_features import CachedFeatures
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import Batch, Source, read_batch
+from duetgan.data.reading.loader import read_batch
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, evaluating
 from duetgan.models.classifier import Classifier
@@ -90,11 +91,6 @@ def image_features(
     return torch.cat(parts).mT.contiguous(), torch.tensor(dataset.labels()[records])
 
 
-def holds_features(batch: Batch) -> bool:
-    """Return True if a batch holds features [n, F, 1, views] from `Frozen.source`, not images."""
-    return batch.images.shape[2] == 1
-
-
 # --- training with frozen stages
 
 
@@ -142,7 +138,7 @@ class Frozen:
         self.begin = 0  # number of stages whose outputs the batches hold
         self.shape = torch.Size()  # shape of these outputs for a sample
         self._span: Span | None = None
-        self._source: Source | None = None  # the cache for this span
+        self._source: CachedFeatures | None = None  # the cache for this span
 
     def _is_cacheable(self) -> bool:
         """Return True if epochs have the same images up to mirroring, and only the model uses them."""
@@ -173,16 +169,16 @@ class Frozen:
     def _blocks(self, count: int) -> list[np.ndarray]:
         return blocks(count, self.model.side or self.model.spec.side)
 
-    def outputs(self, images: Tensor, step: int) -> Tensor:
-        """Return the input of update `step` for images: themselves, or features [n, F, 1, 1]."""
+    def outputs(self, images: Tensor, step: int) -> Tensor | None:
+        """Return the features of images that update `step` reads, [n, F, 1, 1]; None for none."""
         if (span := self._span_of(step)) is None:
-            return images
+            return None
         with torch.no_grad():
             maps = self.model.features(classifier_input(self.model, images), span.stages)
         self.begin, self.shape = span.stages, maps.shape[1:]
         return maps.reshape(len(images), -1, 1, 1)
 
-    def source(self, step: int, folder: Path) -> Source | None:
+    def source(self, step: int, folder: Path) -> CachedFeatures | None:
         """Return the cached features that update number `step` reads instead of images, or None.
 
         The model must be set up for that step.
@@ -196,7 +192,7 @@ class Frozen:
                 self._source = self._computed(span.stages, folder)
         return self._source
 
-    def features(self, source: Source | None) -> tuple[Tensor, Tensor]:
+    def features(self, source: CachedFeatures | None) -> tuple[Tensor, Tensor]:
         """Return `image_features` in the run's precision, from the cached outputs `source` if any."""
         with self.precision.autocast():
             if source is None:
@@ -208,14 +204,16 @@ class Frozen:
             parts = []
             with evaluating(self.model):
                 for records in self._blocks(len(self.dataset)):
-                    values = source(records).images.to(device)
+                    values = source.batch(records).features
+                    assert values is not None
+                    values = values.to(device)
                     views = [view.reshape(-1, *self.shape) for view in values.unbind(-1)]
                     features = [self.model.features(view) for view in views]
                     parts.append(torch.stack(features, 1).float().cpu())
         self.model.begin = 0
         return torch.cat(parts), torch.tensor(self.dataset.labels())
 
-    def _computed(self, end: int, folder: Path) -> Source | None:
+    def _computed(self, end: int, folder: Path) -> CachedFeatures | None:
         """Compute and cache the outputs of the first `end` stages, in memory or on disk.
 
         Return None if they need too much space.
@@ -240,25 +238,18 @@ class Frozen:
             return None
         rows = (part.flatten(1).view(torch.uint8).numpy() for part in chain([first], parts))
         if place == 1:
-            read_rows = on_disk(rows, sample_bytes, folder)
+            cached = on_disk(rows, sample_bytes, folder)
         else:
-            read_rows = np.concatenate(list(rows)).__getitem__
+            cached = np.concatenate(list(rows))
         where = "on the disk" if place == 1 else "in memory"
         say_main(f"frozen: {stages} computed once, outputs {of} {where}")
         labels = self.dataset.label_numbers()
         for dataset in self.datasets[1:]:
             labels = np.concatenate([labels, dataset.labels()])
 
-        def source(indices: np.ndarray) -> Batch:
-            values = torch.from_numpy(read_rows(indices)).view(first.dtype)
-            features = values.view(len(indices), -1, 1, first.shape[-1])
-            is_synthetic = None
-            if len(self.datasets) > 1:
-                is_synthetic = torch.from_numpy(indices >= len(self.dataset))
-            return Batch(features, torch.from_numpy(labels[indices]), is_synthetic)
-
         self.begin, self.shape = end, first.shape[1:-1]
-        return source
+        real_images = None if len(self.datasets) == 1 else len(self.dataset)
+        return CachedFeatures(cached, first.dtype, first.shape[-1], labels, real_images)
 
     def _parts(self, end: int) -> Iterator[Tensor]:
         """Yield the outputs of all blocks of images in order; the processes divide the work."""
@@ -287,10 +278,8 @@ class Frozen:
                 bar.update(sum(map(len, group)))
 
 
-def on_disk(
-    rows: Iterator[np.ndarray], row_bytes: int, folder: Path
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Write rows uint8 [n, row_bytes] to a temporary file; return a function that reads rows.
+def on_disk(rows: Iterator[np.ndarray], row_bytes: int, folder: Path) -> np.ndarray:
+    """Write rows uint8 [n, row_bytes] to a temporary file, and map it: uint8 [rows, row_bytes].
 
     The file is deleted when the process ends. Raises UserError if the disk is full.
     """
@@ -298,4 +287,4 @@ def on_disk(
         for part in rows:
             file.write(part.data)
         file.flush()
-        return np.memmap(file, np.uint8, "r").reshape(-1, row_bytes).__getitem__
+        return np.memmap(file, np.uint8, "r").reshape(-1, row_bytes)

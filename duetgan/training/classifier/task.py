@@ -19,8 +19,9 @@ from duetgan.data.augment.transforms import (
     mix_images,
     partners,
 )
+from duetgan.data.reading.cached_features import CachedFeatures
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import Batch, Source, read_batch
+from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier
 from duetgan.metrics.figures import CLASSIFIER, LABELS, history
 from duetgan.metrics.lineage import lineage_of
@@ -37,7 +38,7 @@ from duetgan.training.base.teacher import Teacher
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.consistency import Unlabelled
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
-from duetgan.training.classifier.frozen import Frozen, holds_features, image_features
+from duetgan.training.classifier.frozen import Frozen, image_features
 from duetgan.training.classifier.loss import (
     Targets,
     add_distillation,
@@ -289,7 +290,7 @@ class ClassifierTask(Task):
         batch = next(batches)
         self._set_up(step)
         self._wrap()
-        self.model.begin = self.frozen.begin if holds_features(batch) else 0
+        self.model.begin = 0 if batch.features is None else self.frozen.begin
         statistics = Snapshot(self.statistics)
         stream = self.unlabelled_stream
         used = stream.draw(step, self.ema.model, self.precision, self.device) if stream else {}
@@ -315,13 +316,14 @@ class ClassifierTask(Task):
                 running += [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         collectives.average_(running)
 
-    def source(self, step: int, folder: Path) -> Source | None:
+    def source(self, step: int, folder: Path) -> CachedFeatures | None:
         self._set_up(step)
         return self.frozen.source(step, folder)
 
     def as_read(self, batch: Batch, step: int) -> Batch:
         self._set_up(step)
-        return Batch(self.frozen.outputs(batch.images, step), batch.labels)
+        features = self.frozen.outputs(batch.images, step)
+        return batch if features is None else Batch(batch.images, batch.labels, features=features)
 
     def _set_up(self, step: int) -> None:
         self.finetuning.at(step)
@@ -469,9 +471,11 @@ class ClassifierTask(Task):
         """
         config, spec = self.config, self.model.spec
         images, labels = batch.images, batch.labels
+        if batch.features is not None:
+            images = batch.features
         if config.loss.several:
             labels = self.label_vectors[labels]
-        if spec.deep and not holds_features(batch):
+        if spec.deep and batch.features is None:
             images = spec.to_float(images, config.channels_last)
         images = draw_and_apply(
             images,

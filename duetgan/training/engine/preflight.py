@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from duetgan.data.reading.dataset import Dataset, stages_text
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.stages import stages_text
 from duetgan.training.base.config import RunConfig, Shape
 from duetgan.training.base.data import data_text, mixture_text
 from duetgan.training.base.task import Outline, Task

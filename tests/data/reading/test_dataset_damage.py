@@ -1,6 +1,5 @@
 """Damaged records of a Dataset: reading stops and names them, or takes the next whole one and counts."""
 
-import copy
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -159,7 +158,7 @@ def test_lost_blocks_signatures_and_images(pack: Packer) -> None:
 def test_loader_keeps_its_position_when_a_read_raised(pack, prefetch, monkeypatch):
     dataset = open_dataset(pack("png"))
     sampler = GlobalSampler(COUNT, batch_size=6, seed=1)
-    whole = InfiniteLoader(open_dataset(dataset.path), copy.copy(sampler), device="cpu", prefetch=0)
+    whole = InfiniteLoader(open_dataset(dataset.path), sampler, device="cpu", prefetch=0)
     broken = InfiniteLoader(dataset, sampler, device="cpu", prefetch=prefetch)
     assert torch.equal(next(whole).images, next(broken).images)
     broken.close()  # nothing is read ahead any more

@@ -14,12 +14,13 @@ from duetgan.data.errors import DamageError
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
-from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights
 from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, flip, sample_images
+from tests.data.reading.test_sampler import batches_of
 
 REAL, DRAWN = 20, 7  # images
 SHARES = ["1/4", "1/3", "0.37", "1/100", "1"]
@@ -33,7 +34,7 @@ def sampler_of(share: str = "1/4", *, batch: int = 12, rank: int = 0, world: int
 
 
 def batches(sampler: GlobalSampler, count: int) -> list[np.ndarray]:
-    return [sampler.next_batch()[0] for _ in range(count)]
+    return [indices for indices, _ in batches_of(sampler, count)]
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -62,13 +63,10 @@ def test_ranks_together_are_one_process(share: str, world: int) -> None:
     weights = balanced_weights(np.array([0] * 15 + [1] * 5), ["a", "b"])
     whole = sampler_of(share, weights=weights)
     ranks = [sampler_of(share, rank=rank, world=world, weights=weights) for rank in range(world)]
-    for _ in range(40):
-        indices, keys = whole.next_batch()
-        parts = [rank.next_batch() for rank in ranks]
+    for (indices, keys), *parts in zip(*(batches_of(sampler, 40) for sampler in (whole, *ranks)), strict=True):
         np.testing.assert_array_equal(indices, np.concatenate([part for part, _ in parts]))
         np.testing.assert_array_equal(keys.epochs, np.concatenate([part.epochs for _, part in parts]))
         np.testing.assert_array_equal(keys.repeats, np.concatenate([part.repeats for _, part in parts]))
-        assert {rank.consumed_total for rank in ranks} == {whole.consumed_total}
 
 
 def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
@@ -77,8 +75,7 @@ def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
     assert (masks.mean(0) > 0.12).all()
     assert (masks.mean(0) < 0.38).all()
     sampler, seen = sampler_of("1/2"), {"real": 0, "drawn": 0}
-    for _ in range(10):
-        indices, keys = sampler.next_batch()
+    for indices, keys in batches_of(sampler, 10):
         for index, epoch in zip(indices.tolist(), keys.epochs.tolist(), strict=True):
             kind, length = ("real", REAL) if index < REAL else ("drawn", DRAWN)
             assert epoch == seen[kind] // length
@@ -91,22 +88,25 @@ def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
 
 def test_the_order_goes_on_from_its_state_with_other_batches() -> None:
     straight, larger = sampler_of("0.37"), sampler_of("0.37", batch=24)
-    straight.advance(8)
-    larger.load_state_dict(straight.state_dict())
-    assert larger.consumed_total == 8 * 12
-    drawn = int((larger.next_batch()[0] >= REAL).sum())
+    position = Position()
+    for _ in range(8):
+        position = straight.after(position)
+    there = larger.position_of(straight.state_at(position))
+    assert there == position._replace(batches=0)
+    assert there.consumed + there.synthetic == 8 * 12
+    drawn = int((larger.batch(there)[0] >= REAL).sum())
     assert drawn == 10 * 12 * 37 // 100 - 8 * 12 * 37 // 100
 
 
 def test_another_order_is_refused() -> None:
-    plain, state = GlobalSampler(REAL, batch_size=12, seed=3), sampler_of().state_dict()
+    plain, state = GlobalSampler(REAL, batch_size=12, seed=3), sampler_of().state_at(Position())
     for sampler, other, message in (
         (plain, state, r"trained with data\.synthetic; use the same, or a new run folder"),
-        (sampler_of(), plain.state_dict(), "on real images alone"),
+        (sampler_of(), plain.state_at(Position()), "on real images alone"),
         (sampler_of(content="xyz"), state, r"data\.synthetic has other images now"),
         (sampler_of(second_weights=np.arange(1.0, DRAWN + 1)), state, r"data\.synthetic\.balance changed"),
     ):
-        assert_raises(UserError, message, sampler.load_state_dict, other)
+        assert_raises(UserError, message, sampler.position_of, other)
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def test_batches_hold_the_images_and_say_which_are_synthetic(packed: Path, secon
     pixels = np.concatenate([sample_images(REAL), sample_images(DRAWN, seed=1)])
     labels = np.concatenate([np.arange(REAL) % 3, np.arange(DRAWN) % 3])
     loader, sampler = loader_of(packed, second, sampler_of("1/3", until=6), prefetch), sampler_of("1/3", until=6)
-    for _ in range(9):
-        batch, indices = next(loader), sampler.next_batch()[0]
+    for indices in batches(sampler, 9):
+        batch = next(loader)
         np.testing.assert_array_equal(batch.images, pixels[indices])
         np.testing.assert_array_equal(batch.labels, labels[indices])
         assert batch.synthetic is not None

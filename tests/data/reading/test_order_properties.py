@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from duetgan.data.decode import RandomCrop
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader, evaluation_batches
-from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights
 from duetgan.data.records import pack_arrays
 from duetgan.utils.seeding import numpy_generator
 from tests.data.conftest import sample_images
-from tests.data.reading.test_sampler import take, weighted
+from tests.data.reading.test_sampler import batches_of, take, weighted
 
 sizes = st.integers(1, 40)
 worlds = st.sampled_from([1, 2, 3, 4])
@@ -64,15 +64,13 @@ def test_no_two_draws_of_an_epoch_have_one_key(count: int, share: int, world: in
     options: dict[str, Any] = {"batch_size": share * world, "seed": seed, "weights": weights}
     one = GlobalSampler(count, **options)
     keys = []
-    while one.consumed < 3 * count:
-        indices, batch = one.next_batch()
+    for indices, batch in batches_of(one, -(-3 * count // (share * world))):
         keys += [batch.of(place, int(index)) for place, index in enumerate(indices)]
     assert len(set(keys)) == len(keys)
     assert {key[:2] for key in keys} == {(seed, "augment")}
     rank = GlobalSampler(count, rank=world - 1, world_size=world, **options)
-    rank.advance(before)
-    first = rank.consumed + (world - 1) * share
-    indices, batch = rank.next_batch()
+    first = (before * world + world - 1) * share
+    indices, batch = rank.batch(Position(before * world * share))
     there = [batch.of(place, int(index)) for place, index in enumerate(indices)]
     assert there == keys[first : first + share][: len(there)] or first + share > len(keys)
 
@@ -141,13 +139,20 @@ def samplers(draw: st.DrawFn, count: int, size: int) -> Callable[[int, int], Glo
     )
 
 
-def read_on(open_dataset: Callable[[], Dataset], samplers_of_ranks: list[GlobalSampler], batches: int, prefetch: int):
+def read_on(
+    open_dataset: Callable[[], Dataset],
+    samplers_of_ranks: list[GlobalSampler],
+    batches: int,
+    prefetch: int,
+    state: dict[str, Any],
+):
     """Labels and images of the next global batches, all ranks' shares together, and the loaders' state after them."""
     with contextlib.ExitStack() as opened:
         loaders = []
         for sampler in samplers_of_ranks:
             dataset = opened.enter_context(open_dataset())
             loaders.append(InfiniteLoader(dataset, sampler, device="cpu", prefetch=prefetch))
+            loaders[-1].load_state_dict(state)
             opened.callback(loaders[-1].close)
         labels, images = [], []
         for _ in range(batches):
@@ -168,15 +173,11 @@ def test_loaders_read_one_order_whatever_reads_it(packs, encoding, workers, pref
     size = 4 * share
     make = data.draw(samplers(count, size))
     steps = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))
-    first = make(0, 1)
-    first.advance(before)
-    state, seen = first.state_dict(), [np.empty(0, np.int64)]
+    state, seen = make(0, 1).state_at(Position(before * size)), [np.empty(0, np.int64)]
     open_dataset = partial(Dataset, packs[encoding, count], workers=workers)
     for world_size, batches in zip((1, 2, 4, 1), steps, strict=True):
         ranks = [make(rank, world_size) for rank in range(world_size)]
-        for sampler in ranks:
-            sampler.load_state_dict(state)
-        labels, images, state = read_on(open_dataset, ranks, batches, prefetch)
+        labels, images, state = read_on(open_dataset, ranks, batches, prefetch, state)
         for batch, pixels in zip(labels, images, strict=True):
             assert (pixels.numpy() == batch[:, None, None, None]).all()
             seen.append(batch)
@@ -200,9 +201,8 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_random_crops_follow_seed_epoch_and_sample(crops, workers, prefetch, world_size, before):
     open_dataset = partial(Dataset, crops, resolution=4, crop=RandomCrop(), workers=workers)
     ranks = [GlobalSampler(7, batch_size=12, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for sampler in ranks:
-        sampler.advance(before)
-    images = torch.cat(read_on(open_dataset, ranks, 3, prefetch)[1])
+    state = ranks[0].state_at(Position(12 * before))
+    images = torch.cat(read_on(open_dataset, ranks, 3, prefetch, state)[1])
     with Dataset(crops, resolution=4, crop=RandomCrop()) as alone:
         for place, image in enumerate(images.numpy(), start=12 * before):
             epoch, offset = divmod(place, 7)

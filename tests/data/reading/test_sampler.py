@@ -1,8 +1,7 @@
 """The sampler: its state, its refusals, weighted epochs. What holds for every size is in test_order_properties.py."""
 
-import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,15 +10,25 @@ import numpy as np
 import pytest
 
 from duetgan.data.reading import weighted_sampling
-from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, few_labels, load_sample_weights
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 from tests.conftest import assert_raises
 
 
+def batches_of(
+    sampler: GlobalSampler, count: int
+) -> Iterator[tuple[np.ndarray, SampleKeys]]:
+    """Yield the first `count` batches of a sampler."""
+    position = Position()
+    for _ in range(count):
+        yield sampler.batch(position)
+        position = sampler.after(position)
+
+
 def take(sampler: GlobalSampler, batches: int) -> np.ndarray:
-    return np.stack([sampler.next_batch()[0] for _ in range(batches)])
+    return np.stack([indices for indices, _ in batches_of(sampler, batches)])
 
 
 def rated(rates: dict[str, float]) -> np.ndarray:
@@ -30,12 +39,10 @@ def weighted(weights: list[float] | np.ndarray, seed: int = 0, groups: np.ndarra
     return GlobalSampler(len(weights), batch_size=1, seed=seed, weights=np.array(weights, np.float64), groups=groups)
 
 
-def test_copies_draw_an_epoch_once() -> None:
+def test_an_epoch_is_drawn_once() -> None:
     sampler = GlobalSampler(10, batch_size=2, seed=0)
     with patch("duetgan.data.reading.sampler.numpy_generator", side_effect=numpy_generator) as drawn:
-        for _ in range(10):  # as a loader without prefetching does
-            copy.copy(sampler).next_batch()
-            sampler.advance()
+        take(sampler, 10)
         for epoch in (2, 3, 0):
             sampler.order(epoch)
     assert [call.args[-1] for call in drawn.call_args_list] == [0, 1, 2, 3, 0]  # two are kept: memory stays flat
@@ -58,8 +65,8 @@ def test_equal_weights_are_no_weights(weight: float) -> None:
     plain, equal = GlobalSampler(9, batch_size=1, seed=2), weighted([weight] * 9, 2, np.arange(9))
     for epoch in range(2):
         np.testing.assert_array_equal(equal.order(epoch), plain.order(epoch))
-    assert equal.state_dict() == plain.state_dict()
-    assert plain.state_dict()["weights"] == ""
+    assert equal.state_at(Position(4)) == plain.state_at(Position(4))
+    assert plain.state_at(Position())["weights"] == ""
 
 
 @pytest.mark.parametrize("groups", [None, np.array([0, 1, 0, 1, 1])])
@@ -76,33 +83,35 @@ def test_weighted_state_names_its_order() -> None:
     labels = np.arange(6) % 2
     weights = np.array([1, 2, 3, 4, 5, 6.0])
     states = [
-        GlobalSampler(6, batch_size=2, seed=0).state_dict(),
-        weighted(weights).state_dict(),
-        weighted(weights[::-1]).state_dict(),
-        weighted(weights, groups=labels).state_dict(),
-        weighted(weights, groups=np.arange(6) % 3).state_dict(),
-        weighted(weights, groups=np.zeros(6, np.int64)).state_dict(),
+        sampler.state_at(Position())
+        for sampler in (
+            GlobalSampler(6, batch_size=2, seed=0),
+            weighted(weights),
+            weighted(weights[::-1]),
+            weighted(weights, groups=labels),
+            weighted(weights, groups=np.arange(6) % 3),
+            weighted(weights, groups=np.zeros(6, np.int64)),
+        )
     ]
     assert len({state["weights"] for state in states}) == len(states)
     assert all(int(str(state["weights"]), 16) for state in states[1:])
     for state in states[:1] + states[2:]:
-        assert_raises(UserError, r"data\.sampling changed", weighted(weights).load_state_dict, state)
+        assert_raises(UserError, r"data\.sampling changed", weighted(weights).position_of, state)
     plain = GlobalSampler(6, batch_size=2, seed=0)
-    assert_raises(UserError, r"data\.sampling changed", plain.load_state_dict, states[1])
-    weighted(weights * 2).load_state_dict(states[1])  # weights are relative: the same order
-    weighted(weights, groups=labels.astype(np.int32) + 5).load_state_dict(states[3])  # so are the groups' numbers
+    assert_raises(UserError, r"data\.sampling changed", plain.position_of, states[1])
+    weighted(weights * 2).position_of(states[1])  # weights are relative: the same order
+    weighted(weights, groups=labels.astype(np.int32) + 5).position_of(states[3])  # so are the groups' numbers
 
 
 def test_orders_of_other_versions_go_on() -> None:
     old = {"consumed": 6, "count": 4, "seed": 0, "shuffle": True}
     sampler = GlobalSampler(4, batch_size=2, seed=0)
-    sampler.load_state_dict(old)
-    assert sampler.consumed == 6
-    assert_raises(UserError, r"data\.sampling changed", weighted([1, 2, 3, 4]).load_state_dict, old)
+    assert sampler.position_of(old) == Position(6)
+    assert_raises(UserError, r"data\.sampling changed", weighted([1, 2, 3, 4]).position_of, old)
     # resuming a run with another version of the program must not change its order
     sampler = weighted([0.5, 2, 1, 3, 0, 1.25], 3, np.array([0, 0, 1, 1, 2, 2]))
     assert [sampler.order(epoch).tolist() for epoch in range(2)] == [[3, 5, 1, 2, 3, 1], [3, 5, 1, 3, 1, 2]]
-    assert sampler.state_dict()["weights"] == "7339c420934bc3244a822af2343d882e"
+    assert sampler.state_at(Position())["weights"] == "7339c420934bc3244a822af2343d882e"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from duetgan.data.errors import DamageError
 from duetgan.data.packing.pack import pack
 from duetgan.data.reading import several_files as shard_index
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.sampler import GlobalSampler, Position
 from duetgan.data.reading.several_files import MOST_FILES, expand_braces, shard_paths
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
@@ -59,7 +59,7 @@ def test_the_images_are_those_of_the_packed_file(shards: Path, tmp_path: Path) -
     with open_source(str(shards)) as source:
         pack(source, tmp_path / "packed.lmdb", encoding="source", workers=0, duplicates=False)
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(COUNT), 2))
-    indices, keys = GlobalSampler(COUNT, batch_size=COUNT, seed=1).next_batch()
+    indices, keys = GlobalSampler(COUNT, batch_size=COUNT, seed=1).batch(Position())
     three = [shards / f"train-{number:03d}.tar" for number in range(3)]
     for spec in (shards, f"{shards}/train-{{000..002}}.tar", f"{shards}/*-00[012].tar", three):
         for workers in (0, 2):

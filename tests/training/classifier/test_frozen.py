@@ -154,7 +154,7 @@ def test_cached_is_uncached_within_rounding_and_resumes_to_the_bit(packed, tmp_p
 def test_speed_is_measured_behind_what_is_kept(packed):
     config = config_of(packed, **VARIANTS["maps"], channels_last=True)
     trial = Trial(config, 8, Dataset(packed / "train.lmdb"), torch.device("cpu"))
-    assert trial.batch.images.is_floating_point()
+    assert trial.batch.features is not None
     assert trial.seconds("fp32") > 0
     assert trial.task.model.begin == BORDERS["maps"]  # type: ignore[attr-defined]
     whole = config_of(packed, **uncached(VARIANTS["maps"]))

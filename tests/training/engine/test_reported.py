@@ -167,7 +167,7 @@ def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slim
     for module in (loop, loader, progress, run_folder):
         monkeypatch.setattr(module, "time", clock)
     for owner, name, seconds in (
-        (loader, "_next_batch", READ),
+        (loader, "read_batch", READ),
         (CheckpointManager, "save", 7),
         (CheckpointManager, "restore", 11),
         (task, "source", 3),

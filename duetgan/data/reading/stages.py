@@ -1,0 +1,127 @@
+"""Progressive growing: batches whose resolution and size change with the training step."""
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, InfiniteLoader
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.utils.errors import UserError, refuse
+
+
+class Stage(NamedTuple):
+    """Resolution and batch size from a step on, up to the first step of the next stage."""
+
+    first_step: int
+    resolution: int  # px of the shorter side
+    batch_size: int  # global
+
+
+class StagedLoader(InfiniteLoader):
+    """An InfiniteLoader with stages, which sets the sampler's batch size to that of the stage.
+
+    The files of a stage are open from its first batch to its last. The order of samples continues
+    across stages.
+    """
+
+    saves_step = True
+
+    def __init__(
+        self,
+        dataset: Dataset,  # at the full resolution
+        sampler: GlobalSampler,
+        *,
+        stages: Sequence[tuple[int, int, int]],  # (first step, px, global batch size), ascending
+        **options: Any,  # of InfiniteLoader
+    ) -> None:
+        super().__init__(dataset, sampler, **options)
+        self.stages = [Stage(*stage) for stage in stages]
+        self._stage: Stage | None = None  # the open stage
+        self._damaged: set[int] = set()  # records replaced in closed stages
+
+    def __next__(self) -> Batch:
+        stage = max(stage for stage in self.stages if stage.first_step <= self.step)
+        if stage != self._stage:
+            self.close()
+            self.sampler.batch_size = stage.batch_size
+            self._dataset = at_resolution(self.dataset, stage.resolution)
+            self._stage = stage
+        return super().__next__()
+
+    @property
+    def damaged_records(self) -> set[int]:
+        return self._damaged.union(self.dataset.replaced, self._dataset.replaced)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, also if the stages have changed.
+
+        Raises UserError for the state of a run without stages.
+        """
+        refuse(
+            (
+                "step" not in state,
+                "the order cannot be resumed in stages: the run has been trained without "
+                "progressive growing; set progressive.start to null, or use a new run folder",
+            ),
+            (
+                state.get("batch", 0) >= self.batches_per_step,
+                f"the order cannot be resumed: a step took more than {self.batches_per_step} "
+                "batches; use the same loss.objective, or a new run folder",
+            ),
+        )
+        super().load_state_dict(state)
+
+    def close(self) -> None:
+        super().close()
+        if self._dataset is not self.dataset:
+            self._damaged |= self._dataset.replaced
+            self._dataset.close()
+        self._dataset = self.dataset
+        self._stage = None
+
+
+def at_resolution(dataset: Dataset, side: int) -> Dataset:
+    """Return the data set with its images scaled to this shorter side, in px.
+
+    Returns `dataset` itself if it has that side. Raises UserError if the files have changed since
+    `dataset` was opened.
+    """
+    if side == dataset.spec.side:
+        return dataset
+    scaled = Dataset(
+        [shard.path for shard in dataset.shards],
+        resolution=dataset.spec.at(side).resolution,
+        crop=dataset.crop,
+        workers=dataset.workers,
+        on_damage=dataset.on_damage,
+    )
+    if scaled.meta.content_hash != dataset.meta.content_hash:
+        raise UserError(
+            f"{dataset.path}: was changed during the training; put it back, or use a new run folder"
+        )
+    return scaled
+
+
+def stages_text(dataset: Dataset, resolutions: Sequence[int]) -> str:
+    """Describe for the run's plan which resolutions are read as stored, and which are scaled."""
+    stored_sides = dataset.meta.resolutions
+    if dataset.crop is not None:
+        return f"{_sides(resolutions)} scaled from random crops"
+    if stored_sides == [0]:
+        return f"{_sides(resolutions)} scaled from images of sizes of their own"
+    stored = [side for side in resolutions if side in stored_sides]
+    missing = [side for side in resolutions if side not in stored_sides]
+    texts = [f"{_sides(stored)} as stored"] if stored else []
+    # `stored_sides` is ascending: the next larger one is the source of a side.
+    for source, sides in itertools.groupby(
+        missing, lambda side: stored_sides[bisect.bisect(stored_sides, side)]
+    ):
+        texts.append(f"{_sides(list(sides))} scaled from {source} px while reading")
+    hint = f" (duet pack --pyramid {min(missing)} stores them)" if missing else ""
+    return ", ".join(texts) + hint
+
+
+def _sides(resolutions: Sequence[int]) -> str:
+    return ", ".join(map(str, resolutions)) + " px"
