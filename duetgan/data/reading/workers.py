@@ -6,7 +6,7 @@ import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import SampleKeys
-from duetgan.utils.memory import cores
+from duetgan.utils.machine import cores
 
 MEASURED_IMAGES = 64  # at most, in one measurement
 REPEATS = 3
