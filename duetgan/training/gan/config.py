@@ -46,7 +46,7 @@ class GanLossConfig(Config):
     # strength of R1, the gradient penalty on real images; rule of thumb: 0.0002 * resolution^2 /
     # batch_size; try x2, x4, /2, /4
     r1_gamma: NonNegativeFloat = 1.0
-    r2_gamma: NonNegativeFloat = 0.0  # strength of R2, on generated images; R3GAN: as r1_gamma
+    r2_gamma: NonNegativeFloat = 0.0  # strength of R2, at samples; R3GAN: as r1_gamma
     # final value of r1_gamma and r2_gamma, by a cosine over schedule_kimg; null: constant
     gamma_final: NonNegativeFloat | None = None
     # weight of (norm of D's gradient between images and samples - 1)^2; WGAN-GP: 10
@@ -54,7 +54,7 @@ class GanLossConfig(Config):
     # steps between penalties of D, which are multiplied by this interval; 0: no penalties
     r1_interval: NonNegativeInt = 16
     style_mixing: Probability = 0.9  # probability of a second style in a sample
-    # weight of real images with a wrong label as fakes (1605.05396), if conditional
+    # weight of real images with a wrong label, as if they were samples (1605.05396), if conditional
     mismatch_weight: NonNegativeFloat = 0.0
     path_length_weight: NonNegativeFloat = 0.0  # weight of the path-length penalty; StyleGAN2: 2
     # steps between path-length penalties, which are multiplied by this interval
