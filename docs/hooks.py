@@ -29,7 +29,6 @@ def recipes() -> str:
 
 def contents() -> dict[Path, str]:
     """The files and what belongs into them."""
-    from duetgan.extras.studies.subjects import SUBJECTS, load_subject
     from duetgan.training.engine.reference import as_markdown, groups, schema  # imports torch
 
     pages = {"keys": as_markdown(groups()), "recipes": recipes()}
@@ -37,8 +36,7 @@ def contents() -> dict[Path, str]:
     for name, text in pages.items():
         page, mark = ROOT / "docs" / f"{name}.md", f"<!-- {name} -->\n"
         files[page] = f"{page.read_text().partition(mark)[0]}{mark}\n{text}"
-    studies = {name: load_subject(name)[0] for name in SUBJECTS}
-    return files | {ROOT / "configs" / "schema.json": json.dumps(schema(studies), indent=1) + "\n"}
+    return files | {ROOT / "configs" / "schema.json": json.dumps(schema(), indent=1) + "\n"}
 
 
 def on_config(config: Any) -> Any:

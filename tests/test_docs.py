@@ -14,8 +14,8 @@ from markdown_it.token import Token
 from torch.distributed.run import get_args_parser
 
 from duetgan.commands import COMMANDS
-from duetgan.extras.studies.subjects import SUBJECTS, load_subject
 from duetgan.models.registry import ARCHITECTURES
+from duetgan.training.engine.reference import TASKLESS
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
@@ -28,7 +28,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "doc
 MEASUREMENTS = sorted((ROOT / "docs" / "measurements").glob("*.md"))  # the lab book: commands of their day
 CONFIGS = {TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)}
 KEYS = {key for config in CONFIGS for key in keys_of(config)}
-STUDY_KEYS = {key for name in SUBJECTS for key in keys_of(load_subject(name)[0])}
+STUDY_KEYS = {key for config in TASKLESS.values() for key in keys_of(config)}
 OVERRIDDEN = {"train": KEYS, "study": STUDY_KEYS}  # scripts whose options are config keys too
 SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")

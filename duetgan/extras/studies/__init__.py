@@ -6,3 +6,4 @@ COMMANDS = {
         "answer a question with many runs: do generated images help a classifier?",
     )
 }
+ATTACHES = {"duetgan.training.engine.reference": "duetgan.extras.studies.recipes"}

@@ -17,6 +17,7 @@ from pydantic_core.core_schema import ModelSchema
 from duetgan.models.registry import ARCHITECTURES, DEFAULT
 from duetgan.training.base.config import RunConfig
 from duetgan.training.engine.tasks import TASKS
+from duetgan.utils import extras
 from duetgan.utils.config.model import Config, hints
 from duetgan.utils.errors import UserError
 
@@ -32,6 +33,8 @@ SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 Schema = dict[str, Any]  # a JSON schema
 Entry = tuple[str, str, str]  # a key: name without its section, type, meaning
 Section = dict[Entry, str]  # the keys of a section -> their defaults
+# Configs of recipes that are not for train.py and have no task, by name.
+TASKLESS: dict[str, type[Config]] = {}
 
 
 @dataclass(frozen=True)
@@ -248,13 +251,10 @@ class _Documented(GenerateJsonSchema):
         return result
 
 
-def schema(taskless: Mapping[str, type[Config]]) -> Schema:
-    """Return the JSON schema with which editors complete and check recipes.
-
-    `taskless` maps names to the configs of recipes without a task.
-    """
+def schema() -> Schema:
+    """Return the JSON schema with which editors complete and check recipes."""
     gans = {name: TASKS["gan"].config(name) for name in ARCHITECTURES}
-    configs = {"classifier": TASKS["classifier"].config(), **gans, **taskless}
+    configs = {"classifier": TASKS["classifier"].config(), **gans, **TASKLESS}
     places, generated = models_json_schema(
         [(config, "validation") for config in configs.values()], schema_generator=_Documented
     )
@@ -271,7 +271,7 @@ def schema(taskless: Mapping[str, type[Config]]) -> Schema:
         "title": "A recipe of configs/",
         "if": {"required": ["task"]},
         "then": {"allOf": [task, *cases, no_architecture]},
-        "else": {"anyOf": [refs[name] for name in taskless]},
+        "else": {"anyOf": [refs[name] for name in TASKLESS]},
         **generated,
     }
 
@@ -279,3 +279,6 @@ def schema(taskless: Mapping[str, type[Config]]) -> Schema:
 def _if(values: dict[str, str], schema: Schema) -> Schema:
     properties = {name: {"const": value} for name, value in values.items()}
     return {"if": {"properties": properties, "required": list(values)}, "then": schema}
+
+
+extras.attach(__name__)
