@@ -24,7 +24,7 @@ from duetgan.metrics.classification.answers import (
 )
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
 from duetgan.metrics.classification.labels import LabelAnswers, best_thresholds
-from duetgan.metrics.comparison.compare import keep_predictions
+from duetgan.metrics.comparison.predictions import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input, shared_pass
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.figures import CLASSIFIER, LABELS, measured
@@ -270,7 +270,7 @@ def open_outliers(path: str, checkpoint: Checkpoint, dataset: Dataset) -> Datase
 def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.ndarray]]:
     """Return a classifier's metrics, ready for JSON, and the results of each image to store.
 
-    The latter are columns of `metrics.comparison.compare`, each [n]. `seed` draws the half of the
+    The latter are columns of `metrics.comparison.predictions`, each [n]. `seed` draws the half of the
     images that the temperature is fitted on.
     """
     classes = per_class(answers)

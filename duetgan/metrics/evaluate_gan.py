@@ -18,7 +18,7 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers, balanced_accuracy
-from duetgan.metrics.comparison.compare import keep_predictions
+from duetgan.metrics.comparison.predictions import keep_predictions
 from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.features.extractors import (
     Extractor,

@@ -8,7 +8,8 @@ from typing import Literal
 import numpy as np
 
 from duetgan.extras.studies.images import HELD_OUT, TEST
-from duetgan.metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
+from duetgan.extras.studies.seeds_and_images import by_seeds_and_images
+from duetgan.metrics.comparison.paired import LEVEL, Difference, by_seeds, holm
 from duetgan.metrics.protocol import Document
 from duetgan.reporting.figures import change
 

@@ -73,7 +73,7 @@ def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Diffe
         second: Influence of each image on the second metric, [n].
     """
     error = float(np.sqrt(np.square(second - first).sum())) / len(first)
-    return _normal(value, error, "paired by image")
+    return normal(value, error, "paired by image")
 
 
 def independent_figures(
@@ -89,7 +89,7 @@ def independent_figures(
     low = value - math.hypot(second - second_interval[0], first_interval[1] - first)
     high = value + math.hypot(second_interval[1] - second, first - first_interval[0])
     toward_zero = (value - low if value > 0 else high - value) / NORMAL
-    return Difference(value, [low, high], _normal(value, toward_zero, "").p, "intervals of each")
+    return Difference(value, [low, high], normal(value, toward_zero, "").p, "intervals of each")
 
 
 def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -104,47 +104,11 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     # differences that are equal except for rounding do not tell the spread
     if error <= 1e-12 * max(1e-300, float(np.abs([first, second]).max())):
         return Difference(value, None, None, "paired by training seed")
-    return _student(value, error, len(differences) - 1, "paired by training seed")
+    return student(value, error, len(differences) - 1, "paired by training seed")
 
 
-def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> Difference:
-    """Compare two weighted fractions of hits over S pairs of runs and the same N images.
-
-    Seeds and images are both random effects, as readers and cases are in reader studies: the
-    variance is that of the two-way analysis of variance, the degrees of freedom are Hillis's (2007,
-    Stat. Med. 26, 596-619, equation 4). With one pair, only images are random effects, and the
-    distribution is normal.
-
-    Args:
-        first: Hits of the first runs, bool [S, N].
-        second: Hits of the second runs, trained with the same seeds, bool [S, N].
-        weights: Weights of the images, [N], which sum to 1.
-    """
-    used = weights > 0
-    scale = weights[used] * used.sum()
-    differences = (second[:, used].astype(np.float64) - first[:, used]) * scale
-    seeds, count = differences.shape
-    value = float(differences.mean())
-    image_means = differences.mean(0)
-    if seeds == 1:
-        error = float(image_means.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
-        return _normal(value, error, "paired by image")
-    method = "paired by seed and image"
-    seed_means = differences.mean(1)
-    residuals = differences - seed_means[:, None] - image_means + value
-    # mean squares of the analysis of variance
-    of_seeds = count * float(seed_means.var(ddof=1))
-    of_images = seeds * float(image_means.var(ddof=1)) if count > 1 else 0.0
-    of_residuals = float(np.square(residuals).sum()) / max(1, (seeds - 1) * (count - 1))
-    # if seeds differ by no more than rounding, only images are random effects
-    if of_seeds <= 1e-12 * (of_images + of_residuals):
-        return _normal(value, math.sqrt(of_images / (seeds * count)), method)
-    total = of_seeds + max(0.0, of_images - of_residuals)
-    degrees = (seeds - 1) * (total / of_seeds) ** 2
-    return _student(value, math.sqrt(total / (seeds * count)), degrees, method)
-
-
-def _student(value: float, error: float, degrees: float, method: str) -> Difference:
+def student(value: float, error: float, degrees: float, method: str) -> Difference:
+    """Test a difference with this standard error by Student's distribution."""
     from scipy.stats import t
 
     half = float(t.ppf(0.975, degrees)) * error
@@ -153,7 +117,8 @@ def _student(value: float, error: float, degrees: float, method: str) -> Differe
     )
 
 
-def _normal(value: float, error: float, method: str) -> Difference:
+def normal(value: float, error: float, method: str) -> Difference:
+    """Test a difference with this standard error by a normal distribution."""
     if error == 0:
         equal = value == 0
         return Difference(value, [0.0, 0.0] if equal else None, 1.0 if equal else None, method)
