@@ -21,10 +21,10 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import dataset_for_model
 from duetgan.data.reading.loader import read_batch
+from duetgan.extras.robustness.measure import corrupted_hits
 from duetgan.extras.studies.seeds_and_images import by_seeds_and_images
 from duetgan.extras.studies.subject import slug
 from duetgan.metrics.comparison.paired import by_seeds, holm
-from duetgan.metrics.evaluate_classifier import corrupted_hits
 from duetgan.metrics.features.precision import device_of, evaluating
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from

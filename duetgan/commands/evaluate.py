@@ -8,6 +8,7 @@ import pkgutil
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ KINDS = {
         "gan",
         "duetgan.metrics.evaluate_gan:evaluate_gan_run",
         "duetgan.metrics.tables:gan_table",
-        SPEED | {"robustness": False, "ood": None},
+        dict(SPEED),
         "for a classifier, this checkpoint is a GAN's",
     ),
     "classifier": Kind(
@@ -63,6 +64,8 @@ KINDS = {
         "for a GAN, this checkpoint is a classifier's",
     ),
 }
+
+OPTIONS: list[Callable[[Parser], None]] = []  # functions that add the extras' options
 
 
 def parser() -> Parser:
@@ -88,17 +91,6 @@ def parser() -> Parser:
         help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})",
     )
     add("--seed", type=number(int), default=0, help="seed of samples and of random choices")
-    add(
-        "--robustness",
-        action="store_true",
-        help="classifier: measure the accuracy under blur, noise, JPEG, brightness and contrast, at five "
-        "strengths each (25 passes)",
-    )
-    add(
-        "--ood",
-        metavar="X.lmdb",
-        help="classifier: images of other classes, which it should recognise as unknown by a low confidence",
-    )
     add(
         "--json",
         action="store_true",
@@ -131,6 +123,8 @@ def parser() -> Parser:
             add(f"--{name}", action="store_true", help=kind.help)
     add_truncation_options(options, psi=False)
     add("--searched", type=number(int, 0), metavar="N", help=searched)
+    for add_options_of_extra in OPTIONS:
+        add_options_of_extra(options)
     return options
 
 

@@ -4,6 +4,7 @@ The last part makes the results and the pictures of evaluate.py.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,18 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.metrics.classification.answers import (
     Answers,
     confused_pairs,
     judged_temperature,
     negative_log_likelihood,
-    outlier_scores,
     per_class,
     reliability,
 )
-from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
 from duetgan.metrics.classification.labels import LabelAnswers, best_thresholds
 from duetgan.metrics.comparison.predictions import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input, shared_pass
@@ -31,7 +30,6 @@ from duetgan.metrics.figures import CLASSIFIER, LABELS, measured
 from duetgan.metrics.images import (
     save_confused,
     save_confusion,
-    save_corruptions,
     save_evidence,
     save_mistakes,
     save_reliability,
@@ -42,10 +40,17 @@ from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import faster
 from duetgan.models.restore import classifier_from
+from duetgan.utils import extras
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.seeding import numpy_generator
+
+Finish = Callable[[Document, Answers], None]
+"""A function that rank 0 calls to add a further measurement to an evaluation's results."""
+# Further measurements of evaluate.py on a classifier. All ranks call each of them before the test
+# images are classified; None means that it was not requested.
+MEASUREMENTS: list[Callable[[Classifier, Checkpoint, Dataset, Path, Namespace], Finish | None]] = []
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
@@ -159,38 +164,6 @@ def evaluate_classifier(
     )
 
 
-def corrupted_hits(
-    classifier: Classifier, dataset: Dataset, *, seed: int, records: np.ndarray, batch_size: int
-) -> Tensor:
-    """Return the number of correct predictions on corrupted images, int64 [corruptions, STRENGTHS].
-
-    Rows are in the order of CORRUPTIONS. All ranks must call this; all but rank 0 get zeros.
-    """
-
-    def work(rows: range) -> Tensor:
-        indices = records[rows.start : rows.stop]
-        batch = read_batch(dataset, indices)
-        hits = torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64)
-        for row, corruption in enumerate(CORRUPTIONS.values()):
-            for column in range(STRENGTHS):
-                corrupted = [
-                    corruption(image, column + 1, seed=seed, index=index)
-                    for image, index in zip(batch.images.numpy(), indices.tolist(), strict=True)
-                ]
-                logits = logits_of(classifier, torch.from_numpy(np.stack(corrupted)))
-                hits[row, column] = (logits.argmax(1) == batch.labels).sum()
-        return hits
-
-    parts = shared_pass(
-        len(records),
-        work,
-        side=dataset.spec.side,
-        batch_size=batch_size,
-        progress="corrupted images",
-    )
-    return sum(parts, torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64))
-
-
 # --- evaluate.py
 
 
@@ -203,36 +176,20 @@ def evaluate_classifier_run(
         device = collectives.choose_device(options.device)
         restored = classifier_from(checkpoint, device, several=True)
         classifier = faster(restored, device, **speed)
-        if (options.robustness or options.ood) and classifier.thresholds is not None:
-            raise UserError("--robustness and --ood are for one label an image; leave them out")
-        if options.robustness:
-            classifier.spec.need_plain("--robustness")
         if dataset.classes:
             require_same_classes(
                 "the classifier", checkpoint["classes"], "the images", dataset.classes
             )
         check_classes(classifier, dataset)
-        outliers = open_outliers(options.ood, checkpoint, dataset) if options.ood else None
-    seed: int = options.seed
-    size: int = options.batch_size
-    records = draw_records(dataset, options.n, seed)
-    hits = outlier_logits = None
-    with outliers or nullcontext():
-        logits = classify(classifier, dataset, batch_size=size, records=records, progress="images")
-        if options.robustness:
-            hits = corrupted_hits(classifier, dataset, seed=seed, records=records, batch_size=size)
-        if outliers is not None:
-            outlier_logits = classify(
-                classifier,
-                outliers,
-                batch_size=size,
-                records=draw_records(outliers, options.n, seed),
-                progress="outliers",
-            )
+    records = draw_records(dataset, options.n, options.seed)
+    further = [measure(classifier, checkpoint, dataset, out, options) for measure in MEASUREMENTS]
+    logits = classify(
+        classifier, dataset, batch_size=options.batch_size, records=records, progress="images"
+    )
 
     def finish() -> Document:
         answers = answers_of(classifier, dataset, logits, records)
-        document = speed | _write_evaluation(checkpoint, dataset, out, answers, seed)
+        document = speed | _write_evaluation(checkpoint, dataset, out, answers, options.seed)
         if not isinstance(answers, LabelAnswers):
             saved = save_evidence(restored, dataset, answers, out / "evidence.png")
             document["images"] += ["evidence.png"] * saved
@@ -243,28 +200,11 @@ def evaluate_classifier_run(
                 f"training began with a logistic regression on the features, of accuracy "
                 f"{probe['accuracy']:.3f} ({low:.3f} to {high:.3f}) by cross-validation"
             )
-        if hits is not None:
-            document["robustness"] = robustness(hits, document["n"], dataset.spec.side)
-            save_corruptions(dataset.read([0])[0][0], out / "robustness.png", seed=seed)
-            document["images"].append("robustness.png")
-        if outliers is not None and outlier_logits is not None:
-            document["ood"] = {"data": outliers.path, **outlier_scores(logits, outlier_logits)}
+        for finish_measurement in filter(None, further):
+            finish_measurement(document, answers)
         return document
 
     return collectives.from_main_process(finish)
-
-
-def open_outliers(path: str, checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
-    """Open the out-of-distribution images of `--ood`, of any classes, size and channels.
-
-    Raises UserError if they are the test images.
-    """
-    outliers = dataset_for_model(path, {"config": {}, "shape": checkpoint["shape"]})
-    if outliers.meta.content_hash == dataset.meta.content_hash:
-        raise UserError(
-            f"--ood {path}: these are the test images themselves; give images of another kind"
-        )
-    return outliers
 
 
 def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.ndarray]]:
@@ -330,3 +270,6 @@ def _write_evaluation(
         )
     predictions = keep_predictions(out, columns, checkpoint, dataset, seed=seed)
     return {**figures, **predictions, "notes": notes, "images": images}
+
+
+extras.attach(__name__)

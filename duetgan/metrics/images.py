@@ -11,7 +11,6 @@ from torch import Tensor
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
-from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.metrics.grad_cam import image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
@@ -177,17 +176,6 @@ def surest(mask: Tensor, answers: Answers) -> np.ndarray:
     """Return the indices where `mask`, bool [n], is True, sorted stably by falling confidence."""
     indices = np.flatnonzero(mask.numpy())
     return indices[np.argsort(-answers.confidence.numpy()[indices], kind="stable")]
-
-
-def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
-    """Draw an image, uint8 [C, H, W], under each corruption (rows) at each strength (columns)."""
-    rows = []
-    strengths = range(1, STRENGTHS + 1)
-    for corruption in CORRUPTIONS.values():
-        corrupted = [corruption(image, strength, seed=seed, index=0) for strength in strengths]
-        rows.append([image, *corrupted])
-    heads = ["as it is", *(f"strength {strength}" for strength in strengths)]
-    save_table(rows, path, row_heads=list(CORRUPTIONS), column_heads=heads)
 
 
 def save_reliability(

@@ -1,14 +1,18 @@
 """Text tables of an evaluation's results."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from duetgan.metrics.figures import CLASSIFIER, GAN, LABELS, Figure
 from duetgan.metrics.protocol import Document
+from duetgan.utils import extras
 from duetgan.utils.text import columns, counted, decimal
 
 FEW_IMAGES = 1000  # distances between features of fewer images are rough
 WIDE_INTERVAL = 0.1  # width of an interval above which a fraction is rough
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)
+# Functions of a classifier's results, which may be damaged, that return a table for the report and
+# the text; extras add theirs.
+FURTHER_TABLES: list[Callable[[Document], Table]] = []
 BY_CLASS = {  # key of a metric of a class -> title of its column
     "precision": "precision",
     "recall": "recall",
@@ -58,14 +62,6 @@ def classifier_table(document: Document) -> str:
     if pairs := document.get("confused", [])[:3]:
         words = [f"{pair['true']} as {pair['predicted']} ({pair['n']})" for pair in pairs]
         figures.append(("most confused", ", ".join(words)))
-    for key, name in (
-        ("max_probability", "outliers by probability"),
-        ("energy", "outliers by energy"),
-    ):
-        if row := document.get("ood", {}).get(key):
-            figures.append(
-                (name, f"AUROC {decimal(row['auroc'])}{_interval(row['auroc_interval'])}")
-            )
     rows = document["per_class"].items()
     by_class = BY_CLASS | ({"threshold": "from"} if several else {})
     classes = [
@@ -76,24 +72,15 @@ def classifier_table(document: Document) -> str:
         "",
         columns([["class", *by_class.values(), "images"], *classes]),
     ]
-    if "robustness" in document:
-        parts += ["", columns(accuracy_under(document, decimal))]
+    for header, rows in further_tables(document):
+        parts += ["", columns([header, *rows])]
     return _page(document, parts)
 
 
-def accuracy_under(document: Mapping[str, Any], show: Callable[[Any], str]) -> list[list[str]]:
-    """Return a table's header and rows: the accuracy under each corruption, by rising strength.
-
-    `show` formats an accuracy. Cells without a value are "-".
-    """
-    rows = []
-    for name, row in as_dict(as_dict(document.get("robustness")).get("corruptions")).items():
-        strengths = as_dicts(as_dict(row).get("strengths"))
-        accuracies = [document.get("accuracy"), *(part.get("accuracy") for part in strengths)]
-        rows.append([name, *map(show, accuracies)])
-    width = max(map(len, rows), default=2)
-    head = ["accuracy under", "none", *(f"strength {index}" for index in range(1, width - 1))]
-    return [head, *(row + ["-"] * (width - len(row)) for row in rows)]
+def further_tables(document: Document) -> list[Table]:
+    """Return the non-empty tables of FURTHER_TABLES."""
+    tables = [make(document) for make in FURTHER_TABLES]
+    return [(header, rows) for header, rows in tables if rows]
 
 
 def as_dict(value: object) -> Document:
@@ -192,3 +179,6 @@ def _with_error(document: Document, row: Figure) -> str:
     if value is None or interval is None:
         return text
     return f"{text} +-{decimal(interval[1] - value, row.digits)}"
+
+
+extras.attach(__name__)

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from duetgan.metrics.figures import FIGURES
 from duetgan.metrics.figures import Figure as Row
-from duetgan.metrics.tables import accuracy_under, as_dict, as_dicts
+from duetgan.metrics.tables import Table, as_dict, as_dicts, further_tables
 from duetgan.reporting.pictures import number
 from duetgan.reporting.run_files import Document, Run
 from duetgan.utils.text import duration
 
 Tile = tuple[str, str]  # (value, meaning)
 MetricTile = tuple[str, str, str]  # (value, meaning, its interval and other context in brackets)
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)
 Formatter = Callable[[object], str]
 
 
@@ -139,18 +138,16 @@ def remarks(run: Run) -> list[tuple[str, str]]:
 
 
 def tables(run: Run) -> list[Table]:
-    """Return the evaluation's non-empty tables of distances, classes, corruptions and outliers."""
+    """Return the evaluation's non-empty tables of distances and classes, and those of extras."""
     document = run.evaluation
     distances = []
     for distance in as_dicts(document.get("distances")):
         values = [plain(distance.get(row.key)) for row in COLUMNS]
         distances.append([_extractor(distance), *values, plain(distance.get("n"))])
-    header, *corruptions = accuracy_under(document, percent)
     candidates: list[Table] = [
         (["extractor", *(row.title for row in COLUMNS), "n"], distances),
         _class_table(document),
-        (header, corruptions),
-        _outlier_table(document),
+        *further_tables(document),
     ]
     return [table for table in candidates if table[1]]
 
@@ -181,18 +178,6 @@ def _class_table(document: Document) -> Table:
         for name, cells in rows.items():
             cells.append(column.get(name, "-"))
     return ["class", *columns], list(rows.values())
-
-
-def _outlier_table(document: Document) -> Table:
-    """Return a table of how well each score detects outliers, the images of another file."""
-    outliers, rows = as_dict(document.get("ood")), []
-    for key, name in (("max_probability", "largest probability"), ("energy", "energy")):
-        if row := as_dict(outliers.get(key)):
-            ends = row.get("auroc_interval")
-            interval = " to ".join(map(plain, ends)) if isinstance(ends, list) else "-"
-            rows.append([name, plain(row.get("auroc")), interval, percent(row.get("fpr95"))])
-    title = f"outliers ({Path(str(outliers.get('data'))).name}) detected by"
-    return [title, "AUROC", "95 % interval", "missed while 95 % pass"], rows
 
 
 # --- training and data

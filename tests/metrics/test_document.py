@@ -25,7 +25,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.metrics import evaluate_classifier
 from duetgan.metrics.classification.answers import halves
-from duetgan.metrics.classification.corruptions import CORRUPTIONS
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import FIGURES, GAN, Samples
@@ -263,32 +262,14 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
         monkeypatch.setattr(
             evaluate_classifier, name, lambda *arguments: charts.update({arguments[-1].name: arguments[:-1]})
         )
-    outliers, records = trained["others.lmdb"], drawn(COUNT)
-    result = Written(trained, "classifier", capsys, f"--tta flip --fold --robustness --ood {outliers}")
+    records = drawn(COUNT)
+    result = Written(trained, "classifier", capsys, "--tta flip --fold")
     images, labels = trained.images["test"][records], trained.labels["test"][records]
-    logits, outside = (logits_of(trained.network, part) for part in (images, trained.images["others"][drawn(61)]))
-    expected, columns = of_one_label(labels, logits)
-    corruptions: dict[str, Any] = {}
-    for name, corruption in CORRUPTIONS.items():
-        corruptions[name] = {"unit": corruption.unit, "strengths": []}
-        for strength in range(1, 6):
-            part = zip(images.numpy(), records.tolist(), strict=True)
-            spoiled = np.stack([corruption(image, strength, seed=SEED, index=record) for image, record in part])
-            hits = logits_of(trained.network, torch.from_numpy(spoiled)).argmax(1) == labels
-            amount = {"amount": corruption.amount(strength, SIDE)}
-            corruptions[name]["strengths"].append(amount | keys(accuracy=share(hits)))
-    mean = np.mean([row["accuracy"] for part in corruptions.values() for row in part["strengths"]])
-    expected |= {"robustness": {"n": N, "accuracy": mean, "corruptions": corruptions}}
-    expected["ood"] = {"data": str(outliers), "n": N}
-    is_inlier, both = np.arange(2 * N) < N, np.concatenate([logits, outside])
-    for name, scores in (("max_probability", probabilities(both).max(1)), ("energy", np.log(np.exp(both).sum(1)))):
-        area = jackknife(lambda w, scores=scores: theirs.roc_auc_score(is_inlier, scores, sample_weight=w), 2 * N)
-        passed = np.mean(scores[N:] >= np.sort(scores[:N])[N // 20])
-        expected["ood"][name] = keys(auroc=area) | {"fpr95": passed}
+    expected, columns = of_one_label(labels, logits_of(trained.network, images))
     sure = "training began with a logistic regression on the features, of accuracy 0.613 (0.504 to 0.711)"
     sure += " by cross-validation"
     expected |= {"probe": PROBE, "notes": {"n": few(expected["accuracy_interval"], "accuracy"), "probe": sure}}
-    names = ["confusion", "reliability", "mistakes", "confused", "evidence", "robustness"]
+    names = ["confusion", "reliability", "mistakes", "confused", "evidence"]
     expected["majority_class_rate"] = np.bincount(labels).max() / N
     expected |= {"precision": "fp32", "fold": True, "tta": "flip", "images": [f"{name}.png" for name in names]}
     result.check(expected, columns, trained["test.lmdb"])
@@ -302,17 +283,12 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
         confused += [i for i in wrong if (true[i], named[i]) == (pair["true"], pair["predicted"])][:8]
     heads = ["{true} as {predicted} ({n})".format(**pair) for pair in expected["confused"]]
     heats = image_heat(trained.network, images[chosen], torch.from_numpy(columns["prediction"][chosen]))
-    first, strengths = trained.images["test"][0].numpy(), range(1, 6)
-    table: list[Any] = [
-        [first, *(part(first, k, seed=SEED, index=0) for k in strengths)] for part in CORRUPTIONS.values()
-    ]
     maps = [overlay(images[i], heat) for i, heat in zip(chosen, heats, strict=True)]
     drawings: dict[str, Any] = {"mistakes.png": (images[wrong[:24]], flat(words[i] for i in wrong[:24]))}
     drawings |= {
         "confused.png": (images[confused], heads),
         "evidence.png": (flat(maps), flat(words[i] for i in chosen)),
     }
-    drawings["robustness.png"] = flat(table), [*CORRUPTIONS, "as it is", *(f"strength {k}" for k in strengths)]
     assert_pictures(pictures, drawings)
     assert charts["confusion.png"] == (expected["confusion"], NAMES)
     assert_document([*charts["reliability.png"]], [expected["reliability"], expected["ece"]])
@@ -321,20 +297,6 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     result.check_figures({"accuracy": f"mean of 2 views; {most}"})
     for name, row in expected["per_class"].items():
         result.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "support")])
-    for name, part in corruptions.items():
-        values = [
-            ("accuracy", value) for value in (expected["accuracy"], *(row["accuracy"] for row in part["strengths"]))
-        ]
-        result.check_row(name, values, values)
-    for key, title, short in (
-        ("max_probability", "largest probability", "probability"),
-        ("energy", "energy", "energy"),
-    ):
-        row = expected["ood"][key]
-        area, (low, high) = row["auroc"], row["auroc_interval"]
-        assert [title, f"{area:.3g}", f"{low:.3g} to {high:.3g}", formatted("fpr95", row["fpr95"])] in result.rows
-        printed = f"outliers by {short} AUROC {area:.4f} (95 %: {low:.4f} to {high:.4f})"
-        assert printed.split() in map(str.split, result.printed.splitlines())
     change = "{value:.3f}  (ECE {ece_before:.4f} -> {ece_after:.4f} on the other half)"
     for text in (change.format(**result.document["temperature"]), ", ".join(heads[:3])):
         assert text in result.printed

@@ -3,7 +3,6 @@ import io
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
 from duetgan.commands import evaluate
@@ -14,12 +13,9 @@ from duetgan.metrics.evaluate_classifier import (
     classify,
     document_of,
     evaluate_classifier,
-    logits_of,
 )
 from duetgan.metrics.figures import CLASSIFIER, history
 from duetgan.models.classifier import Classifier
-from duetgan.models.restore import classifier_from
-from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from tests.data.conftest import sample_images
 from tests.metrics.conftest import CLASSES, SIDE, pack
@@ -99,12 +95,6 @@ def test_data_without_its_labels_no_image_and_outputs_that_are_not_finite_are_to
         evaluate_classifier(model, test_reader)
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    """Images of other classes, size and channels."""
-    return pack(tmp_path_factory.mktemp("others") / "x.lmdb", count=40, classes=["a", "b"], channels=3, side=24, seed=9)
-
-
 def test_classes_in_another_order_or_without_images_are_put_into_the_models(runs, tmp_path, refused):
     images, found = sample_images(9, 1, side=SIDE), {}
     for name, rows, labels, classes in (
@@ -119,14 +109,3 @@ def test_classes_in_another_order_or_without_images_are_put_into_the_models(runs
     pack_arrays(tmp_path / "strange.lmdb", images, [0, 1, 2] * 3, ["a", *CLASSES[:2]])
     told = refused(evaluate.main, "--checkpoint", runs["classifier"], "--data", tmp_path / "strange.lmdb")
     assert "a only here" in told or "a missing here" in told
-
-
-def test_outliers_may_be_of_another_size_and_number(runs, files, others, tmp_path):
-    document = evaluated(runs["classifier"], tmp_path, "--ood", others)
-    model = classifier_from(load(resolve(runs["classifier"])))
-    with Dataset(files["val_path"]) as own, Dataset(others) as outside:
-        both = [logits_of(model, torch.from_numpy(each.read(np.arange(len(each)))[0])) for each in (own, outside)]
-    scores = torch.cat(both).double().softmax(1).amax(1).numpy()
-    expected = roc_auc_score(np.arange(100) < 60, scores)
-    assert document["ood"]["max_probability"]["auroc"] == pytest.approx(expected, abs=2e-3)  # equal but for rounding
-    assert document["ood"]["n"] == 40

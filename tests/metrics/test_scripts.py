@@ -167,9 +167,7 @@ class TestEvaluate:
             ([*classifier, "--searched", "0"], "--searched is for a GAN"),
             ([*gan, *pixel, "--searched", "-1"], "--searched"),
             ([*classifier, "--data", pink], "grey, light only here"),
-            ([*classifier, "--ood", files["val_path"]], "these are the test images themselves"),
-            ([*gan, *pixel, "--ood", files["path"]], "--ood is for a classifier"),
-            ([*gan, *pixel, "--robustness"], "--robustness is for a classifier"),
+            ([*gan, *pixel, "--fold"], "--fold is for a classifier"),
             (["--checkpoint", other], "--data X.lmdb"),
         ):
             assert told in refused(evaluate.main, *argv)

@@ -6,7 +6,7 @@ KINDS["audit"] = Kind(
     "gan",
     "duetgan.extras.audit.evaluate:audit_gan_run",
     "duetgan.extras.audit.membership_inference:audit_table",
-    SPEED | {"robustness": False} | dict.fromkeys(("ood", "classifier", "per_class")),
+    SPEED | dict.fromkeys(("classifier", "per_class")),
     "not for --audit",
     file="audit.json",
     help="GAN: only measure how much samples and discriminator reveal about training images "

@@ -392,27 +392,3 @@ def confused_pairs(answers: Answers) -> list[Document]:
         if n := int(counts[true, predicted]):
             pairs.append({"true": names[true], "predicted": names[predicted], "n": n})
     return pairs
-
-
-def outlier_scores(logits: Tensor, outliers: Tensor) -> Document:
-    """Measure how well two scores of logits [n, K] separate test images from outliers.
-
-    `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the
-    logarithm of the sum of e^logit (Liu et al. 2010.03759). Test images should score higher. Each
-    score has `auroc`, `auroc_interval` and `fpr95`, the fraction of outliers whose score is as high
-    as that of 95 % of the test images.
-    """
-    joined = torch.cat([logits, outliers]).double()
-    is_test = np.arange(len(joined)) < len(logits)
-    document: Document = {"n": len(outliers)}
-    for name, scores in (
-        ("max_probability", joined.softmax(1).amax(1)),
-        ("energy", joined.logsumexp(1)),
-    ):
-        values = scores.numpy()
-        ranking = Ranking(values, is_test)
-        threshold = np.sort(values[is_test])[len(logits) - -(-95 * len(logits) // 100)]
-        area = Measured.influenced(ranking.auroc(), ranking.auroc_influence())
-        passed = float((values[~is_test] >= threshold).mean())
-        document[name] = {"auroc": area.value, "auroc_interval": area.interval, "fpr95": passed}
-    return document

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
+from duetgan.extras.robustness.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.utils.seeding import numpy_generator
 
 

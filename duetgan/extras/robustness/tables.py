@@ -1,0 +1,44 @@
+"""Tables of accuracies under corruptions, and of the detection of outliers."""
+
+from pathlib import Path
+
+from duetgan.metrics.protocol import Document
+from duetgan.metrics.tables import FURTHER_TABLES, Table, as_dict, as_dicts
+
+
+def corruption_table(document: Document) -> Table:
+    """Return the accuracy under each corruption, by rising strength; "-" for a missing value."""
+    rows = []
+    for name, row in as_dict(as_dict(document.get("robustness")).get("corruptions")).items():
+        strengths = as_dicts(as_dict(row).get("strengths"))
+        accuracies = [document.get("accuracy"), *(part.get("accuracy") for part in strengths)]
+        rows.append([name, *map(percent, accuracies)])
+    width = max(map(len, rows), default=2)
+    head = ["accuracy under", "none", *(f"strength {index}" for index in range(1, width - 1))]
+    return head, [row + ["-"] * (width - len(row)) for row in rows]
+
+
+def outlier_table(document: Document) -> Table:
+    """Return how well each score detects outliers, the images of another file."""
+    outliers = as_dict(document.get("ood"))
+    rows = []
+    for key, name in (("max_probability", "largest probability"), ("energy", "energy")):
+        if row := as_dict(outliers.get(key)):
+            ends = row.get("auroc_interval")
+            interval = " to ".join(map(short, ends)) if isinstance(ends, list) else "-"
+            rows.append([name, short(row.get("auroc")), interval, percent(row.get("fpr95"))])
+    title = f"outliers ({Path(str(outliers.get('data'))).name}) detected by"
+    return [title, "AUROC", "95 % interval", "missed while 95 % pass"], rows
+
+
+def percent(value: object) -> str:
+    """Format a fraction as `12.3 %`, and anything but a number as a dash."""
+    return f"{100 * value:.1f} %" if isinstance(value, int | float) else "-"
+
+
+def short(value: object) -> str:
+    """Format a number with three digits, and anything else as a dash."""
+    return f"{value:.3g}" if isinstance(value, int | float) else "-"
+
+
+FURTHER_TABLES.extend((corruption_table, outlier_table))
