@@ -45,7 +45,6 @@ COMMANDS = {
         "label images with a classifier's confident predictions",
     ),
     "export": ("duetgan.commands.export", "write a model for use elsewhere"),
-    "track": ("duetgan.utils.runlog.trackers", "send the metrics of a run to a tracker"),
     "quickstart-plan": ("duetgan.commands.planning.measure", ""),
     **extras.commands(),
 }

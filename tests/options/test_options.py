@@ -38,7 +38,7 @@ GENERAL = {
 }  # of every parser: tests/utils/config/test_cli.py, tests/utils/distributed/test_process.py
 INTERNAL = {  # programs that others of ours call, and where their options are tested
     "quickstart-plan": "tests/commands/test_measure.py",
-    "track": "tests/utils/runlog/test_trackers.py",
+    "track": "tests/extras/trackers/test_trackers.py",
 }
 ELSEWHERE = {  # options of the table's commands that other files test
     "export.py": {"truncation_psi", "truncation_mean"},  # tests/inference/test_export_formats.py

@@ -113,7 +113,7 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     **dict.fromkeys(("data.synthetic.path", "data.synthetic.checkpoint"), "tests/training/base/test_generated.py"),
     "augment.own": "tests/data/augment/test_transforms.py",
     **dict.fromkeys((f"log.{key}" for key in ("every", "samples_every", "tensorboard")), "tests/end_to_end/helpers.py"),
-    "log.tracker": "tests/utils/runlog/test_trackers.py",
+    "log.tracker": "tests/extras/trackers/test_trackers.py",
     **dict.fromkeys(("log.layers", "log.layers_every"), "tests/training/engine/test_layer_log.py"),
     **dict.fromkeys(("checkpoint.every", "checkpoint.keep"), "tests/training/engine/test_checkpoints.py"),
     **dict.fromkeys(("checkpoint.keep_every", "checkpoint.asynchronous"), "tests/training/engine/test_checkpoints.py"),

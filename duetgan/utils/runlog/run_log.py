@@ -6,22 +6,32 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from duetgan.utils import extras
+from duetgan.utils.config.cli import entry
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import replace_file
 from duetgan.utils.runlog.progress import Bar
-from duetgan.utils.runlog.trackers import Tracker
 
 Metrics = dict[str, float | int]
+
+
+class Tracker(Protocol):
+    """A program that gets the rows of metrics.jsonl too."""
+
+    def send(self, *, close: bool = False) -> None: ...
+
+
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {}  # name -> the tracker of a run's folder
 
 
 def say(message: str) -> None:
@@ -52,9 +62,7 @@ class Events:
         self._folder = folder
         self._writer: SummaryWriter | None = None
         self.refused = False  # True after an error of the disk: nothing more is written
-        if threading.excepthook is not _excepthook:
-            _PREVIOUS_HOOKS.append(threading.excepthook)
-            threading.excepthook = _excepthook
+        threading.excepthook = _excepthook
         with self._ending():
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
@@ -96,16 +104,13 @@ class Events:
                     inner.event_writer.close()
 
 
-_PREVIOUS_HOOKS = [threading.excepthook]
-
-
 def _excepthook(args: threading.ExceptHookArgs) -> None:
     """Print no traceback for an OSError in a SummaryWriter's thread; the writer's next call raises
     it again.
     """
     is_writer = type(args.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
     if not (is_writer and isinstance(args.exc_value, OSError)):
-        _PREVIOUS_HOOKS[-1](args)
+        threading.__excepthook__(args)
 
 
 class _SideBySide(nn.ModuleDict):
@@ -132,7 +137,9 @@ class RunLog:
         self._folder, self._path = folder, folder / "metrics.jsonl"
         self._active, self._tensorboard = active, tensorboard and active
         self._total = total_steps
-        self._tracker = Tracker(folder, tracker) if active and tracker != "none" else None
+        self._tracker: Tracker | None = None
+        if active and tracker != "none":
+            self._tracker = entry(TRACKERS, tracker, "log.tracker")(folder)
         self._events: Events | None = None
         self._bar: Bar | None = None
         self._refused: set[str] = set()  # features whose failed writes were reported
@@ -190,7 +197,8 @@ class RunLog:
         if self._events is not None and not partial:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
-        self._track()
+        if self._tracker is not None:
+            self._tracker.send()
         values = {}
         for key, value in metrics.items():
             if key.startswith("loss/"):
@@ -200,21 +208,6 @@ class RunLog:
             if "images_per_second" in metrics:
                 values["images/s"] = f"{metrics['images_per_second']:.4g}"
             self._bar.suffix = "".join(f", {name} {text}" for name, text in values.items())
-
-    def _track(self, *, close: bool = False) -> None:
-        """Send the tracker its missing rows. An error ends the tracking, not the training."""
-        if self._tracker is None:
-            return
-        try:
-            self._tracker.send()
-            if close:
-                self._tracker.close()
-        except Exception as error:
-            say(
-                f"warning: {self._tracker.name}: {error}; training continues without it; `python -m "
-                f"utils.runlog.trackers {self._folder} --to {self._tracker.name}` sends the rows later"
-            )
-            self._tracker = None
 
     def _append(self, line: str) -> None:
         """Append a line; a full disk costs the row, not the training.
@@ -270,7 +263,8 @@ class RunLog:
             self._events.close()
             self._tensorboard = not self._events.refused
             self._events = None
-        self._track(close=True)
+        if self._tracker is not None:
+            self._tracker.send(close=True)
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -293,3 +287,6 @@ def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
         os.truncate(path, len(content))  # works on a full disk
     else:
         replace_file(path, content)
+
+
+extras.attach(__name__)

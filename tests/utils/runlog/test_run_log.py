@@ -158,21 +158,6 @@ def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
     assert [module.training for module in (first, first[0], first[1], second)] == [True, True, False, False]
 
 
-def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
-    seen: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr("duetgan.utils.runlog.run_log._PREVIOUS_HOOKS", [])
-    monkeypatch.setattr(threading, "excepthook", seen.append)
-    Events(tmp_path).close()
-
-    def refused():
-        raise OSError("not TensorBoard's")
-
-    thread = threading.Thread(target=refused)
-    thread.start()
-    thread.join()
-    assert [str(found.exc_value) for found in seen] == ["not TensorBoard's"]
-
-
 @pytest.mark.parametrize("going_on", [False, True])
 def test_the_row_between_two_ticks_stays_unless_training_goes_on(tmp_path, going_on):
     """The last row of a run that ended between two log ticks; a repeated command trains nothing."""

@@ -7,6 +7,7 @@ kill or an error interrupts the sending. Nothing leaves this machine unless the 
 settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -19,12 +20,13 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from duetgan.utils import files
+from duetgan.utils import checkpoint, files
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.model import NonNegativeInt, Stored
 from duetgan.utils.config.yaml_files import Tree, read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
+from duetgan.utils.runlog.run_log import TRACKERS, say
 
 Values = Mapping[str, float]
 
@@ -106,7 +108,7 @@ def _mlflow(run: Path, config: Tree, run_id: str | None) -> Session:
 
 
 Open = Callable[[Path, Tree, str | None], Session]
-TRACKERS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+SESSIONS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -130,7 +132,7 @@ STATE = TypeAdapter(dict[str, Sent])  # RUN/tracker.json: tracker -> sent rows
 
 
 class Tracker:
-    """Sends the rows of a run's metrics.jsonl to one of TRACKERS.
+    """Sends the rows of a run's metrics.jsonl to one of SESSIONS.
 
     Raises UserError if the tracker's package is missing.
     """
@@ -149,8 +151,6 @@ class Tracker:
 
         Raises the tracker's own exceptions.
         """
-        from duetgan.utils import checkpoint  # imports torch
-
         saved = checkpoint.newest_first(self._run / "checkpoints")
         last = checkpoint.step_of(saved[0]) if saved else 0
         if last <= self._sent_step:
@@ -162,7 +162,7 @@ class Tracker:
         previous = sent.get(self.name, Sent(id="", step=0))
         if rows := self._rows(previous.step, last):
             if self._session is None:
-                self._session = TRACKERS[self.name](
+                self._session = SESSIONS[self.name](
                     self._run, read_yaml(self._run / "config.yaml"), previous.id or None
                 )
             for row in rows:
@@ -191,10 +191,38 @@ class Tracker:
             session.close()
 
 
+class RunTracker:
+    """The tracker of a run that trains. An error ends the tracking, not the training."""
+
+    def __init__(self, name: str, run: Path) -> None:
+        self._run = run
+        self._tracker: Tracker | None = Tracker(run, name)
+
+    def send(self, *, close: bool = False) -> None:
+        """Send the missing rows; at the end of a training also `close` the session."""
+        if self._tracker is None:
+            return
+        name = self._tracker.name
+        try:
+            self._tracker.send()
+            if close:
+                self._tracker.close()
+        except Exception as error:
+            say(
+                f"warning: {name}: {error}; training continues without it; `duet track {self._run} "
+                f"--to {name}` sends the rows later"
+            )
+            self._tracker = None
+
+
+for _name in SESSIONS:
+    TRACKERS[_name] = functools.partial(RunTracker, _name)
+
+
 def main(argv: list[str]) -> None:
     parser = Parser(prog="duet track", description="Send the rows of a run to a tracker.")
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
-    parser.add_argument("--to", required=True, choices=TRACKERS, help="the tracker")
+    parser.add_argument("--to", required=True, choices=SESSIONS, help="the tracker")
     options = parser.parse_args(argv)
     for name in ("metrics.jsonl", "config.yaml"):
         if not (options.run / name).is_file():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from duetgan.commands.train import main as train
+from duetgan.extras.trackers import trackers as track
 from duetgan.utils.distributed.process import run_cli
-from duetgan.utils.runlog import trackers as track
 from tests.end_to_end.helpers import write_config
 
 ROWS: list[dict[str, Any]] = [
@@ -55,9 +55,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
     monkeypatch.setattr(Kept, "opened", [], raising=False)
     monkeypatch.setattr(Kept, "down", False)
     for name in ("wandb", "trackio"):  # json: a package that is there
-        monkeypatch.setitem(track.TRACKERS, name, Kept)
+        monkeypatch.setitem(track.SESSIONS, name, Kept)
     usual = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: usual("json" if name in track.TRACKERS else name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: usual("json" if name in track.SESSIONS else name))
     return Kept
 
 
@@ -140,7 +140,7 @@ def test_a_tracker_that_fails_costs_its_rows_only(
     run = tmp_path / "run"
     assert run_cli(train, options) == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: wandb")]
-    assert warning.startswith("warning: wandb: no network; training continues without it; `python -m utils.runlog.tr")
+    assert warning.startswith("warning: wandb: no network; training continues without it; `duet track ")
     kept.down = False
     assert run_cli(track.main, [str(run), "--to", "wandb"]) == 0
     assert [step for step, _ in kept.runs["id0"]] == [

@@ -1,0 +1,6 @@
+"""Trackers (`log.tracker`, `duet track`): a run's metrics in Weights & Biases, trackio or MLflow."""
+
+COMMANDS = {
+    "track": ("duetgan.extras.trackers.trackers", "send the metrics of a run to a tracker"),
+}
+ATTACHES = {"duetgan.utils.runlog.run_log": "duetgan.extras.trackers.trackers"}
