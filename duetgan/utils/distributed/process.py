@@ -11,11 +11,11 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from duetgan.utils import machine
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
-from duetgan.utils.text import printable, shorten
+from duetgan.utils.text import printable
 
 PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 
@@ -84,15 +84,6 @@ INTERRUPTED = "stopped: interrupted from the keyboard"
 GONE = (errno.EIO, errno.ENXIO)  # errors of a closed terminal, which nobody reads
 
 
-def _code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    try:
-        return main(argv) or EXIT_OK
-    except SystemExit as end:  # raised by --help
-        if isinstance(end.code, str):
-            raise
-        return int(end.code or EXIT_OK)
-
-
 def exit_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
     """Call `run_cli` and end this process with its exit code."""
     try:
@@ -112,12 +103,11 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
     debug = "--debug" in argv
     guard()
     machine.start_measuring()
-    # A character that the terminal's encoding lacks must not end the program.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
-        code = _code_of(main, argv)
+        try:
+            code = main(argv) or EXIT_OK
+        except SystemExit as end:  # raised by --help
+            code = EXIT_USER if end.code else EXIT_OK
         sys.stdout.flush()  # flushed here, so that a closed pipe is noticed below
         if reason := stdout_error():
             print(
@@ -146,12 +136,6 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
                 flush=True,
             )
         return error.exit_code
-    except OSError as error:  # an impossible path may fail wherever it is first used
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or debug:
-            raise
-        name = shorten(printable(str(error.filename)), 80)
-        print(f"error: {name}: {error.strerror}; give another path", file=sys.stderr)
-        return EXIT_USER
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(INTERRUPTED, file=sys.stderr, flush=True)
@@ -165,13 +149,10 @@ class _Tolerant(io.FileIO):
     """
 
     refused: OSError | None = None
-    was_closed = False  # before this process started
 
     def write(self, data: Any, /) -> int:
         if self.refused is None:
             try:
-                if self.was_closed:
-                    raise OSError(errno.EBADF, "it is closed")
                 return super().write(data)
             except OSError as error:
                 if self.fileno() == 1 and isinstance(error, BrokenPipeError):
@@ -183,43 +164,20 @@ class _Tolerant(io.FileIO):
 def guard() -> None:
     """Replace stdout and stderr by streams whose writes raise nothing but stdout's BrokenPipeError.
 
-    A stream that was closed before the start gets /dev/null, because another file would get its
-    number, and libraries would print into that file. Streams that were replaced already (by tests)
-    stay. Runs once per process.
+    The disk may be full, or the terminal gone. Streams that were replaced already (by tests) stay.
+    A character that the terminal's encoding lacks must not end the program either.
     """
-    closed = [number for number in (0, 1, 2) if not _is_open(number)]
-    for _ in closed:
-        descriptor = os.open(os.devnull, os.O_RDWR)  # the system gives the lowest free number
-        os.set_inheritable(descriptor, True)  # as the streams of child processes are
     for number, name in ((1, "stdout"), (2, "stderr")):
-        stream, original = getattr(sys, name), getattr(sys, f"__{name}__")
-        if stream is original and (stream is None or isinstance(stream, io.TextIOWrapper)):
-            setattr(sys, name, _guarded(number, stream, closed=stream is None or number in closed))
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
-def _guarded(number: int, stream: TextIO | None, *, closed: bool) -> TextIO:
-    file = _Tolerant(number, "w", closefd=False)
-    file.was_closed = closed
-    buffer = io.BufferedWriter(file)
-    if isinstance(stream, io.TextIOWrapper):
-        return io.TextIOWrapper(
-            buffer,
-            encoding=stream.encoding,
-            errors="backslashreplace",
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-    return io.TextIOWrapper(
-        buffer, encoding="utf-8", errors="backslashreplace", line_buffering=number == 2
-    )
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            guarded = io.TextIOWrapper(
+                io.BufferedWriter(_Tolerant(number, "w", closefd=False)),
+                encoding=stream.encoding,
+                errors="backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, guarded)
 
 
 def stdout_error() -> str:
@@ -232,16 +190,6 @@ def stdout_error() -> str:
     return str(file.refused.strerror)
 
 
-def _print_interrupt(
-    kind: type[BaseException], error: BaseException, where: types.TracebackType | None
-) -> None:
-    if issubclass(kind, KeyboardInterrupt):  # the process then dies of SIGINT, as shells expect
-        if os.environ.get("RANK", "0") == "0":
-            print(INTERRUPTED, file=sys.stderr, flush=True)
-    else:
-        sys.__excepthook__(kind, error, where)
-
-
 def _interrupt(_signum: int, frame: types.FrameType | None) -> NoReturn:
     leave_imports(
         frame, INTERRUPTED if os.environ.get("RANK", "0") == "0" else "", 128 + signal.SIGINT
@@ -250,15 +198,11 @@ def _interrupt(_signum: int, frame: types.FrameType | None) -> NoReturn:
 
 
 def handle_interrupts() -> None:
-    """Print one line instead of a traceback for Ctrl-C while a command imports its packages.
+    """End this process with one line for Ctrl-C while a command imports its packages.
 
     Does nothing if SIGINT is ignored or has a handler already.
     """
-    if (
-        sys.excepthook is sys.__excepthook__
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):
-        sys.excepthook = _print_interrupt
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
