@@ -146,9 +146,9 @@ def main(argv: list[str]) -> int:
             for sink in sinks:
                 sink(image, answer)
             bar.update()
-        count, text = len(inputs), bar.text()
+        count = len(inputs)
     if not quiet:
-        print(text, file=sys.stderr)
+        print(bar.text(), file=sys.stderr)
     for folder in filter(None, (options.gradcam, options.counterfactual)):
         refresh(folder / "maps")
     for path in filter(None, (options.csv, options.errors)):

@@ -1,41 +1,24 @@
 """Read trained networks as checkpoints, and build models from checkpoints.
 
-The network may come from a run, from export.py, or be a classifier of another program. Such a
-classifier is `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`, each optionally with
-`=FILE`; a state dict of one of torchvision's networks; or a folder that timm wrote for its hub
-(config.json, model.safetensors).
+The network may come from a run or from export.py; extras read networks of other programs.
 """
 
 import hashlib
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from duetgan.models.backbones import timm
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
-from duetgan.models.registry import DEFAULT, architecture_of, backbone_of
-from duetgan.models.weights import (
-    find_weights,
-    fit_state,
-    lineage_of,
-    network_of,
-    read_state_dict,
-    read_tensors,
-    similar_networks,
-)
-from duetgan.utils import files
+from duetgan.models.registry import DEFAULT, architecture_of
+from duetgan.utils import extras, files
 from duetgan.utils.checkpoint import (
-    HUB_WEIGHTS,
-    READY_MADE,
-    SCHEMA,
     Checkpoint,
-    CorruptCheckpoint,
     Shape,
     checked,
     load,
@@ -181,12 +164,12 @@ def inherited_lineage(checkpoint: Checkpoint) -> Lineage:
     return join(lineage, Lineage.of(teachers=[teacher]))
 
 
-OPTION = "--checkpoint"
 ENTRY = "duet"  # metadata key of export.py's files: description of the weights
 # task -> the entry of a checkpoint's state that is used
 NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}
 KEYS = ("schema", "task", "step", "config", "classes", "shape")
-IMAGENET = 1000  # number of ImageNet's classes
+# Each returns the checkpoint of a path or name that is not Duet's, or None.
+READERS: list[Callable[[Path], Checkpoint | None]] = []
 
 
 def open_checkpoint(source: str | Path, which: str) -> tuple[Path, Checkpoint]:
@@ -201,21 +184,24 @@ def read(path: Path) -> Checkpoint:
     No code in the file is run. Raises UserError if it is missing or damaged, and for weights that
     are not exactly those of a known network.
     """
-    if str(path).startswith(READY_MADE):
-        return _ready_made(str(path))
-    if path.suffix == ".safetensors":
-        state, metadata = read_state_dict(path, option=OPTION)
-        if ENTRY in metadata:
-            return read_weights(path)
-        return _classifier(path, state, metadata, *_hub_config(path))
     try:
-        return load(path)
-    except CorruptCheckpoint as error:
-        try:
-            state, metadata = read_state_dict(path, option=OPTION)
-        except UserError:
-            raise error from None
-    return _classifier(path, state, metadata, *_hub_config(path))
+        return read_weights(path) if path.suffix == ".safetensors" else load(path)
+    except UserError:
+        for reader in READERS:
+            if (checkpoint := reader(path)) is not None:
+                return checkpoint
+        raise
+
+
+def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a `.safetensors` file, on the CPU, and its metadata.
+
+    Raises UserError for a file that is missing, too large or damaged.
+    """
+    with files.reading(path, remedy, SafetensorError):
+        files.check(path, files.WEIGHTS)
+        with safe_open(str(path), framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def read_weights(path: Path) -> Checkpoint:
@@ -240,109 +226,4 @@ def read_weights(path: Path) -> Checkpoint:
     return checked(content | {"state": {NETWORKS[content["task"]]: tensors}}, str(path))
 
 
-def _ready_made(source: str) -> Checkpoint:
-    """Return the checkpoint of `torchvision:NAME` or `timm:NAME`: published weights, or =FILE's."""
-    name, _, file = source.partition("=")
-    weights = "DEFAULT"
-    if not name.startswith(timm.PREFIX):
-        name, _, member = name.removeprefix("torchvision:").partition(".")
-        weights = member or weights
-    path = resolve(file) if file else find_weights(weights, name, option=f"{OPTION} {source}:")
-    return _classifier(path, *read_state_dict(path, option=OPTION), name)
-
-
-def _hub_config(path: Path) -> tuple[str | None, list[object]]:
-    """Return the network's name and the labels in timm's config.json next to a model.safetensors.
-
-    Returns None and an empty list if there is no such file.
-    """
-    config_path = path.with_name("config.json")
-    if path.name not in HUB_WEIGHTS or not config_path.is_file():
-        return None, []
-    faults = (ValueError, RecursionError, KeyError, TypeError)
-    with files.reading(config_path, "fetch the folder again", *faults):
-        config = json.loads(files.read_file(config_path, files.CONFIG))
-        pretrained = config.get("pretrained_cfg") or {}
-        tag = f".{pretrained['tag']}" if pretrained.get("tag") else ""
-        name = f"{timm.PREFIX}{config['architecture']}{tag}"
-        labels = list(config.get("label_names") or pretrained.get("label_names") or [])
-    backbone = backbone_of(name)
-    for key, expected in (("mean", backbone.mean), ("std", backbone.std)):
-        if tuple(pretrained.get(key) or expected) != tuple(expected):
-            raise UserError(
-                f"{config_path}: its images have {key} {pretrained[key]}, timm's of {name} "
-                f"{list(expected)}; mend it"
-            )
-    return name, labels
-
-
-def _classifier(
-    path: Path,
-    state: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    name: str | None = None,
-    labels: Sequence[object] = (),
-) -> Checkpoint:
-    """Return the checkpoint of a classifier of another program.
-
-    Args:
-        path, state: The weights' file and state dict.
-        metadata: The file's metadata, see `read_state_dict`.
-        name: Name of the network; None to find it by the weights' names and shapes.
-        labels: Names of its classes; empty if the file has none.
-    """
-    name = name or network_of(state)
-    if name is None:
-        candidates = similar_networks(state)
-        nearest, fraction = max(candidates, key=lambda pair: pair[1], default=("none", 0.0))
-        raise UserError(
-            f"{path}: these {len(state)} tensors are no known network's (nearest: {nearest}, "
-            f"{fraction:.0%} match); name it as {OPTION} timm:NAME={path}, or give a file of "
-            "export.py"
-        )
-    backbone = backbone_of(name)
-    if backbone.network is not None and backbone.images is None:
-        raise UserError(
-            f"{path}: {name} is neither torchvision's nor timm's; give its run folder or checkpoint"
-        )
-    head = state.get(f"{backbone.head}.weight", torch.empty(0))
-    classes = max(2, *head.shape[:1])
-    side, shorter, resample = backbone.images_of(name, path.name)
-    he_strides = metadata.get("stride", "").startswith("conv1")
-    model = {"name": name, "he_strides": he_strides, "normalise": "imagenet", "input_size": side}
-    shape = {"channels": 3, "classes": classes, "resolution": side}
-    with torch.device("meta"):
-        expected = Classifier(
-            build(ModelConfig, model, source=str(path)), **shape
-        ).network.state_dict()
-    weights = fit_state(state, expected, path, name, option=OPTION)
-    content = {
-        "schema": SCHEMA,
-        "task": "classifier",
-        "step": 0,
-        "config": {"model": model, "data": {"resolution": side}},
-        "classes": _class_names(path, classes, labels),
-        "shape": shape,
-        # data/images.py reads this entry.
-        "data": {"resize_filter": f"shorter-side-{shorter}+{resample}+centre-crop"},
-        "lineage": lineage_of(path, metadata).document(),
-        "state": {
-            NETWORKS["classifier"]: {f"network.{key}": value for key, value in weights.items()}
-        },
-    }
-    return checked(content, str(path))
-
-
-def _class_names(path: Path, count: int, labels: Sequence[object]) -> list[str]:
-    """Return `count` class names: the file's labels, ImageNet's for 1000 classes, or else numbers.
-
-    A line on stderr says so if they are numbers.
-    """
-    if len({str(label) for label in labels}) == count:
-        return [str(label) for label in labels]
-    if count == IMAGENET:
-        from torchvision.models import ResNet18_Weights
-
-        return list(ResNet18_Weights.DEFAULT.meta["categories"])
-    print(f"{path}: names no classes; they are called 0 to {count - 1}", file=sys.stderr)
-    return [str(number) for number in range(count)]
+extras.attach(__name__)

@@ -20,12 +20,12 @@ from urllib.parse import urlparse
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from duetgan.models.by_class import class_parts, copy_by_name, describe_match
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import BACKBONES, backbone_of
+from duetgan.models.restore import inherited_lineage, read_tensors
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils import files
 from duetgan.utils.checkpoint.provenance import Lineage
@@ -87,17 +87,6 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     return _plain_names(state), {}
 
 
-def read_tensors(path: Path, remedy: str) -> tuple[State, dict[str, str]]:
-    """Return the tensors of a `.safetensors` file, on the CPU, and its metadata.
-
-    Raises UserError for a file that is missing, too large or damaged.
-    """
-    with files.reading(path, remedy, SafetensorError):
-        files.check(path, files.WEIGHTS)
-        with safe_open(str(path), framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
 def read_plain(path: Path, remedy: str) -> Any:
     """Return the content of a torch.save file (names, tensors, numbers) without running code in it.
 
@@ -152,8 +141,6 @@ def _read_checkpoint(path: Path, content: checkpoints.Checkpoint) -> tuple[State
     with explained(ValueError, lambda error: f"{path}: {error}; give another checkpoint"):
         check_tensors("state.model_ema", content["state"].get("model_ema"))
     metadata = _build_metadata(content["config"].get("model", {}), path)
-    from duetgan.models.restore import inherited_lineage  # restore imports this module
-
     # This entry is the same as in export.py's files.
     metadata["duet"] = json.dumps({"lineage": inherited_lineage(content).document()})
     metadata["classes"] = json.dumps(content["classes"])

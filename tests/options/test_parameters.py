@@ -41,7 +41,7 @@ ELSEWHERE = {  # public names without parameters of their own, and where they ar
     "AdaConfig": "config keys: tests/oracle/test_keys.py",
     "Objective": "a row of losses: tests/training/gan/test_losses.py",
     "ClassifierLoss": "a row of losses: tests/training/classifier/test_loss.py",
-    "Architecture": "a row of the registry: tests/models/test_ready_made.py",
+    "Architecture": "a row of the registry: tests/extras/published/test_published.py",
     "Backbone": "a row of the registry: tests/models/test_backbones.py",
     "Figure": "a row of metrics: tests/metrics/test_figures.py",
     "Measured": "a value with its interval: tests/metrics/test_figures.py",

@@ -20,7 +20,7 @@ from duetgan.extras.official.names import (
     sizes,
 )
 from duetgan.extras.official.unpickle import Inert, Refused, module_state
-from duetgan.models.weights import read_tensors
+from duetgan.models.restore import read_tensors
 from duetgan.utils import files
 from duetgan.utils.config.yaml_files import Tree
 

@@ -59,12 +59,12 @@ class Bar(tqdm):
             yield
             return
         self._pause = description
-        started = self._time()
+        started = time.time()
         try:
             yield
         finally:
             self._pause = ""
-            seconds = self._time() - started
+            seconds = time.time() - started
             self.start_t += seconds
             self.last_print_t += seconds
 

@@ -47,6 +47,7 @@ def test_the_time_left_is_that_of_recent_steps(monkeypatch):
     clock = [0.0]
     bar = Bar(total=100, initial=60, unit="step")
     monkeypatch.setattr(bar, "_time", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "time", lambda: clock[0])
     bar.start_t = bar.last_print_t = 0.0
     with bar.pausing("before the first step"), bar.pausing("within it"):
         clock[0] = 300.0
