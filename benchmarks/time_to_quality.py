@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from duetgan.data.reading.dataset import dataset_for_model
+from duetgan.data.opening import dataset_for_model
 from duetgan.metrics.evaluate_gan import evaluate_generator, flattered
 from duetgan.metrics.features.extractors import RealFeatures, build_extractors
 from duetgan.metrics.lineage import training_images

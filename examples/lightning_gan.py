@@ -8,7 +8,7 @@ from typing import Any
 import pytorch_lightning as lightning
 import torch
 
-from duetgan.data import Batch, Dataset, GlobalSampler, InfiniteLoader, to_float
+from duetgan.data import Batch, Dataset, GlobalSampler, InfiniteLoader, open_dataset, to_float
 from duetgan.models import stylegan2
 from duetgan.training import EMA, OBJECTIVES, half_life_beta, squared_gradient_norm
 
@@ -83,5 +83,6 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1000)
     asked = parser.parse_args()
-    gan = train(Dataset(asked.images, resolution=asked.size), asked.steps, 16, gamma=0.0002 * asked.size**2 / 16)
+    images = open_dataset(asked.images, resolution=asked.size)
+    gan = train(images, asked.steps, 16, gamma=0.0002 * asked.size**2 / 16)
     torch.save(gan.average.model.state_dict(), "lightning_generator.pt")

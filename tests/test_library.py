@@ -11,7 +11,7 @@ import torch
 
 import duetgan
 import duetgan.training
-from duetgan.data import Dataset
+from duetgan.data import open_dataset
 from duetgan.inference.inputs import Transform
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.restore import classifier_from, generator_from
@@ -26,7 +26,7 @@ from tests.test_package import EXAMPLES
 EXPORTED = {  # changed on purpose, with a line in CHANGELOG.md
     "duetgan": "Classifier Generator Predictions Samples Transform UserError __version__ load load_classifier"
     " load_generator",
-    "duetgan.data": "Augment Batch Dataset GlobalSampler InfiniteLoader to_float",
+    "duetgan.data": "Augment Batch Dataset GlobalSampler InfiniteLoader open_dataset to_float",
     "duetgan.metrics": "Figure Measured frechet_distance kernel_distance",
     "duetgan.models": "ARCHITECTURES Architecture BACKBONES Backbone ImageDiscriminator ImageGenerator",
     "duetgan.training": "Ada AdaConfig CLASSIFIER_LOSSES ClassifierLoss EMA OBJECTIVES Objective gradient_penalty"
@@ -192,7 +192,7 @@ def test_lightning_trains_the_same_gan(tmp_path, monkeypatch):
     names: dict[str, Any] = {}
     with forked(0):
         exec(loop, names)
-    with forked(0), Dataset("folder", resolution=16) as images:
+    with forked(0), open_dataset("folder", resolution=16) as images:
         same = {"gamma": names["GAMMA"], "r1_every": names["R1_EVERY"], "channel_base": 512}
         gan = lightning_gan.train(images, names["STEPS"], names["BATCH"], **same)
     for ours, theirs in ((names["g"], gan.g), (names["d"], gan.d), (names["average"].model, gan.average.model)):

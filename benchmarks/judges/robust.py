@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.reading.dataset import dataset_for_model
+from duetgan.data.opening import dataset_for_model
 from duetgan.data.reading.loader import read_batch
 from duetgan.extras.robustness.measure import corrupted_hits
 from duetgan.extras.studies.seeds_and_images import by_seeds_and_images

@@ -75,7 +75,7 @@ def numpy_gather(
     indices = []
     for _ in range(batches):
         indices.append(sampler.batch(position)[0])
-        position = sampler.after(position)
+        position = sampler.next_position(position)
 
     def stream() -> Stream:
         for batch in indices:

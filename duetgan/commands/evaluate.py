@@ -154,7 +154,7 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], Kind, str, "
 
     Raises UserError.
     """
-    from duetgan.data.reading.dataset import dataset_for_model
+    from duetgan.data.opening import dataset_for_model
     from duetgan.metrics.lineage import data_of, run_folder
     from duetgan.models.restore import read
     from duetgan.reporting.run_files import Run

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.opening import dataset_for_model
+from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import evaluation_batches
 from duetgan.inference.inputs import read_target
 from duetgan.inference.settings import label_of

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         options.threshold = 0.5 if options.spread else THRESHOLD
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.data.lmdb.writer import check_target
-    from duetgan.data.reading.dataset import dataset_for_model
+    from duetgan.data.opening import dataset_for_model
     from duetgan.inference.dataset import predicted_labels, propagated_labels, write_labelled
     from duetgan.models.restore import classifier_from, read
     from duetgan.utils.distributed.collectives import choose_device

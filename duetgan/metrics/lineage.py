@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from duetgan.data.lmdb.format import Meta
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
-from duetgan.data.reading.several_files import expand_braces
+from duetgan.data.opening import dataset_for_model
+from duetgan.data.packing.packed_files import expand_braces
+from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, read

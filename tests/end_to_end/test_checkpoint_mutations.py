@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from duetgan.commands import train
-from duetgan.data.reading.dataset import dataset_for_model
+from duetgan.data.opening import dataset_for_model
 from duetgan.inference.influence_scores import rate_of
 from duetgan.inference.inputs import Transform
 from duetgan.models import weights

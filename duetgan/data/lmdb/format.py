@@ -112,7 +112,7 @@ class Meta(Stored):
 
     `split` is set for a part of a larger data set (data/packing). `passport` describes the
     generator of the images (utils/checkpoint/provenance.py), and `shards` the tar files that hold
-    the images' bytes (data/reading/several_files.py).
+    the images' bytes (data/packing/packed_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION

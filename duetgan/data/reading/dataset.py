@@ -4,7 +4,7 @@ decoded by threads.
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,10 +17,9 @@ from duetgan.data.errors import DamageError
 from duetgan.data.images import centre_box
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.sampler import SampleKeys
-from duetgan.data.reading.several_files import combined_meta, open_files
+from duetgan.data.reading.shards import combined_meta
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.machine import cores
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.seeding import numpy_generator
 
@@ -30,8 +29,7 @@ CHUNKS = 4  # chunks of a batch per thread, so that no thread waits long for the
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Images and labels by index, from one packed file, from several concatenated shards, or from
-    tar files.
+    """Images and labels by index, from one packed file or from several concatenated ones.
 
     All images have one size, that of `spec`. A stored resolution is read unchanged. For another
     one, images of the next larger resolution (or of individual sizes) are centre-cropped and
@@ -53,20 +51,26 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     def __init__(
         self,
-        path: str | Path | Sequence[str | Path],  # see data.reading.several_files.shard_paths
+        path: str | Path | Sequence[str | Path],  # packed files; other forms: data.opening
         *,
+        name: str = "",  # of the images in messages; default: the path
         # px, or WIDTHxHEIGHT such as 96x64; None: the largest that is stored
         resolution: int | str | None = None,
         crop: RandomCrop | None = None,
         workers: int = 0,  # decoding threads
         on_damage: Literal["stop", "skip"] = "stop",
     ) -> None:
-        self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
-        tolerant = on_damage == "skip"
-        size = None if resolution is None else ImageSpec.of(1, resolution).size
-        # A random crop is taken from the largest resolution.
-        self.shards = open_files(path, None if crop else size, tolerant=tolerant)
+        paths = [path] if isinstance(path, (str, Path)) else path
+        self.path = name or " + ".join(map(str, paths))
+        self.shards = [LMDBReader(file, tolerant=on_damage == "skip") for file in paths]
         self.meta = combined_meta(self.shards)
+        size = None if resolution is None else ImageSpec.of(1, resolution).size
+        if size is not None and not crop:  # A random crop is taken from the largest resolution.
+            for shard in self.shards:
+                shard.resolution = min(
+                    (side for side in self.meta.resolutions if self.meta.spec.at(side).holds(size)),
+                    default=shard.resolution,
+                )
         self.spec = self.shards[0].spec
         if resolution is not None:
             self.spec = ImageSpec.of(self.meta.channels, resolution, self.spec.pixel_format)
@@ -330,38 +334,3 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_labels": None, "_threads": None}
-
-
-def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
-    """Open images at the resolution and with the class order that a checkpoint's model needs.
-
-    The resolution is `data.resolution` of the checkpoint's config. Without it, images are read at
-    the model's resolution if they have individual sizes or are stored at it. Other images are read
-    as stored, and the caller must refuse a wrong size. Labels are renumbered to the model's class
-    order if the file has the same classes (for a classifier also if it has only some of them).
-
-    Raises UserError if the images' pixel format is not the model's.
-    """
-    resolution = (checkpoint["config"].get("data") or {}).get("resolution")
-    model_resolution = checkpoint["shape"]["resolution"]
-    model_spec = ImageSpec.read(checkpoint["shape"])
-    dataset = Dataset(path)
-    spec = dataset.meta.spec
-    if model_spec.pixel_format != spec.pixel_format:
-        raise UserError(
-            f"{path}: its images are {spec.words}, those of the model's training"
-            f" {model_spec.words}; pack them alike, with --range where that differs"
-        )
-    stored = [spec.at(side).resolution for side in dataset.meta.resolutions]
-    if resolution is None and (stored == [0] or model_resolution in stored):
-        resolution = model_resolution
-    if resolution is not None:
-        dataset = Dataset(path, resolution=resolution, workers=cores())
-    model_classes = checkpoint.get("classes", [])
-    classes = set(dataset.classes)
-    same = classes == set(model_classes)
-    if checkpoint.get("task") == "classifier":
-        same = same or classes < set(model_classes)
-    if classes and same and dataset.classes != model_classes and dataset.meta.sets is None:
-        dataset.relabel(model_classes)
-    return dataset

@@ -154,7 +154,7 @@ class InfiniteLoader:
         else:
             batch = self._read(self.position).to(self.device)
         # Advance after the read, so that one that failed or was interrupted is not counted.
-        self.position = self.sampler.after(self.position)
+        self.position = self.sampler.next_position(self.position)
         self.wait_seconds += time.perf_counter() - started
         return batch
 
@@ -189,7 +189,7 @@ class InfiniteLoader:
             self._next_ahead = self.position
         while len(self._ahead) <= self.prefetch:
             self._ahead.append(self._thread.submit(self._copy, self._next_ahead))
-            self._next_ahead = self.sampler.after(self._next_ahead)
+            self._next_ahead = self.sampler.next_position(self._next_ahead)
         try:
             batch, copied = self._ahead[0].result()
         except Exception:

@@ -111,7 +111,7 @@ class MixedSampler(GlobalSampler):
         part = self.rank_rows
         return indices[part], SampleKeys(self.seed, epochs[part], repeats[part])
 
-    def after(self, position: Position) -> Position:
+    def next_position(self, position: Position) -> Position:
         synthetic = self.synthetic_count(position)
         real = self.batch_size - synthetic
         return Position(

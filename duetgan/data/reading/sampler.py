@@ -146,7 +146,7 @@ class GlobalSampler:
         rows = self.rank_rows
         return self.at(position.consumed + rows.start, rows.stop - rows.start)
 
-    def after(self, position: Position) -> Position:
+    def next_position(self, position: Position) -> Position:
         """Return the position after the global batch at `position`."""
         return Position(
             position.consumed + self.batch_size, position.synthetic, position.batches + 1

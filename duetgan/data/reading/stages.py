@@ -92,6 +92,7 @@ def at_resolution(dataset: Dataset, side: int) -> Dataset:
         return dataset
     scaled = Dataset(
         [shard.path for shard in dataset.shards],
+        name=dataset.path,
         resolution=dataset.spec.at(side).resolution,
         crop=dataset.crop,
         workers=dataset.workers,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from duetgan.data.images import encode
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.opening import dataset_for_model
+from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.editing import Editor, pair_of
 from duetgan.inference.influence import checkpoint_files
 from duetgan.inference.influence_scores import (

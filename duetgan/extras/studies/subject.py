@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.opening import dataset_for_model
 from duetgan.data.packing.inspect import save_grid
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.studies.baselines import Features, Labelled, Learner, baselines, hits_of
 from duetgan.extras.studies.images import (
     HELD_OUT,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.opening import dataset_for_model
+from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export.formats import FORMATS, Format
 from duetgan.inference.export.subject import (
     InBfloat16,

@@ -12,11 +12,12 @@ import torch
 
 from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
+from duetgan.data.opening import open_dataset
+from duetgan.data.packing.packed_files import open_at_once, shard_paths
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler
-from duetgan.data.reading.several_files import open_at_once, shard_paths
 from duetgan.data.reading.stages import StagedLoader
 from duetgan.data.reading.weighted_sampling import (
     balanced_weights,
@@ -50,8 +51,9 @@ def open_training(config: DataConfig) -> Dataset:
     synthetic = config.synthetic
     paths = (config.path, config.val_path, synthetic.path)
     check_open_files(sum(open_at_once(path) for path in paths if path))
-    training = (MixedDataset if synthetic.on else Dataset)(
+    training = open_dataset(
         config.path,
+        MixedDataset if synthetic.on else Dataset,
         resolution=config.resolution,
         crop=crop,
         workers=0 if config.workers == "auto" else config.workers,
@@ -90,7 +92,9 @@ def open_images(
     Raises UserError, which for a missing file names the key and `remedy`.
     """
     try:
-        return Dataset(path, resolution=resolution, workers=workers, crop=crop, on_damage=on_damage)
+        return open_dataset(
+            path, resolution=resolution, workers=workers, crop=crop, on_damage=on_damage
+        )
     except UserError as error:
         if all(file.exists() for file in shard_paths(path)):
             raise

@@ -20,9 +20,10 @@ from duetgan.data.lmdb import environment
 from duetgan.data.lmdb.format import CODEC_JPEG
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.opening import dataset_for_model, open_dataset
 from duetgan.data.packing.pack import pack
 from duetgan.data.reading import dataset as dataset_module
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import add_image, make_record, pack_arrays
 from duetgan.data.sources import open_source
@@ -191,7 +192,7 @@ def test_shards_are_one_data_set(tmp_path: Path, encoding: str, workers: int) ->
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(COUNT), 2))
     patterns: list[str | Path] = [str(tmp_path / "part-[01].lmdb"), paths[2]]
     for given in (str(tmp_path / "part-*.lmdb"), paths, patterns):
-        with Dataset(given, workers=workers) as parts:
+        with open_dataset(given, workers=workers) as parts:
             assert len(parts) == COUNT
             images, labels = parts.read(order)
             np.testing.assert_array_equal(images, sample_images(COUNT)[order])
@@ -215,7 +216,7 @@ def test_shards_pool_their_metadata(tmp_path: Path) -> None:
     assert len(hashes) == 4  # a run resumed on other files, or in another order, is noticed
     for name in "ab":
         pack_arrays(tmp_path / f"unlabelled-{name}.lmdb", sample_images(3))
-    dataset = Dataset(tmp_path / "unlabelled-*.lmdb")
+    dataset = open_dataset(tmp_path / "unlabelled-*.lmdb")
     assert (dataset.classes, dataset.meta.histogram, dataset.labels().tolist()) == ([], [], [0] * 6)
 
 
@@ -234,14 +235,14 @@ def test_shards_that_do_not_fit_and_patterns_without_files_are_named(tmp_path: P
         pack_arrays(other, **how | options)
         with pytest.raises(UserError, match=rf"other {name}\.lmdb does not belong to .*first\.lmdb: {name} "):
             Dataset([first, other])
-    assert_raises(UserError, r"train-\*\.lmdb: no file matches this pattern", Dataset, tmp_path / "train-*.lmdb")
-    assert_raises(UserError, "name at least one", Dataset, [])
+    assert_raises(UserError, r"train-\*\.lmdb: no file matches this pattern", open_dataset, tmp_path / "train-*.lmdb")
+    assert_raises(UserError, "name at least one", open_dataset, [])
     pack_arrays(tmp_path / "all.lmdb", sample_images(6), [0, 1, 2] * 2, CLASSES)
     with open_source(str(tmp_path / "all.lmdb")) as source:
         pack(source, tmp_path / "train.lmdb", val_share=0.5, duplicates=False)
     with open_source(str(tmp_path / "train-val.lmdb")) as source:  # what a part is stays known
         pack(source, tmp_path / "train-again.lmdb", duplicates=False)
-    told = "train-again.lmdb holds images held out from training, .*train.lmdb training images"
+    told = "train-again.lmdb hold training images and images held out from training"
     assert_raises(UserError, told, Dataset, [tmp_path / "train.lmdb", tmp_path / "train-again.lmdb"])
     odd = tmp_path / "a[1].lmdb"  # a file of this name wins over the pattern
     pack_arrays(odd, sample_images(3))

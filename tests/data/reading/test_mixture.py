@@ -90,7 +90,7 @@ def test_the_order_goes_on_from_its_state_with_other_batches() -> None:
     straight, larger = sampler_of("0.37"), sampler_of("0.37", batch=24)
     position = Position()
     for _ in range(8):
-        position = straight.after(position)
+        position = straight.next_position(position)
     there = larger.position_of(straight.state_at(position))
     assert there == position._replace(batches=0)
     assert there.consumed + there.synthetic == 8 * 12

@@ -24,7 +24,7 @@ def batches_of(
     position = Position()
     for _ in range(count):
         yield sampler.batch(position)
-        position = sampler.after(position)
+        position = sampler.next_position(position)
 
 
 def take(sampler: GlobalSampler, batches: int) -> np.ndarray:

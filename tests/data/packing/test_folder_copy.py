@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from duetgan.data.opening import open_dataset
+from duetgan.data.packing import packed_files
 from duetgan.data.packing.pack import pack
-from duetgan.data.reading import several_files
-from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from tests.end_to_end.recipes import image_folders
@@ -20,7 +20,7 @@ SAME = ("count", "classes", "histogram", "fingerprint", "content_hash", "resize_
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(several_files.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(packed_files.CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "folders"
 
 
@@ -34,7 +34,7 @@ def test_the_images_are_those_of_the_packed_file(photos: Path, tmp_path: Path, z
     place = Path(shutil.make_archive(str(photos), "zip", photos)) if zipped else photos
     with open_source(str(place)) as source:
         pack(source, tmp_path / "packed.lmdb", encoding="source", workers=0)
-    with Dataset(tmp_path / "packed.lmdb", resolution=16) as packed, Dataset(place, resolution=16) as direct:
+    with open_dataset(tmp_path / "packed.lmdb", resolution=16) as packed, open_dataset(place, resolution=16) as direct:
         np.testing.assert_array_equal(direct.read(np.arange(20))[0], packed.read(np.arange(20))[0])
         assert [getattr(direct.meta, name) for name in SAME] == [getattr(packed.meta, name) for name in SAME]
 
@@ -42,20 +42,20 @@ def test_the_images_are_those_of_the_packed_file(photos: Path, tmp_path: Path, z
 def test_the_copy_is_made_anew_when_the_folder_has_changed(
     photos: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Dataset(photos)
+    open_dataset(photos)
     (first,) = own_cache.glob("*.lmdb")
     assert f"photos: packed once into {first}" in capsys.readouterr().err
-    Dataset(Path(os.path.relpath(photos)))
+    open_dataset(Path(os.path.relpath(photos)))
     assert "packed once" not in capsys.readouterr().err
     image = next(photos.rglob("*.png"))
     (photos / "notes.txt").symlink_to("nowhere")
     (photos / "linked").symlink_to(image.parent.rename(photos.parent / "elsewhere"))
     image = photos.parent / "elsewhere" / image.name
     os.utime(image, ns=(0, 0))
-    Dataset(photos)
+    open_dataset(photos)
     (second,) = own_cache.glob("*.lmdb")
     image.unlink()
-    with Dataset(photos) as fewer:
+    with open_dataset(photos) as fewer:
         assert len(fewer) == 19
     (third,) = own_cache.glob("*.lmdb")
     assert len({first, second, third}) == 3
@@ -65,7 +65,7 @@ def test_a_broken_image_is_refused_and_nothing_is_left(photos: Path, own_cache: 
     broken = next(photos.rglob("*.png"))
     broken.write_bytes(broken.read_bytes()[:60])
     with pytest.raises(UserError, match=rf"{broken.name} is truncated or damaged .*duet pack --on-error skip"):
-        Dataset(photos)
+        open_dataset(photos)
     assert list(own_cache.glob("*.lmdb")) == []
 
 

@@ -14,11 +14,11 @@ import pytest
 from duetgan.commands import train
 from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
+from duetgan.data.opening import open_dataset
+from duetgan.data.packing import packed_files as shard_index
 from duetgan.data.packing.pack import pack
-from duetgan.data.reading import several_files as shard_index
-from duetgan.data.reading.dataset import Dataset
+from duetgan.data.packing.packed_files import MOST_FILES, expand_braces, shard_paths
 from duetgan.data.reading.sampler import GlobalSampler, Position
-from duetgan.data.reading.several_files import MOST_FILES, expand_braces, shard_paths
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.data.tar_files import OPEN, TarFiles
@@ -64,8 +64,8 @@ def test_the_images_are_those_of_the_packed_file(shards: Path, tmp_path: Path) -
     for spec in (shards, f"{shards}/train-{{000..002}}.tar", f"{shards}/*-00[012].tar", three):
         for workers in (0, 2):
             with (
-                Dataset(tmp_path / "packed.lmdb", resolution=16, crop=RandomCrop()) as packed,
-                Dataset(spec, resolution=16, crop=RandomCrop(), workers=workers) as direct,
+                open_dataset(tmp_path / "packed.lmdb", resolution=16, crop=RandomCrop()) as packed,
+                open_dataset(spec, resolution=16, crop=RandomCrop(), workers=workers) as direct,
             ):
                 np.testing.assert_array_equal(direct.read(indices, keys=keys)[0], packed.read(indices, keys=keys)[0])
                 np.testing.assert_array_equal(direct.read(order)[0], packed.read(order)[0])
@@ -85,39 +85,41 @@ def test_the_images_are_those_of_the_packed_file(shards: Path, tmp_path: Path) -
                     "resize_filter",
                 ):
                     assert getattr(direct.meta, name) == getattr(packed.meta, name)
-    with Dataset(three[1]) as one:
+    with open_dataset(three[1]) as one:
         assert one.meta.count == 7
 
 
 def test_the_index_is_kept_as_long_as_it_fits(shards, own_cache, monkeypatch, tmp_path):
     made: list[Path] = []
-    original = shard_index._make
+    original = shard_index._pack
 
-    def counted(path: Path, *more: Any) -> None:
+    def counted(source: Any, path: Path, *more: Any) -> None:
         made.append(path)
-        original(path, *more)
+        original(source, path, *more)
 
-    monkeypatch.setattr(shard_index, "_make", counted)
+    monkeypatch.setattr(shard_index, "_pack", counted)
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(Dataset, [shards] * 3))
-    with Dataset(shards) as before:
+        list(pool.map(open_dataset, [shards] * 3))
+    with open_dataset(shards) as before:
         hash_before = before.meta.content_hash
     (index,) = own_cache.glob("*.lmdb")
     assert made == [index]
     assert index.stat().st_size < 1 << 20
     index.write_bytes(index.read_bytes()[:5000])
-    Dataset(shards)
+    open_dataset(shards)
     os.utime(shards / "train-000.tar", ns=(0, 0))
-    with Dataset(shards) as touched:
+    with open_dataset(shards) as touched:
         assert touched.meta.content_hash == hash_before
     tar(shards / "train-002.tar", samples(*["dot", "cross", "stripe"]))
-    with Dataset(shards) as changed:
+    with open_dataset(shards) as changed:
         assert changed.meta.content_hash != hash_before
         assert changed.meta.count == 17
-    assert made == [index] * 4
+    assert made[:2] == [index] * 2
+    assert len(made) == 4
+    assert len(list(own_cache.glob("*.lmdb"))) == 1
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(shard_index.CACHE, str(tmp_path / "file"))
-    assert_raises(UserError, "file/shards: Not a directory; it is kept there: set", Dataset, shards)
+    assert_raises(UserError, "file/shards: Not a directory; it is kept there: set", open_dataset, shards)
 
 
 def test_a_shard_that_changes_while_it_is_read(shards: Path) -> None:
@@ -126,18 +128,18 @@ def test_a_shard_that_changes_while_it_is_read(shards: Path) -> None:
     with tarfile.open(path) as archive:
         start = archive.getmembers()[2].offset_data
     content[start + 60] ^= 1
-    with Dataset(shards, resolution=16) as dataset:
+    with open_dataset(shards, resolution=16) as dataset:
         expected = dataset.read([8, 9])[0]
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a disk does it
-    with Dataset(shards, resolution=16) as dataset:
+    with open_dataset(shards, resolution=16) as dataset:
         np.testing.assert_array_equal(dataset.read([7, 9])[0][1], expected[1])
         with pytest.raises(DamageError, match=r"record 8 is damaged: train-001\.tar:008\.jpg its checksum does not"):
             dataset.read([8])
-    with Dataset(shards, resolution=16, on_damage="skip") as dataset:
+    with open_dataset(shards, resolution=16, on_damage="skip") as dataset:
         np.testing.assert_array_equal(dataset.read([8])[0][0], expected[1])
     path.write_bytes(content)
-    with Dataset(shards, resolution=16) as dataset:  # indexed anew: the file may have been repaired by hand
+    with open_dataset(shards, resolution=16) as dataset:  # indexed anew: the file may have been repaired by hand
         path.write_bytes(content + bytes(512))
         assert_raises(UserError, r"train-001\.tar was changed since it was indexed: start again", dataset.read, [10])
 
@@ -146,7 +148,7 @@ def test_more_tars_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("duetgan.data.tar_files.OPEN", 2)
     for number in range(5):
         tar(tmp_path / "set" / f"{number}.tar", samples(0, 1, first=2 * number))
-    with Dataset(tmp_path / "set", workers=3, resolution=8) as dataset:
+    with open_dataset(tmp_path / "set", workers=3, resolution=8) as dataset:
         images, _ = dataset.read(np.random.default_rng(0).permutation(np.repeat(np.arange(10), 8)))
         assert sorted(images[:, 0, 0, 0].tolist()) == sorted(list(range(10)) * 8)
         files = dataset.shards[0].handle().tars

@@ -1,0 +1,71 @@
+"""Open images of any form that training and evaluation read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from duetgan.data.decode import RandomCrop
+from duetgan.data.packing.packed_files import Paths, packed_files
+from duetgan.data.reading.dataset import Dataset
+from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.machine import cores
+
+
+def open_dataset(
+    path: Paths,
+    kind: type[Dataset] = Dataset,
+    *,
+    resolution: int | str | None = None,
+    crop: RandomCrop | None = None,
+    workers: int = 0,
+    on_damage: Literal["stop", "skip"] = "stop",
+) -> Dataset:
+    """Open packed files, tar files, or a folder or zip of images, which is packed once.
+
+    See `data.packing.packed_files` for the path, and `kind` for the other arguments and errors.
+    """
+    name = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
+    return kind(
+        packed_files(path),
+        name=name,
+        resolution=resolution,
+        crop=crop,
+        workers=workers,
+        on_damage=on_damage,
+    )
+
+
+def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
+    """Open images at the resolution and with the class order that a checkpoint's model needs.
+
+    The resolution is `data.resolution` of the checkpoint's config. Without it, images are read at
+    the model's resolution if they have individual sizes or are stored at it. Other images are read
+    as stored, and the caller must refuse a wrong size. Labels are renumbered to the model's class
+    order if the file has the same classes (for a classifier also if it has only some of them).
+
+    Raises UserError if the images' pixel format is not the model's.
+    """
+    resolution = (checkpoint["config"].get("data") or {}).get("resolution")
+    model_resolution = checkpoint["shape"]["resolution"]
+    model_spec = ImageSpec.read(checkpoint["shape"])
+    dataset = open_dataset(path)
+    spec = dataset.meta.spec
+    if model_spec.pixel_format != spec.pixel_format:
+        raise UserError(
+            f"{path}: its images are {spec.words}, those of the model's training"
+            f" {model_spec.words}; pack them alike, with --range where that differs"
+        )
+    stored = [spec.at(side).resolution for side in dataset.meta.resolutions]
+    if resolution is None and (stored == [0] or model_resolution in stored):
+        resolution = model_resolution
+    if resolution is not None:
+        dataset = open_dataset(path, resolution=resolution, workers=cores())
+    model_classes = checkpoint.get("classes", [])
+    classes = set(dataset.classes)
+    same = classes == set(model_classes)
+    if checkpoint.get("task") == "classifier":
+        same = same or classes < set(model_classes)
+    if classes and same and dataset.classes != model_classes and dataset.meta.sets is None:
+        dataset.relabel(model_classes)
+    return dataset
