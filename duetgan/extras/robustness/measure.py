@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.opening import dataset_for_model
+from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.extras.robustness.corruptions import CORRUPTIONS, STRENGTHS, robustness
 from duetgan.metrics.classification.answers import Answers, Ranking
