@@ -1,7 +1,7 @@
 """Attach the packages in `duetgan/extras` to registries of the core, which imports none of them."""
 
 import importlib
-import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "duetgan.extras"
@@ -13,8 +13,8 @@ def packages() -> list[ModuleType]:
         folder = importlib.import_module(PACKAGE)
     except ModuleNotFoundError:
         return []
-    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
-    return [importlib.import_module(f"{PACKAGE}.{name}") for name in names]
+    files = sorted(Path(folder.__path__[0]).glob("*/__init__.py"))
+    return [importlib.import_module(f"{PACKAGE}.{file.parent.name}") for file in files]
 
 
 def commands() -> dict[str, tuple[str, str]]:
