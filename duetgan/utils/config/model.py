@@ -47,18 +47,8 @@ LIMIT = 2**63  # limit of a config's numbers
 Whole = Annotated[int, Interval(ge=-LIMIT, lt=LIMIT)]  # in a stored document
 Count = Annotated[int, Interval(ge=0, lt=LIMIT)]  # in a stored document
 
-BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-NAMES: dict[object, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    type(None): "null",
-    Any: "any value",
-    dict: "a mapping of names",
-    list: "a list",
-}
 NULLS = ("null", "Null", "NULL", "~")
+PYDANTIC = "Input should be "  # the beginning of pydantic's messages
 
 
 # --- types of fields
@@ -105,42 +95,6 @@ def section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     return section
 
 
-def describe_type(hint: object) -> str:
-    """Return a type in words: `a whole number above 0, or null`."""
-    origin = get_origin(hint) or hint
-    arguments = get_args(hint)
-    if origin is Annotated:
-        bounds = [text for rule in arguments[1:] for text in _describe_rule(rule)]
-        return f"{describe_type(arguments[0])} {' and '.join(bounds)}".rstrip()
-    if origin in (Union, types.UnionType):
-        return ", or ".join(map(describe_type, arguments))
-    if origin is Literal:
-        return "one of " * (len(arguments) > 1) + ", ".join(map(str, arguments))
-    if origin is list and arguments:
-        return f"a list of: {describe_type(arguments[0])}"
-    if origin is tuple:
-        return f"a pair of: {describe_type(arguments[0])}"
-    if origin is dict and arguments:
-        return f"a mapping of {describe_type(arguments[0])} to {describe_type(arguments[1])}"
-    if section := section_of(hint):
-        if issubclass(section, Config):
-            return "a section with keys of its own"
-        return "a mapping of names"
-    return NAMES.get(origin) or str(hint)
-
-
-def _describe_rule(rule: object) -> list[str]:
-    """Return the bounds, and an example, of a type's annotation in words."""
-    texts = []
-    for name, words in BOUNDS.items():
-        bound = getattr(rule, name, None)
-        if bound is not None and abs(bound) < LIMIT:
-            texts.append(f"{words} {bound:,}" if isinstance(bound, int) else f"{words} {bound:g}")
-    if examples := getattr(rule, "examples", None):
-        texts.append(f"such as {examples[0]}")
-    return texts
-
-
 def format_value(value: object) -> str:
     """Return a value for a message: shortened, and without numbers of thousands of digits."""
     if value is None or isinstance(value, bool):
@@ -162,18 +116,15 @@ class Unfit(ValueError):
 
     Args:
         expected: the values that `key` accepts, in words.
-        example: the notation of such a value.
         problem: replaces the message about `value` and `expected`.
     """
 
-    def __init__(
-        self, key: str, value: object, expected: str, example: str = "", problem: str = ""
-    ) -> None:
+    def __init__(self, key: str, value: object, expected: str, problem: str = "") -> None:
         self.key = key
         self.value = value
         self.expected = expected
         self.problem = problem
-        self.refusal = problem or f" {format_value(value)}: must be {expected}{example}"
+        self.refusal = problem or f" {format_value(value)}: must be {expected}"
         super().__init__(key + (problem or f" is {format_value(value)}, but must be {expected}"))
 
 
@@ -222,18 +173,13 @@ def _first_error(error: ValidationError, model: type[BaseModel]) -> UserError | 
         return Unfit(key, None, "", problem=f": {cause}")
     if line["type"] == "missing":
         return Unfit(key, None, "", problem=" is missing")
-    return Unfit(key, line["input"], describe_type(hint), _example(key, hint, line["input"]))
-
-
-def _example(key: str, hint: object, value: object) -> str:
-    """Return the notation of a list, mapping or section if text was given for it."""
-    if section := section_of(hint):
-        return f", such as {key}.{next(iter(section.model_fields))}"
-    if isinstance(value, (str, int, float)) and item_types(hint, list, tuple):
-        return f', written "[{value}]"'
-    if isinstance(value, str) and item_types(hint, dict):
-        return ', written "{name: value}"'
-    return ""
+    if not line["msg"].startswith(PYDANTIC):
+        return Unfit(key, None, "", problem=f": {line['msg']}")
+    expected = []  # by each alternative of a union
+    for alternative in lines:
+        if _place(model, alternative["loc"])[0] == key:
+            expected.append(alternative["msg"].removeprefix(PYDANTIC))
+    return Unfit(key, line["input"], ", or ".join(dict.fromkeys(expected)))
 
 
 def config_error(

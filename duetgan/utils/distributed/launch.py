@@ -122,25 +122,19 @@ def start_processes(
         raise UserError(
             f"--procs {processes}: at least 1, at most {MOST_PROCESSES} on a machine; give as many as it has cores"
         )
-    # Under torchrun; Duet's launcher passes the options on to the processes.
-    if under_launcher() and LAUNCHED not in os.environ:
-        world = os.environ["WORLD_SIZE"]
-        if gpus is not None:
+    if under_launcher():
+        # Duet's launcher passes the options on to the processes.
+        differs = gpus is not None or procs not in (None, int(os.environ["WORLD_SIZE"]))
+        if LAUNCHED not in os.environ and differs:
             raise UserError(
-                f"--gpus {gpus}: torchrun has started the processes; leave --gpus out and call it with "
-                f"--nproc-per-node N and CUDA_VISIBLE_DEVICES={gpus}"
+                "--gpus and --procs: torchrun has started the processes; leave both out, and call it "
+                "with --nproc-per-node N and CUDA_VISIBLE_DEVICES=0,1"
             )
-        if procs is not None and str(procs) != world:
-            raise UserError(
-                f"--procs {procs}: torchrun has started {world} process{'es' * (world != '1')}; leave --procs out, "
-                "its --nproc-per-node says how many"
-            )
+        return None
     if devices and len(devices) % processes:
         raise UserError(
             f"--gpus {gpus}: {len(devices)} cannot be shared by --procs {processes}; give a multiple"
         )
-    if under_launcher():
-        return None
     if devices:  # before CUDA starts, here and in the processes below
         os.environ.setdefault(
             "CUDA_DEVICE_ORDER", "FASTEST_FIRST" if os.environ.get(VISIBLE[0]) else "PCI_BUS_ID"
@@ -228,36 +222,36 @@ def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes
     The code is 4 if a signal killed the child, which is reported after all children have ended. It
     is 3 if that was a `forwarded` signal, which ends a child that has not begun to train.
     """
-    failed_at: float | None = None
-    code = 0
-    message = ""
-    running = True
-    while running:
-        running = None in [child.poll() for child in children]
+    first: tuple[int, int] | None = None  # number and return code of the first failing child
+    failed_at = 0.0
+    codes = [child.poll() for child in children]
+    while True:
         # A killed child comes first, because others that ended since then left for its absence.
-        for index, child in sorted(
-            enumerate(children), key=lambda pair: (pair[1].returncode or 0) >= 0
-        ):
-            if failed_at is None and child.returncode not in (None, 0):
-                failed_at = time.monotonic()
-                code = child.returncode if child.returncode > 0 else 4
-                if -child.returncode in forwarded:
-                    when = " before the first step" if resumes else ""
-                    code = 3
-                    message = f"stopped: {signal.Signals(-child.returncode).name}{when}"
-                elif child.returncode < 0:
-                    name = signal.Signals(-child.returncode).name
-                    message = f"error: rank {index} was ended by {name}"
-        if failed_at is not None:
+        failures = [(code, number) for number, code in enumerate(codes) if code]
+        if first is None and failures:
+            code, number = min(failures)
+            first = number, code
+            failed_at = time.monotonic()
+        if None not in codes:
+            break
+        if first is not None:
             late = time.monotonic() - failed_at > GRACE_SECONDS
             for child in children:
                 # A stopped process cannot end by itself.
                 if late or process_state(child.pid) in ("T", "t"):
                     child.kill()
         time.sleep(0.05)
-    if message:
-        remedy = REMEDY if code == 4 else SAME
-        if not resumes:
-            remedy = AGAIN
-        print(f"{message}; {remedy}", file=sys.stderr, flush=True)
+        codes = [child.poll() for child in children]
+    if first is None or first[1] > 0:
+        return 0 if first is None else first[1]
+    name = signal.Signals(-first[1]).name
+    if -first[1] in forwarded:
+        when = " before the first step" if resumes else ""
+        code, line = 3, f"stopped: {name}{when}; {SAME if resumes else AGAIN}"
+    else:
+        code, line = (
+            4,
+            f"error: rank {first[0]} was ended by {name}; {REMEDY if resumes else AGAIN}",
+        )
+    print(line, file=sys.stderr, flush=True)
     return code

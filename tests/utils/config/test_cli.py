@@ -148,17 +148,17 @@ RIGHT = {"count": 3, "classes": ["a"], "encoding": "raw"}
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"count": -1}, "count is -1, but must be a whole number at least 1 and at most 9,999"),
-        ({"count": True}, "count is true, but must be a whole number at least 1 and at most 9,999"),
-        ({"count": 10**5000}, "count is (of 16610 bits), but must be a whole number at least 1 and at most 9,999"),
-        ({"classes": ["a", 3, None]}, "classes[1] is 3, but must be text"),
-        ({"classes": b"\xff" * 9999}, "classes is b'" + "\\xff" * 40 + "'..., but must be a list of: text"),
-        ({"encoding": "jpeg2000"}, "encoding is 'jpeg2000', but must be one of raw, png"),
-        ({"mean": [0.5, float("nan")]}, "mean[1] is nan, but must be a number"),
-        ({"split": 3}, "split is 3, but must be a mapping of text to any value, or null"),
-        ({"shards": [{"path": "a", "size": -1}]}, "shards[0].size is -1, but must be a whole number at least 0"),
-        ({"shards": [7]}, "shards[0] is 7, but must be a mapping of names"),
-        ({"seed": 2**63}, "seed is 9223372036854775808, but must be a whole number"),
+        ({"count": -1}, "count is -1, but must be greater than or equal to 1"),
+        ({"count": True}, "count is true, but must be a valid integer"),
+        ({"count": 10**5000}, "count is (of 16610 bits), but must be less than or equal to 9999"),
+        ({"classes": ["a", 3, None]}, "classes[1] is 3, but must be a valid string"),
+        ({"classes": b"\xff" * 9999}, "classes is b'" + "\\xff" * 40 + "'..., but must be a valid list"),
+        ({"encoding": "jpeg2000"}, "encoding is 'jpeg2000', but must be 'raw' or 'png'"),
+        ({"mean": [0.5, float("nan")]}, "mean[1] is nan, but must be a finite number"),
+        ({"split": 3}, "split is 3, but must be a valid dictionary"),
+        ({"shards": [{"path": "a", "size": -1}]}, "shards[0].size is -1, but must be greater than or equal to 0"),
+        ({"shards": [7]}, "shards[0] is 7, but must be a valid dictionary or instance of Shard"),
+        ({"seed": 2**63}, "seed is 9223372036854775808, but must be less than 9223372036854775808"),
     ],
 )
 def test_what_does_not_fit_a_stored_document_is_named(wrong: dict[str, Any], message: str) -> None:
@@ -174,7 +174,7 @@ def test_a_document_may_hold_more_than_is_read() -> None:
     document = Document.read({**RIGHT, "mean": [1], "later": object(), "shards": [{"path": "a", "size": 3, "x": 1}]})
     assert (document.count, document.mean, document.seed) == (3, [1.0], 0)
     assert document.shards == [Shard(path="a", size=3)]
-    assert_raises(Unfit, r"^header is .*, but must be a mapping of names$", Document.read, [], "header")
+    assert_raises(Unfit, r"^header is .*, but must be a valid dictionary or instance of Document$", Document.read, [], "header")
     assert_raises(ValueError, r"^count is missing$", Document.read, {})
 
 

@@ -34,19 +34,19 @@ class Whole(Config):
 
 
 WRONG = [
-    ({"rate": 0.0}, "rate 0.0: must be a number above 0"),
+    ({"rate": 0.0}, "rate 0.0: must be greater than 0"),
     ({"plain": math.nan}, "plain nan: must be a finite number below 2^63"),
     ({"plain": -math.inf}, "plain -inf: must be a finite number below 2^63"),
     ({"whole": 2**63}, "whole 9223372036854775808: must be a finite number below 2^63"),
-    ({"count": 1}, "count 1: must be a whole number at least 2, or one of auto, all, or null"),
-    ({"pair": (0.5, 1.0)}, "pair[1] 1.0: must be a number at least 0 and below 1"),
-    ({"steps": [3, 0]}, "steps[1] 0: must be a whole number above 0"),
-    ({"shares": {"a": 1.0, "b": 1.5}}, "shares.b 1.5: must be a number at least 0 and at most 1"),
+    ({"count": 1}, "count 1: must be greater than or equal to 2, or 'auto' or 'all'"),
+    ({"pair": (0.5, 1.0)}, "pair[1] 1.0: must be less than 1"),
+    ({"steps": [3, 0]}, "steps[1] 0: must be greater than 0"),
+    ({"shares": {"a": 1.0, "b": 1.5}}, "shares.b 1.5: must be less than or equal to 1"),
     (
         {"lengths": 2.0},
-        "lengths 2.0: must be a number at least 0 and at most 1, or a mapping of a whole number to a number above 0",
+        "lengths 2.0: must be less than or equal to 1, or a valid dictionary",
     ),
-    ({"lengths": {8: 0.0}}, "lengths.8 0.0: must be a number above 0"),
+    ({"lengths": {8: 0.0}}, "lengths.8 0.0: must be greater than 0"),
 ]
 
 
@@ -66,7 +66,7 @@ def test_numbers_in_their_ranges_stay_plain_and_the_message_has_the_key() -> Non
     assert Part(count="auto").count == "auto"
     assert build(Whole, {}, ["--size", "3", "--part.rate=1e-3"]) == Whole(size=3, part=Part(rate=1e-3))
     assert type(build(Whole, {}, ["--part.rate", "2"]).part.rate) is float
-    with pytest.raises(UserError, match=r"^command line: generator_optimizer\.lr 0: must be a number above 0$"):
+    with pytest.raises(UserError, match=r"^command line: generator_optimizer\.lr 0: must be greater than 0$"):
         build(GanConfig, {}, ["--generator_optimizer.lr", "0"])
 
 
@@ -115,13 +115,13 @@ def test_no_key_of_any_config_takes_what_is_no_number_of_this_world(number: Any)
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        ({"generator": {"mapping_layers": 10**9}}, "generator.mapping_layers 1000000000: must be a whole number at"),
-        ({"discriminator": {"mapping_layers": 101}}, "discriminator.mapping_layers 101: must be a whole number at"),
-        ({"data": {"workers": 10**6}}, "data.workers 1000000: must be a whole number at least 0 and at most 1,024, or"),
-        ({"data": {"prefetch": 10**6}}, "data.prefetch 1000000: must be a whole number at least 0 and at most 1,024"),
+        ({"generator": {"mapping_layers": 10**9}}, "generator.mapping_layers 1000000000: must be less than or equal to 100"),
+        ({"discriminator": {"mapping_layers": 101}}, "discriminator.mapping_layers 101: must be less than or equal to 100"),
+        ({"data": {"workers": 10**6}}, "data.workers 1000000: must be less than or equal to 1024, or 'auto'"),
+        ({"data": {"prefetch": 10**6}}, "data.prefetch 1000000: must be less than or equal to 1024"),
         (
             {"distributed": {"timeout": 1e18}},
-            "distributed.timeout 1e+18: must be a number at least 0.001 and at most 1",
+            "distributed.timeout 1e+18: must be less than or equal to 1",
         ),
     ],
 )
