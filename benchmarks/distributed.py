@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import Batch
 from duetgan.data.records import pack_arrays
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.task import ClassifierTask
@@ -92,14 +91,10 @@ class ByHand:
 class ByHandClassifier(ClassifierTask):
     """The classifier without DDP: its loss is the share of the global mean, the exchange adds up."""
 
-    def _wrap(self) -> None:
+    def set_up(self, step: int) -> None:
         with mock.patch.object(collectives, "world_size", return_value=1):
-            super()._wrap()
+            super().set_up(step)
         self.updater.exchange = ByHand(self.updater.parameters)  # type: ignore[assignment]
-
-    def _accumulate(self, batch: Batch, step: int, *, send: bool = True) -> tuple[Tensor, Tensor]:
-        with mock.patch.object(collectives, "world_size", return_value=1):
-            return super()._accumulate(batch, step, send=send)
 
 
 class Trainer:

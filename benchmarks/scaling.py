@@ -181,8 +181,7 @@ def build_task(config: RunConfig, images: Images, batch: int) -> Any:
         config = config.changed(augment=Augment())
     if isinstance(config, ClassifierConfig):
         model = config.model.changed(weights=None)
-        unlabelled = config.unlabelled.changed(path=None)  # labelled images alone
-        config = config.changed(model=model, augment=MixingAugment(), unlabelled=unlabelled)
+        config = config.changed(model=model, augment=MixingAugment())
     reader: Any = Reader(images)
     return TASKS[config.task].task(config, reader, None, torch.device("cpu"))
 

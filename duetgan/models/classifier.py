@@ -130,6 +130,7 @@ class Classifier(ImageNetwork):
         self.pixel_format = pixel_format
         self.lineage = Lineage.of()  # data that the weights were trained on before this training
         self.class_names: tuple[str, ...] = ()  # set when a checkpoint is restored
+        self.parts: Sequence[object] = ()  # if it is split over devices, the part on each
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
             config.name,
@@ -140,8 +141,6 @@ class Classifier(ImageNetwork):
         # Side in px that images are scaled to; None: no scaling. Progressive resizing sets a
         # smaller one in training.
         self.side = config.input_size
-        # If this is above 0, `forward` takes the output of the first `begin` stages, not images.
-        self.begin = 0
         self.check_side(self.side or self.spec.side)
         scale = None
         shift = None
@@ -211,24 +210,24 @@ class Classifier(ImageNetwork):
             return x
         return x * self.input_scale + self.input_shift
 
-    def features(self, x: Tensor, end: int | None = None) -> Tensor:
+    def features(self, x: Tensor, end: int | None = None, begin: int = 0) -> Tensor:
         """Return the features [N, F] that the head takes.
 
         Args:
-            x: Images, or if `self.begin` is above 0 the output of the first `self.begin` stages.
+            x: Images, or if `begin` is above 0 the output of the first `begin` stages.
             end: If below the number of stages, return the output of the first `end` stages.
         """
-        maps = [x] if self.begin else []  # outputs of the stages
+        maps = [x] if begin else []  # outputs of the stages
 
         def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
             maps.append(self._stage(modules, x))
             return maps[-1]
 
         features = self.backbone.features(
-            self.network, x if self.begin else self.prepare(x), stage, self.begin, end
+            self.network, x if begin else self.prepare(x), stage, begin, end
         )
         count = len(self.backbone.stages)
-        if self.config.head != "readout" or self.begin == count or end not in (None, count):
+        if self.config.head != "readout" or begin == count or end not in (None, count):
             return features
         last = self.config.readout_stages or 0  # 0 selects all stages
         parts = self.config.readout_parts

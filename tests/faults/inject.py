@@ -97,18 +97,18 @@ def patch_updater(module: Any, put: Set) -> None:
 
 def patch_classifier(module: Any, put: Set) -> None:
     """DDP adds up in the backward pass: the loss that it begins with becomes NaN."""
-    plain = module.ClassifierTask._accumulate
+    plain = module.ClassifierTask.step
 
-    def accumulate(task: Any, batch: Any, step: int, **how: Any) -> Any:
+    def step(task: Any, batches: Any, number: int) -> Any:
         precision = task.precision
-        if due("nan", step):
+        if due("nan", number):
             precision.backward = lambda loss: type(precision).backward(precision, loss * float("nan"))
         try:
-            return plain(task, batch, step, **how)
+            return plain(task, batches, number)
         finally:
             precision.__dict__.pop("backward", None)
 
-    put(module.ClassifierTask, "_accumulate", accumulate)
+    put(module.ClassifierTask, "step", step)
 
 
 def patch_writer(module: Any, put: Set) -> None:

@@ -64,11 +64,12 @@ class ClassifierReference:
         }  # fmt: skip
         head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
         self.optimizer = Optimizer(self.names, self.tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
-        self.teacher: Any = task.teacher
+        self.teacher: Any = task.criterion.teacher
         frequencies = torch.tensor(label_frequencies(task.dataset, tree["data"]))
         self.prior = (frequencies / frequencies.max()).log()
-        self.unlabelled: Any = None if task.unlabelled is None else task.unlabelled.images
-        self.said: Any = None if task.unlabelled is None else task.unlabelled.propagated_labels
+        unlabelled = getattr(task, "unlabelled", None)
+        self.unlabelled: Any = None if unlabelled is None else unlabelled.images
+        self.said: Any = None if unlabelled is None else unlabelled.propagated_labels
         self.thought = torch.full((self.model.classes + 1,), 1 / self.model.classes)
         self.weights = self.class_weights(task.dataset.classes, frequencies)
         self.metrics: dict[str, Tensor] = {}

@@ -10,7 +10,7 @@ import torch
 from duetgan.data.records import pack_arrays
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.classifier.task import ClassifierTask
-from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.engine.tasks import TASKS, build_run_config
 from tests.distributed.test_oracle import untrained_classifier
 from tests.oracle.classifier import ClassifierReference
 from tests.oracle.ranks import assert_close, of_two_ranks, whole
@@ -98,7 +98,7 @@ def made(folder: Any, tree: dict[str, Any]) -> tuple[ClassifierTask, Any, dict[s
     if tree.get("loss", {}).get("teacher"):
         tree = tree | {"loss": tree["loss"] | {"teacher": str(folder / "teacher")}}
     config: Any = build_run_config(tree, [], "test")
-    task = ClassifierTask(config, open_training(config.data), None, CPU)
+    task = TASKS["classifier"].task(config, open_training(config.data), None, CPU)
     if task.unlabelled is not None and config.unlabelled.spread:
         task.unlabelled.propagated_labels = torch.rand(27, 3, generator=torch.Generator().manual_seed(0)).softmax(1)
     return task, make_loader(config, task.dataset, CPU), tree

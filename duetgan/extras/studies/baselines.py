@@ -19,7 +19,7 @@ from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.classifier import Classifier, ModelConfig, scaled
 from duetgan.training.classifier.frozen import blocks, image_features
 from duetgan.training.classifier.network import load_discriminator
-from duetgan.training.classifier.probe import fit
+from duetgan.training.classifier.probe import fit, scale_of
 from duetgan.utils.seeding import forked
 
 SIDE = 32  # side in px to which larger images are scaled if their pixels are the features
@@ -62,7 +62,7 @@ def before_training(dataset: Dataset, **model: Any) -> Tensor:
 def readout(features: Tensor, labels: Tensor, queries: Tensor, classes: int) -> Tensor:
     """Predict by logistic regression; cross-validation chooses its regularisation."""
     labelled = labels != UNKNOWN
-    probe = fit(features[labelled, None], labels[labelled], classes, unlabelled_features=features)
+    probe = fit(features[labelled, None], labels[labelled], classes, scale=scale_of(features))
     return F.linear(queries, probe.weight, probe.bias).argmax(1)
 
 

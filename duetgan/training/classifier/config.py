@@ -9,13 +9,13 @@ from duetgan.models.weights import missing_published, trained_symmetric
 from duetgan.training.base.compiled import CompileSetting
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import check_same_classes
-from duetgan.training.classifier.consistency import UnlabelledConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
 from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.config.model import Config, Decay
 from duetgan.utils.config.yaml_files import Tree
+from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.runlog.run_log import say_main
 
@@ -48,7 +48,6 @@ class ClassifierConfig(RunConfig):
     ema: ClassifierEmaConfig = ClassifierEmaConfig()
     augment: MixingAugment = MixingAugment()
     resizing: ResizingConfig = ResizingConfig()
-    unlabelled: UnlabelledConfig = UnlabelledConfig()
 
     def check(self) -> None:
         super().check()
@@ -58,7 +57,6 @@ class ClassifierConfig(RunConfig):
         if model.normalise == "auto":
             imagenet = model.imagenet_normalised and not trained_symmetric(str(model.weights))
             self.model = model.changed(normalise="imagenet" if imagenet else "symmetric")
-        several = self.augment.mixes or self.loss.several or self.loss.teacher
         has_linear_head = model.head == "readout" or (
             model.head == "linear" and model.backbone.head_bias
         )
@@ -75,16 +73,6 @@ class ClassifierConfig(RunConfig):
             (
                 model.head == "readout" and self.resizing != ResizingConfig(),
                 "model.head readout has as many inputs as its maps have parts: leave resizing out",
-            ),
-            (
-                self.unlabelled.spread and not self.finetune.probe,
-                "unlabelled.spread: labels spread by what the probe reads; set finetune.probe true",
-            ),
-            (
-                self.unlabelled.path
-                and self.unlabelled.weight
-                and (several or self.loss.kind != "cross-entropy"),
-                "unlabelled images learn by cross-entropy of one label: leave out augment.mixup, cutmix, loss.teacher",
             ),
         )
 
@@ -126,11 +114,19 @@ class ClassifierConfig(RunConfig):
         return self.model.split != "off"
 
 
-def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
-    """Raise UserError unless the classes of the data sets agree with each other and with the head.
+def check_run(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
+    """Raise UserError unless images, head and processes fit each other and the config.
 
     `training.base.data` has already checked the labels.
     """
+    check_classes(config, dataset, val_dataset)
+    check_batches(config, collectives.world_size())
+    if config.early_stopping.patience is not None and val_dataset is None:
+        raise UserError("early_stopping.patience needs validation images; give data.val_path")
+
+
+def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
+    """Raise UserError unless the classes of the data sets agree with each other and with the head."""
     classes, path = dataset.classes, config.data.path
     have_several = dataset.meta.sets is not None
     refuse(

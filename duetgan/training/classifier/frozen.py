@@ -102,7 +102,7 @@ class Span(NamedTuple):
     stages: int  # number of stages that are frozen
 
 
-class Frozen:
+class FrozenStages:
     """A cache of the outputs of the frozen first stages, with which training replaces images.
 
     Images must be the same in every epoch, except for mirroring. The cache is used as long as the
@@ -150,8 +150,7 @@ class Frozen:
             return False
         if augment.mixes or config.log.layers or config.model.split != "off":
             return False
-        has_unlabelled = config.unlabelled.path and config.unlabelled.weight
-        return not has_unlabelled and config.loss.teacher is None
+        return config.loss.teacher is None
 
     def _frozen_spans(self, finetuning: FineTuning, sizes: Resizing) -> Iterator[Span]:
         """Yield the spans of steps with the same frozen first stages and image size."""
@@ -200,7 +199,6 @@ class Frozen:
                     self.model, self.dataset, mirror=self.mirror, progress="features of"
                 )
             device = device_of(self.model)
-            self.model.begin = self.begin
             parts = []
             with evaluating(self.model):
                 for records in self._blocks(len(self.dataset)):
@@ -208,9 +206,8 @@ class Frozen:
                     assert values is not None
                     values = values.to(device)
                     views = [view.reshape(-1, *self.shape) for view in values.unbind(-1)]
-                    features = [self.model.features(view) for view in views]
+                    features = [self.model.features(view, begin=self.begin) for view in views]
                     parts.append(torch.stack(features, 1).float().cpu())
-        self.model.begin = 0
         return torch.cat(parts), torch.tensor(self.dataset.labels())
 
     def _computed(self, end: int, folder: Path) -> CachedFeatures | None:
@@ -254,7 +251,6 @@ class Frozen:
     def _parts(self, end: int) -> Iterator[Tensor]:
         """Yield the outputs of all blocks of images in order; the processes divide the work."""
         records, world = self._blocks(self.count), collectives.world_size()
-        self.model.begin = 0
         with Bar(
             total=self.count,
             desc="frozen stages of",

@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duetgan.data.reading.dataset import Dataset
 from duetgan.models.gan import one_hot
+from duetgan.training.base.teacher import Teacher
+from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, PositiveFloat, Probability
 from duetgan.utils.errors import UserError, refuse
@@ -121,6 +125,7 @@ class Targets(NamedTuple):
     partner_labels: Tensor | None = None
     fraction: Tensor | None = None  # float [n]: fraction of `labels` in the mixture, 0 to 1
     weights: Tensor | None = None  # float [n]: weight of each sample's loss; None for 1
+    is_counted: Tensor | None = None  # bool [n]: True for samples of the accuracy; None for all
 
     def rows(self, rows: slice) -> "Targets":
         return Targets(*(part if part is None else part[rows] for part in self))  # type: ignore[arg-type]
@@ -137,7 +142,8 @@ class Targets(NamedTuple):
             return (1 - errors.abs()).mean(1).sum()
         predicted = logits.argmax(1)
         if self.partner_labels is None or self.fraction is None:
-            return (predicted == self.labels).sum()
+            is_correct = predicted == self.labels
+            return (is_correct if self.is_counted is None else is_correct & self.is_counted).sum()
         # Compute the sum at least in the precision of the logits.
         fraction = self.fraction.to(torch.promote_types(self.fraction.dtype, logits.dtype))
         is_label, is_partner = predicted == self.labels, predicted == self.partner_labels
@@ -184,25 +190,55 @@ def class_weight_list(
     return [weight / mean for weight in weights]
 
 
-def class_weights_and_prior(
-    config: ClassifierLossConfig,
-    classes: Sequence[str],
-    class_frequencies: Sequence[float],
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the class weights and the prior, both [classes]; None where the config has none.
+class Criterion:
+    """The loss of a batch's samples, with class weights, the prior, and a teacher's targets.
 
-    The prior is the value that `logit_adjustment` adds to the logit of each class (2007.07314).
+    Raises UserError for unknown classes, and a teacher that has other classes.
     """
-    weights, prior = None, None
-    weight_list = class_weight_list(config, classes, class_frequencies)
-    if weight_list is not None:
-        weights = torch.tensor(weight_list, device=device)
-    if tau := config.logit_adjustment:
-        largest = max(class_frequencies)
-        log_prior = [tau * math.log(max(f / largest, MIN_FREQUENCY)) for f in class_frequencies]
-        prior = torch.tensor(log_prior, device=device)
-    return weights, prior
+
+    def __init__(
+        self,
+        config: ClassifierLossConfig,
+        dataset: Dataset,
+        label_frequencies: Sequence[float],  # in training, of each class or label set
+        precision: Precision,
+    ) -> None:
+        self.config = config
+        self.precision = precision
+        device = precision.device
+        frequencies = np.array(label_frequencies)
+        if config.several:
+            frequencies = frequencies @ dataset.meta.multi_hot / frequencies.sum()
+        class_frequencies = frequencies.tolist()
+        self.weights: Tensor | None = None  # [classes]
+        weights = class_weight_list(config, dataset.meta.classes, class_frequencies)
+        if weights is not None:
+            self.weights = torch.tensor(weights, device=device)
+        self.prior: Tensor | None = None  # [classes]
+        if config.logit_adjustment:
+            self.prior = torch.tensor(log_prior(config, class_frequencies), device=device)
+        self.teacher: Teacher | None = None
+        if config.teacher:
+            self.teacher = Teacher("loss.teacher", config.teacher, dataset, device)
+
+    def __call__(self, logits: Tensor, targets: Targets, images: Tensor) -> Tensor:
+        """Return the sum of the samples' losses, 0-d; `images` are those of the logits."""
+        loss = classifier_loss(logits, targets, self.config, self.weights, self.prior)
+        if self.teacher is None:
+            return loss
+        with self.precision.autocast():
+            teacher_logits = self.teacher(images)
+        taught = distillation_loss(logits, teacher_logits, targets, self.config, self.weights)
+        return torch.lerp(loss, taught, self.config.teacher_share)
+
+
+def log_prior(config: ClassifierLossConfig, class_frequencies: Sequence[float]) -> list[float]:
+    """Return the values that `logit_adjustment` adds to the logits of the classes (2007.07314)."""
+    largest = max(class_frequencies)
+    return [
+        config.logit_adjustment * math.log(max(frequency / largest, MIN_FREQUENCY))
+        for frequency in class_frequencies
+    ]
 
 
 def classifier_loss(
@@ -272,22 +308,18 @@ def _mixed(values: Tensor, partner_values: Tensor | None, fraction: Tensor | Non
     return torch.lerp(partner_values, values, fraction.to(values.dtype))
 
 
-def add_distillation(
-    loss: Tensor,
-    logits: Tensor,
-    teacher_logits: Tensor | None,
+def distillation_loss(
+    logits: Tensor,  # z [n, classes]
+    teacher_logits: Tensor,  # t [n, classes]
     targets: Targets,
     config: ClassifierLossConfig,
     weights: Tensor | None = None,  # [classes]: class weights
 ) -> Tensor:
-    """Return the mean of `loss` and the distillation loss of weight `teacher_share`, 0-d.
+    """Return the distillation loss, 0-d (Hinton et al. 2015, 1503.02531).
 
-    `loss` is a `classifier_loss`. The distillation loss is the sum over the samples, each with the
-    weight of its class, of T^2 KL(softmax(t / T) || softmax(z / T)) for logits z and the teacher's
-    logits t [n, classes] (Hinton et al. 2015, 1503.02531).
+    It is the sum over the samples, each with the weight of its class, of
+    T^2 KL(softmax(t / T) || softmax(z / T)).
     """
-    if teacher_logits is None:
-        return loss
     temperature = config.temperature
     student = (logits / temperature).log_softmax(1)
     teacher = (teacher_logits.to(logits.dtype) / temperature).log_softmax(1)
@@ -297,7 +329,7 @@ def add_distillation(
         label_errors = errors * weights[targets.labels]
         if targets.partner_labels is not None:
             partner_errors = errors * weights[targets.partner_labels]
-    return torch.lerp(loss, _total(label_errors, partner_errors, targets), config.teacher_share)
+    return _total(label_errors, partner_errors, targets)
 
 
 def sample_weights(

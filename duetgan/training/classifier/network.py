@@ -10,13 +10,16 @@ from duetgan.data.reading.loader import read_batch
 from duetgan.metrics.lineage import provenance_of
 from duetgan.models.backbones.discriminator import Trunk, form_of
 from duetgan.models.classifier import Classifier
+from duetgan.models.model_parallel import place
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.models.weights import load_pretrained
+from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_log import say_main
+from duetgan.utils.seeding import forked
 
 IMAGES = 5000  # largest number of images to which the first filters are fitted
 PART, PIXELS = 256, 1 << 22  # largest numbers of images and of pixels in memory at a time
@@ -24,11 +27,32 @@ PART, PIXELS = 256, 1 << 22  # largest numbers of images and of pixels in memory
 _last_filters: dict[tuple[object, ...], list[float]] = {}
 
 
-def initialise(model: Classifier, dataset: Dataset) -> None:
-    """Load the weights that `model.weights` names, or else fit the first filters to the images.
+def build_network(config: ClassifierConfig, dataset: Dataset, device: torch.device) -> Classifier:
+    """Return the classifier that a training begins with, on the device. All ranks must call this.
 
-    All ranks must call this. Raises UserError for weights that are missing or do not fit.
+    Raises UserError for weights that are missing or do not fit.
     """
+    with forked(config.seed, "init", "classifier"):
+        model = Classifier(config.model, **config.shape(dataset))
+    initialise(model, dataset)
+    if config.loss.several:
+        model.add_thresholds()
+    model = model.to(
+        memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
+    )
+    if config.model.split == "off":
+        return model.to(device)
+    model.parts = place(
+        model,
+        collectives.own_devices(device),
+        samples=config.micro(collectives.world_size()),
+        reduced=config.precision not in ("auto", "fp32"),
+    )
+    return model
+
+
+def initialise(model: Classifier, dataset: Dataset) -> None:
+    """Load the weights that `model.weights` names, or else fit the first filters to the images."""
     if model.config.weights is None:
         fit_first_filters(model, dataset)
         return

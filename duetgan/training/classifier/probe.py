@@ -29,8 +29,7 @@ STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)
 WORK = 2e8
 ITERATIONS = 100  # largest number of iterations of L-BFGS
 COMPARED = 20_000  # most images that are searched for look-alikes, which takes seconds
-PREVIEW_IMAGES = 200  # least images in the preview
-PREVIEW_PER_CLASS = 5  # least mean number of images per class in the preview
+FeatureScale = tuple[Tensor, Tensor]  # mean and deviation of each feature, [F]
 
 
 class Probe(NamedTuple):
@@ -79,14 +78,6 @@ class ProbeSummary(Fields):
             head.bias.copy_(probe.bias)
 
 
-def preview_records(count: int, classes: int, seed: int) -> np.ndarray | None:
-    """Choose image numbers for a quick preview, int64; None if it would save little time."""
-    number = max(PREVIEW_IMAGES, PREVIEW_PER_CLASS * classes)
-    if 3 * number >= count:
-        return None
-    return np.sort(numpy_generator(seed, "probe", "look").permutation(count)[:number])
-
-
 def look_alike_groups(dataset: Dataset) -> np.ndarray:
     """Return for each image the number of the first image that looks like it, int64 [n].
 
@@ -108,7 +99,7 @@ def fit(
     *,
     seed: int = 0,
     groups: np.ndarray | None = None,
-    unlabelled_features: Tensor | None = None,
+    scale: FeatureScale | None = None,
 ) -> Probe:
     """Fit a logistic regression, and choose the strength of its penalty by cross-validation.
 
@@ -119,11 +110,9 @@ def fit(
         features: [n, V, F] of V views of each image, on the device that computes.
         labels: int64 [n] below `classes`.
         groups: int64 [n]. Images of a group are in one fold; None if each image is a group.
-        unlabelled_features: [m, F] whose mean and deviation standardise the features; None to use
-            those of `features`.
+        scale: The mean and deviation that standardise the features; None for those of `features`.
     """
     n, _, width = features.shape
-    scale = None if unlabelled_features is None else _scale(unlabelled_features)
     if groups is None:
         groups = np.arange(n)
     folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed, groups))
@@ -158,7 +147,8 @@ def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
     return folds[group]
 
 
-def _scale(features: Tensor) -> tuple[Tensor, Tensor]:
+def scale_of(features: Tensor) -> FeatureScale:
+    """Return the mean and deviation of features [n, F], with which `fit` standardises."""
     return features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
 
 
@@ -167,11 +157,11 @@ def _path(
     labels: Tensor,
     classes: int,
     strengths: Sequence[float],
-    scale: tuple[Tensor, Tensor] | None,
+    scale: FeatureScale | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield weight [K, F] and bias [K], for features that are not standardised, for each strength."""
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
-    mean, deviation = scale or _scale(x)
+    mean, deviation = scale or scale_of(x)
     x, basis = (x - mean) / deviation, None
     if len(x) < x.shape[1]:  # Because of the penalty, the solution is in the span of the features.
         basis = torch.linalg.qr(x.T)[0]

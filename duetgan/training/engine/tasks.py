@@ -12,6 +12,7 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.gan.config import config_of
 from duetgan.training.gan.task import GanTask
+from duetgan.utils import extras
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build, given_keys
 from duetgan.utils.config.cli import entry
@@ -89,3 +90,6 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
         return max(1, round(epochs * images / batch_size))
 
     return build(config, tree, overrides, source=source, context=updates)
+
+
+extras.attach(__name__)

@@ -42,14 +42,15 @@ def config_of(folder, data="data", **loss: Any) -> Any:
 def test_the_teacher_stays_as_it_was(files, tmp_path):
     task, _ = train(config_of(files), tmp_path / "run")
     assert task.describe()["taught by"] == str(files / "teacher")
-    assert fingerprint(task.teacher.network) == fingerprint(classifier_from(load(resolve(str(files / "teacher")))))
+    teacher = classifier_from(load(resolve(str(files / "teacher"))))
+    assert fingerprint(task.criterion.teacher.network) == fingerprint(teacher)
 
 
 def test_a_pupil_has_seen_what_its_teacher_has_and_judges_nothing_that_this_taught(files, tmp_path):
     task, _ = train(config_of(files), tmp_path / "run", max_steps=1)
     pupil, taught = (
         recorded(load(resolve(str(tmp_path / "run")))),
-        Lineage.of(teachers=[fingerprint(task.teacher.network)]),
+        Lineage.of(teachers=[fingerprint(task.criterion.teacher.network)]),
     )
     with Dataset(files / "first.lmdb") as first, Dataset(files / "data.lmdb") as own:
         assert {first.meta.content_hash, own.meta.content_hash} <= set(pupil.trained_on)

@@ -16,6 +16,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.training.classifier import frozen
 from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
+from duetgan.training.classifier.replica import ClassifierFromStage
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.speed import Trial
@@ -43,11 +44,9 @@ def test_a_network_cut_after_any_stage_is_the_whole_one(name):
     expected = model(images)
     last = len(model.stages) - 1
     for end in range(1, last + 1) if model.backbone.in_turn else [last]:
-        model.begin = 0
         between = model.features(images, end)
         assert between.ndim == (2 if end == last else 4)
-        model.begin = end
-        assert torch.equal(model(between), expected)
+        assert torch.equal(ClassifierFromStage(model)(between, end), expected)
 
 
 def test_features_of_every_image_and_its_mirror(packed, monkeypatch):
@@ -156,7 +155,7 @@ def test_speed_is_measured_behind_what_is_kept(packed):
     trial = Trial(config, 8, Dataset(packed / "train.lmdb"), torch.device("cpu"))
     assert trial.batch.features is not None
     assert trial.seconds("fp32") > 0
-    assert trial.task.model.begin == BORDERS["maps"]  # type: ignore[attr-defined]
+    assert trial.task.frozen.begin == BORDERS["maps"]  # type: ignore[attr-defined]
     whole = config_of(packed, **uncached(VARIANTS["maps"]))
     assert not Trial(whole, 8, Dataset(packed / "train.lmdb"), torch.device("cpu")).batch.images.is_floating_point()
 
@@ -168,7 +167,7 @@ def borders(packed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **more:
 
     def note(self: ClassifierTask, batches: Any, number: int) -> Any:
         figures = step(self, batches, number)
-        found.append(self.model.begin)
+        found.append(self.frozen.begin)
         return figures
 
     monkeypatch.setattr(ClassifierTask, "step", note)
@@ -232,10 +231,10 @@ def test_beyond_the_memory_it_goes_to_a_file_and_beyond_the_disk_nowhere(packed,
     monkeypatch.setattr(frozen, "disk_usage", lambda _: SimpleNamespace(free=size))  # a file is larger
     task, found = train(config_of(packed, **variant), tmp_path / "nowhere")
     assert "too much to keep" in capsys.readouterr().err
-    assert (task.frozen.begin, task.model.begin) == (0, 0)
+    assert task.frozen.begin == 0
     less = variant | {"finetune": variant["finetune"] | {"cache": size / 2**30 - 1e-9}}
     monkeypatch.undo()
-    assert train(config_of(packed, **less), tmp_path / "bounded")[0].model.begin == 0
+    assert train(config_of(packed, **less), tmp_path / "bounded")[0].frozen.begin == 0
     for one, other in zip(leaves(found), leaves(expected), strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 

@@ -1,5 +1,6 @@
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,13 +9,13 @@ from torch import nn
 
 from duetgan.training.classifier.loss import (
     ClassifierLossConfig,
+    Criterion,
     Targets,
-    add_distillation,
     class_weight_list,
-    class_weights_and_prior,
     classifier_loss,
 )
 from duetgan.training.classifier.network import widen_narrow_maps
+from duetgan.training.optim.updater import Precision
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator
 
@@ -62,18 +63,17 @@ def optimum(config, frequencies, posterior, mixed=False, teacher=None):
     targets = Targets(labels, others, torch.full((len(labels),), 0.7), posterior[labels] * posterior[others])
     if not mixed:
         targets = Targets(labels, weights=targets.weights)
-    weights, prior = class_weights_and_prior(
-        config, [str(label) for label in range(len(posterior))], frequencies.tolist(), CPU
-    )
+    dataset: Any = SimpleNamespace(meta=SimpleNamespace(classes=[str(label) for label in range(len(posterior))]))
+    criterion = Criterion(config.changed(teacher=None), dataset, frequencies.tolist(), Precision("fp32", CPU))
+    if teacher is not None:
+        criterion.teacher = teacher.expand_as
     logits = torch.zeros(len(posterior), dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS([logits], max_iter=300, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
 
     def loss():
         search.zero_grad()
         rows = logits.expand(len(labels), -1)
-        answers = None if teacher is None else teacher.expand_as(rows)
-        value = classifier_loss(rows, targets, config, weights, prior)
-        value = add_distillation(value, rows, answers, targets, config, weights)
+        value = criterion(rows, targets, rows)
         value.backward()
         return value
 

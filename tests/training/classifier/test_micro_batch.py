@@ -1,5 +1,5 @@
 import copy
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +9,14 @@ import torch
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.config import check_batches
-from duetgan.training.classifier.task import ClassifierTask, MicroBatch
+from duetgan.training.classifier.micro_batch import MicroBatchSize
+from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.distributed.collectives import is_peer_error
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.machine import ran_out
 from tests.conftest import assert_raises
+from tests.end_to_end.helpers import differing
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -23,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("share", [1, 2, 7, 12, 64])
 def test_parts_are_few_whole_and_alike(share):
     for size in range(1, share + 1):
-        found = MicroBatch(size, share).slices()
+        found = MicroBatchSize(size, share).slices()
         assert [row for rows in found for row in range(rows.start, rows.stop)] == list(range(share))
         lengths = [rows.stop - rows.start for rows in found]
         assert len(found) == -(-share // size)
@@ -31,21 +33,24 @@ def test_parts_are_few_whole_and_alike(share):
         assert max(lengths) - min(lengths) <= 1
 
 
-def test_a_size_that_divides_gives_its_own_parts_and_halves_down_to_one():
-    assert MicroBatch(4, 12).slices() == [slice(0, 4), slice(4, 8), slice(8, 12)]
+def test_a_size_that_divides_gives_its_own_parts_and_halves_down_to_one(capsys):
+    assert MicroBatchSize(4, 12).slices() == [slice(0, 4), slice(4, 8), slice(8, 12)]
     for setting in (None, 99, "auto"):
-        assert MicroBatch(setting, 12).slices() == [slice(0, 12)]
-    micro = MicroBatch("auto", 12)
-    sizes = []
-    for _ in range(4):
-        told = micro.halve()
+        assert MicroBatchSize(setting, 12).slices() == [slice(0, 12)]
+    micro, sizes = MicroBatchSize("auto", 12), []
+
+    def attempt():
         sizes.append(micro.size)
-    assert sizes == [6, 3, 2, 1]
+        raise MemoryError
+
+    assert_raises(TrainingHalted, "single sample", micro.find, attempt)
+    assert sizes == [12, 6, 3, 2, 1]
+    told = capsys.readouterr().err
     assert "memory ran out with 2 samples" in told
     assert "BatchNorm" in told
-    assert_raises(TrainingHalted, "single sample", micro.halve)
-    other = MicroBatch("auto", 12)
-    other.load_state_dict(MicroBatch("auto", 12).state_dict() | {"size": 3})
+    MicroBatchSize(12, 12).find(attempt)  # a number is not looked for
+    other = MicroBatchSize("auto", 12)
+    other.load_state_dict(MicroBatchSize("auto", 12).state_dict() | {"size": 3})
     assert other.size == 3
 
 
@@ -100,7 +105,7 @@ def state_of(task):
     return copy.deepcopy({name: part.state_dict() for name, part in task.registry().items() if name != "micro_batch"})
 
 
-def test_a_step_without_memory_is_repeated_from_its_beginning(packed, capsys):
+def test_a_size_that_fits_is_found_before_the_first_step(packed, capsys):
     task, loader = build(packed, micro_batch="auto")
     smaller, other_loader = build(packed, micro_batch=3)
     tried = full_above(task, 3)
@@ -108,7 +113,7 @@ def test_a_step_without_memory_is_repeated_from_its_beginning(packed, capsys):
         found = task.step(loader, step)
         expected = smaller.step(other_loader, step)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert tried == [12, 6, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert tried == [12, 6, *[3] * 3 * 4]
     torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
     told = capsys.readouterr().err.splitlines()
     assert len([line for line in told if "memory ran out" in line]) == 2
@@ -116,47 +121,45 @@ def test_a_step_without_memory_is_repeated_from_its_beginning(packed, capsys):
     # what was found stays when the run is resumed
     resumed, _ = build(packed, micro_batch="auto")
     resumed.registry()["micro_batch"].load_state_dict(task.registry()["micro_batch"].state_dict())
-    assert resumed.micro.slices() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
+    assert resumed.inputs.micro.slices() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
 
 
-def test_several_processes_try_before_they_send(packed, monkeypatch):
-    """In two steps, so that all ranks use the same parts: gradients that a rank has sent cannot be taken back."""
-    task, loader = build(packed, micro_batch="auto")
-    smaller, other_loader = build(packed, micro_batch=12)
-    task.step(loader, 0)
-    smaller.step(other_loader, 0)
-    replica: Any = SimpleNamespace(no_sync=nullcontext)
-    task.replica = replica
-    task.micro.retry()
-    smaller.micro.size = 3
-    tried = full_above(task, 3)
-    sent: list[int] = []
-    monkeypatch.setattr(task, "_sum_gradients", lambda: sent.append(len(tried)))
-    for step in range(1, 5):
-        task.step(loader, step)
-        smaller.step(other_loader, step)
-    assert tried == [12, 6, *[3] * 4 * 6]  # the first two steps once more
-    assert sent == [10, 18, 22, 26]
-    torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
-
-
-def test_memory_that_runs_out_between_micro_batches(packed):
-    """Gradients of the parts before must not stay."""
-    task, loader = build(packed, micro_batch="auto")
-    smaller, other_loader = build(packed, micro_batch=3)
-    task.micro.size = 6
+def test_it_is_looked_for_again_where_other_parameters_train(packed):
+    """Gradients of the parts before memory ran out must not stay."""
+    unfreeze = {"finetune": {"unfreeze": {"head": 0, "layer4": 2}}}
+    task, loader = build(packed, micro_batch="auto", **unfreeze)
+    smaller, other_loader = build(packed, micro_batch=12, **unfreeze)
     calls = []
+    task.inputs.micro.size = 6
 
     def hook(*_):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 8:  # at step 2, in its second part: after an attempt and two steps
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 1 bytes")
 
     task.model.network.layer3.register_forward_pre_hook(hook)
+    for step in range(4):
+        smaller.inputs.micro.size = 6 if step < 2 else 3
+        found, expected = task.step(loader, step), smaller.step(other_loader, step)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(calls) == 8 + 4 + 4 * 2
+    assert differing(state_of(task), state_of(smaller)) == []
+
+
+def test_gradients_of_an_attempt_are_not_sent(packed):
+    task, loader = build(packed, micro_batch="auto")
+    task.set_up(0)
+    no_sync: list[bool] = []
+
+    @contextmanager
+    def alone():
+        no_sync.append(True)
+        yield
+
+    task.replica._ddp = SimpleNamespace(no_sync=alone)
+    task.inputs.micro.size = 6
     task.step(loader, 0)
-    smaller.step(other_loader, 0)
-    assert len(calls) == 2 + 4
-    torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
+    assert len(no_sync) == 2 + 1
 
 
 def test_other_errors_are_not_memory(packed):

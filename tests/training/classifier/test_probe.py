@@ -20,7 +20,6 @@ from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from tests.conftest import assert_raises
-from tests.end_to_end.helpers import differing
 from tests.faults.conftest import run_command
 from tests.training.classifier.test_frozen import TREE, train
 
@@ -41,7 +40,7 @@ def test_it_is_scikit_learns_regression_on_standardised_features(few):
     others = features[:, 1] if few else None
     if few:
         features, labels = features[:9, :1], labels[:9]
-    found = probe.fit(features, labels, 3, unlabelled_features=others)
+    found = probe.fit(features, labels, 3, scale=None if others is None else probe.scale_of(others))
     x, y = features.flatten(0, 1).double().numpy(), labels.repeat_interleave(features.shape[1]).numpy()
     like = x if others is None else others.double().numpy()
     mean, deviation = like.mean(0), like.std(0)
@@ -107,7 +106,6 @@ def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys):
     task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
     assert not list((tmp_path / "one").rglob("*.png"))  # log.samples_every is 0
     assert task.frozen.begin == 5  # the regression needs all outputs, however few steps follow
-    task.model.begin = 0
     expected = probe.fit(
         *image_features(task.model, task.dataset), 10, seed=0, groups=probe.look_alike_groups(task.dataset)
     )
@@ -134,23 +132,6 @@ def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys):
     kept, _ = other.frozen.features(other.source(0, tmp_path))
     assert other.frozen.begin == 4
     torch.testing.assert_close(kept, other.frozen.features(None)[0], rtol=1e-4, atol=1e-5)
-
-
-def test_some_images_give_a_first_answer_and_change_nothing(packed, tmp_path, donor, capsys, monkeypatch):
-    given: Any = {"finetune": {"freeze": ["backbone"], "probe": True}, "steps": 1} | donor
-    _, expected = train(config_of(packed, **given), tmp_path / "without")
-    assert "first look" not in capsys.readouterr().err
-    monkeypatch.setattr(probe, "PREVIEW_IMAGES", 60)
-    _, found = train(config_of(packed, **given), tmp_path / "with")
-    told = capsys.readouterr().err
-    assert told.index("probe: a first look at 60 of 200 images: accuracy 0.") < told.index("training begins there")
-    for state in (expected, found):
-        state["probe"].pop("seconds")
-    assert differing(expected, found) == []
-    records = probe.preview_records(200, 10, seed=0)
-    assert records is not None
-    assert sorted(set(records.tolist())) == records.tolist()
-    assert (probe.preview_records(180, 10, seed=0), probe.preview_records(200, 20, seed=0)) == (None, None)
 
 
 def test_two_ranks_begin_at_the_same_probe(packed, tmp_path, donor):

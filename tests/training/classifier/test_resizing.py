@@ -100,9 +100,11 @@ def test_training_sees_them_and_evaluation_full_size(packed, reader):
         model.network.conv1.register_forward_pre_hook(note)
     loader = make_loader(task.config, reader, CPU)
     for step in range(3):
-        task.micro.tries = 0
-        task.step(loader, step)
-        assert task.micro.tries == 2  # larger images: it is tried again how many fit
+        found: list[bool] = []
+        for act in (task.set_up, lambda step: task.step(loader, step)):
+            act(step)
+            found.append(task.inputs.micro.is_stale)
+        assert found == [True, False]  # larger images: it is tried again how many fit
         if step == 0:
             task.evaluate()
     assert seen["training"] == [8, 12, 16]
@@ -117,14 +119,14 @@ def test_steps_at_full_size_are_those_of_a_run_without(packed, reader):
     assert plain.typical_steps(7) == {7: 1.0}
     images = torch.arange(12 * 256).remainder(251).to(torch.uint8).view(12, 1, 16, 16)
     batch = Batch(images, torch.arange(12) % 10)
-    original = plain._micro_batch
+    original: Any = plain.inputs.rows
 
     def smaller(prepared: Any, rows: slice) -> Any:
         mixed, targets = original(prepared, rows)
         return scaled(mixed, 8), targets
 
     for step, part in ((0, smaller), (9, original)):
-        plain._micro_batch = part  # type: ignore[method-assign]
+        setattr(plain.inputs, "rows", part)  # noqa: B010
         found, expected = (task.step(iter([batch]), step) for task in (resized, plain))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     for ours, theirs in zip(resized.model.parameters(), plain.model.parameters(), strict=True):

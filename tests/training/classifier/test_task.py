@@ -80,7 +80,7 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
 def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
     task = task_of(packed, data={"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}})
     place = list(task.dataset.classes).index("Sandal")
-    weights: Any = task.class_weights
+    weights: Any = task.criterion.weights
     assert (weights[place] * 4 / weights[place - 1]).item() == pytest.approx(1.0)
     mixed, plain = (task_of(packed, augment=augment).sample_grid(0) for augment in ({"mixup": 8.0}, {}))
     assert mixed.shape == plain.shape

@@ -106,10 +106,10 @@ class PlainTask(ClassifierTask):
     """Tells nothing of a network's layers."""
 
     def __init__(self, network: nn.Module, *inputs: torch.Tensor) -> None:
-        self.network, self.inputs = network, inputs
+        self.network, self.example = network, inputs
 
     def networks(self) -> dict[str, Any]:
-        return {"net": (self.network, self.inputs)}
+        return {"net": (self.network, self.example)}
 
     layer_table = Task.layer_table  # type: ignore[assignment]
     trains = Task.trains

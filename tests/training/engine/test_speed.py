@@ -20,7 +20,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.models.fast import native
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.config import RunConfig
-from duetgan.training.classifier import task as classifier_task
+from duetgan.training.classifier import replica
 from duetgan.training.classifier.resizing import side_at
 from duetgan.training.engine import run, speed
 from duetgan.training.engine.speed import (
@@ -243,7 +243,7 @@ def test_a_trial_is_compiled_where_that_is_asked_for(config_of, reader, monkeypa
         made.append(setting == "on")
         return Compiled(function, name, setting="off", device=device)
 
-    for user in (context, classifier_task):
+    for user in (context, replica):
         monkeypatch.setattr(user, "Compiled", spied)
     for setting, compiled in (("on", False), ("off", True)):
         made.clear()

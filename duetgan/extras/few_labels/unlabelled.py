@@ -5,8 +5,6 @@ prediction is the label of the same image under strong augmentation. The predict
 with labels that are propagated from labelled neighbours in the initial network's feature space.
 """
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,14 +15,15 @@ from duetgan.data.reading.loader import read_batch
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.metrics.features.precision import evaluating
 from duetgan.training.base.data import open_images, require_same_images
+from duetgan.training.base.monitors import State
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.inputs import Samples
 from duetgan.training.classifier.loss import Targets
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt, Probability
 from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import refuse
 from duetgan.utils.machine import upload
-
-if TYPE_CHECKING:
-    from duetgan.training.classifier.config import ClassifierConfig
 
 DECAY = 0.99  # decay per step of the means from which the adaptive thresholds are computed
 
@@ -44,17 +43,39 @@ class UnlabelledConfig(Config):
     adaptive: bool = True
 
 
+class FewLabelsConfig(ClassifierConfig):
+    """All settings of a classifier's training, also on unlabelled images."""
+
+    unlabelled: UnlabelledConfig = UnlabelledConfig()
+
+    def check(self) -> None:
+        super().check()
+        several = self.augment.mixes or self.loss.several or self.loss.teacher
+        refuse(
+            (
+                self.unlabelled.spread and not self.finetune.probe,
+                "unlabelled.spread: labels spread by what the probe reads; set finetune.probe true",
+            ),
+            (
+                self.unlabelled.path
+                and self.unlabelled.weight
+                and (several or self.loss.kind != "cross-entropy"),
+                "unlabelled images learn by cross-entropy of one label: leave out augment.mixup, "
+                "cutmix, loss.teacher",
+            ),
+        )
+
+
 class Unlabelled:
     """The unlabelled images and their pseudo-labels.
 
-    `draw` reads and labels the images of a step, `append_to` adds them to labelled ones. Their
-    order is a function of seed and step. The state is the means that give the thresholds, and the
-    propagated labels.
+    `draw` reads and labels the images of a step. Their order is a function of seed and step. The
+    state is the means that give the thresholds, and the propagated labels.
     """
 
     optional = True  # A run that started without unlabelled images has no such state.
 
-    def __init__(self, config: "ClassifierConfig", dataset: Dataset) -> None:
+    def __init__(self, config: FewLabelsConfig, dataset: Dataset) -> None:
         settings, augment = config.unlabelled, config.augment
         path, remedy = str(settings.path), "pack the unlabelled images like the labelled ones"
         self.images = open_images(
@@ -90,16 +111,15 @@ class Unlabelled:
         self.means = torch.full((classes + 1,), 1 / classes)
         # Propagated class probabilities of each image [n, K]; n is 0 without propagation.
         self.propagated_labels = torch.zeros(len(self.images) if settings.spread else 0, classes)
-        self._drawn: tuple[Tensor, Targets] | None = None  # images and targets of the current step
+        self.used_fraction = torch.zeros(())
 
-    def draw(
-        self, step: int, teacher: nn.Module, precision: Precision, device: torch.device
-    ) -> dict[str, Tensor]:
+    def draw(self, step: int, teacher: nn.Module, precision: Precision) -> tuple[Tensor, Targets]:
         """Read the unlabelled images of update number `step`, and label them by `teacher`.
 
-        Returns the fraction of these images that is used, a metric that adds up over the ranks.
+        `used_fraction` is set to the fraction of them that is used, which adds up over the ranks.
+        Returns the images under strong augmentation, uint8 [n, C, H, W], and their targets.
         """
-        settings, batch_size = self.settings, self.sampler.batch_size
+        settings, batch_size, device = self.settings, self.sampler.batch_size, precision.device
         indices, keys = self.sampler.at(step * batch_size + self.first_row, self.rank_batch)
         images = upload(read_batch(self.images, np.asarray(indices), keys=keys).images, device)
 
@@ -122,9 +142,12 @@ class Unlabelled:
             probabilities = probabilities.lerp(propagated, settings.spread)
         confidences, labels = probabilities.max(1)
         is_used = confidences >= self._thresholds(probabilities, confidences)[labels]
-        targets = Targets(labels, weights=is_used * (settings.weight / settings.ratio))
-        self._drawn = strong, targets
-        return {"unlabelled/used": is_used.sum() / batch_size}
+        self.used_fraction = is_used.sum() / batch_size
+        return strong, Targets(
+            labels,
+            weights=is_used * (settings.weight / settings.ratio),
+            is_counted=torch.zeros_like(is_used),
+        )
 
     def _thresholds(self, probabilities: Tensor, confidences: Tensor) -> Tensor:
         """Return the least probability of a pseudo-label of each class, [K].
@@ -139,22 +162,26 @@ class Unlabelled:
         class_means, confidence = self.means[:-1], self.means[-1]
         return self.settings.threshold * confidence * class_means / class_means.max()
 
-    def append_to(self, images: Tensor, targets: Targets) -> tuple[Tensor, Targets]:
-        """Append the images of the last `draw` to labelled images uint8 [n, C, H, W] and targets."""
-        assert self._drawn is not None
-        drawn_images, drawn_targets = self._drawn
-        assert drawn_targets.weights is not None
-        weights = targets.weights
-        if weights is None:
-            weights = drawn_targets.weights.new_ones(len(images))
-        return torch.cat([images, drawn_images]), Targets(
-            torch.cat([targets.labels, drawn_targets.labels]),
-            weights=torch.cat([weights, drawn_targets.weights]),
-        )
-
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> State:
         return {"means": self.means.clone(), "said": self.propagated_labels.clone()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.means = state["means"].clone()
         self.propagated_labels = state["said"].clone()
+
+
+def joined(labelled: Samples, images: Tensor, targets: Targets) -> Samples:
+    """Append unlabelled images uint8 [m, C, H, W] and their targets to labelled samples."""
+    assert targets.weights is not None
+    assert targets.is_counted is not None
+    labels = labelled.targets.labels
+    weights = labelled.targets.weights
+    if weights is None:
+        weights = targets.weights.new_ones(len(labels))
+    is_counted = torch.ones_like(labels, dtype=torch.bool)
+    all_targets = Targets(
+        torch.cat([labels, targets.labels]),
+        weights=torch.cat([weights, targets.weights]),
+        is_counted=torch.cat([is_counted, targets.is_counted]),
+    )
+    return Samples(torch.cat([labelled.images, images]), all_targets)

@@ -1,0 +1,129 @@
+"""From a batch to a network's inputs and targets: augmentation, mixing, weights, micro-batches."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from duetgan.data.augment.transforms import (
+    Mixing,
+    draw_and_apply,
+    draw_mixing,
+    mix_images,
+    partners,
+)
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch
+from duetgan.training.base.phases import phase
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.frozen import FrozenStages
+from duetgan.training.classifier.loss import Targets, sample_weights
+from duetgan.training.classifier.micro_batch import MicroBatchSize
+from duetgan.utils.distributed import collectives
+
+
+class Samples(NamedTuple):
+    """The batch of one process after augmentation; images are mixed later, in micro-batches."""
+
+    images: Tensor  # [n, C, H, W], uint8 if the data set has 8 bits; or outputs of first stages
+    targets: Targets
+    begin: int = 0  # number of stages whose outputs `images` holds
+    partners: Tensor | None = None  # [n, C, H, W]: the images to mix in; None if none are
+    mixing: Mixing | None = None
+
+
+class MicroBatch(NamedTuple):
+    """The network's inputs in one forward pass."""
+
+    images: Tensor  # float [m, C, H, W] in [-1, 1]; or outputs of first stages
+    targets: Targets
+    begin: int  # number of stages whose outputs `images` holds
+    is_last: bool  # True for the last one of a step
+
+
+class Inputs:
+    """The preparation of a process's samples: rows `first_row` and following of the global batch."""
+
+    def __init__(
+        self, config: ClassifierConfig, dataset: Dataset, frozen: FrozenStages, device: torch.device
+    ) -> None:
+        self.config = config
+        self.frozen = frozen
+        self.spec = dataset.spec
+        rank_batch = config.rank_batch(collectives.world_size())
+        self.first_row = collectives.rank() * rank_batch
+        self.micro = MicroBatchSize(config.micro_batch, rank_batch)
+        # float [labels, classes]: the classes of each label set; None: one class per label
+        self.label_vectors: Tensor | None = None
+        if config.loss.several:
+            self.label_vectors = torch.tensor(
+                dataset.meta.multi_hot, dtype=torch.float32, device=device
+            )
+
+    def augmented(self, batch: Batch, step: int, start: int) -> Samples:
+        """Augment a batch, the rows [start, start + n) of the global batch.
+
+        8-bit images stay uint8, in a quarter of the memory.
+        """
+        config = self.config
+        images, labels = batch.images, batch.labels
+        if batch.features is not None:
+            images = batch.features
+        if self.label_vectors is not None:
+            labels = self.label_vectors[labels]
+        if self.spec.deep and batch.features is None:
+            images = self.spec.to_float(images, config.channels_last)
+        images = draw_and_apply(
+            images,
+            config.augment,
+            seed=config.seed,
+            step=step,
+            start=start,
+            global_batch=config.batch_size,
+        )
+        samples = Samples(images, Targets(labels))
+        if batch.features is not None:  # The random flip has chosen the view that comes first.
+            outputs = images[..., 0].reshape(-1, *self.frozen.shape)
+            samples = Samples(outputs, Targets(labels), self.frozen.begin)
+        if config.augment.mixes:
+            mixing = draw_mixing(
+                config.augment,
+                seed=config.seed,
+                step=step,
+                start=start,
+                count=len(images),
+                global_batch=config.batch_size,
+                size=(images.shape[2], images.shape[3]),
+                device=images.device,
+            )
+            targets = Targets(labels, partners(labels), mixing.label_weights)
+            samples = Samples(images, targets, 0, partners(images), mixing)
+        if batch.synthetic is None or config.data.synthetic.weight == 1:
+            return samples
+        weights = sample_weights(
+            batch.synthetic,
+            config.data.synthetic.weight,
+            partners(batch.synthetic) if samples.mixing else None,
+            samples.targets.fraction,
+        )
+        return samples._replace(targets=samples.targets._replace(weights=weights))
+
+    def micro_batches(self, samples: Samples) -> Iterator[MicroBatch]:
+        for rows in self.micro.slices():
+            with phase("augment"):
+                images, targets = self.rows(samples, rows)
+            yield MicroBatch(images, targets, samples.begin, rows.stop == self.micro.count)
+
+    def rows(self, samples: Samples, rows: slice) -> tuple[Tensor, Targets]:
+        """Return rows of samples as inputs, mixed float images or features, and targets."""
+        images = self._float(samples.images[rows])
+        if samples.partners is not None and samples.mixing is not None:
+            partner_images = self._float(samples.partners[rows])
+            images = mix_images(images, partner_images, samples.mixing.rows(rows))
+        return images, samples.targets.rows(rows)
+
+    def _float(self, images: Tensor) -> Tensor:
+        if images.is_floating_point():
+            return images
+        return self.spec.to_float(images, self.config.channels_last)
