@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,8 +24,8 @@ import torch
 
 from benchmarks.classifying.images import make
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.pace.pace import Adapt
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import Pace
 from duetgan.training.engine import speed
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils import machine
@@ -48,21 +49,22 @@ class Task:
 
     def rate(self, contender: int | str) -> float:
         """Images/s of so many threads, or of `auto` or `adapt`."""
-        pace = None
+        pace: list[Any] = []
         if contender == "auto":
             choice = speed.choose(self.config, self.reader, CPU, always=True)
             self.precision = choice.precision
             self.auto.append(f"{choice.precision} x {choice.threads}")
         elif contender == "adapt":
             torch.set_num_threads(machine.max_threads())
-            pace = Pace("adapt", CPU)
+            count = speed.ThreadCount("adapt", CPU)
+            pace = [Adapt(count), count]
         else:
             torch.set_num_threads(int(contender))
         self.trial.seconds(self.precision)
         begun, steps = time.perf_counter(), 0
         while time.perf_counter() - begun < self.seconds:
-            if pace is not None:
-                pace.begin(steps)
+            for callback in pace:
+                callback.before_step(SimpleNamespace(step=steps))
             self.trial.seconds(self.precision)
             steps += 1
         return steps * self.config.batch_size / (time.perf_counter() - begun)

@@ -4,6 +4,7 @@ lists of keys.md and recipes.md below their marks, and configs/schema.json. MkDo
 """
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from textwrap import wrap
@@ -29,14 +30,17 @@ def recipes() -> str:
 
 def contents() -> dict[Path, str]:
     """The files and what belongs into them."""
-    from duetgan.training.engine.reference import as_markdown, groups, schema  # imports torch
+    from duetgan.training.reference import groups  # imports torch
 
-    pages = {"keys": as_markdown(groups()), "recipes": recipes()}
+    keys = runpy.run_path(str(ROOT / "docs" / "keys.py"))
+    pages = {"keys": keys["as_markdown"](groups()), "recipes": recipes()}
     files = {}
     for name, text in pages.items():
         page, mark = ROOT / "docs" / f"{name}.md", f"<!-- {name} -->\n"
         files[page] = f"{page.read_text().partition(mark)[0]}{mark}\n{text}"
-    return files | {ROOT / "configs" / "schema.json": json.dumps(schema(), indent=1) + "\n"}
+    return files | {
+        ROOT / "configs" / "schema.json": json.dumps(keys["schema"](), indent=1) + "\n"
+    }
 
 
 def on_config(config: Any) -> Any:

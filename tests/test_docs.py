@@ -15,8 +15,8 @@ from torch.distributed.run import get_args_parser
 
 from duetgan.commands import COMMANDS
 from duetgan.models.registry import ARCHITECTURES
-from duetgan.training.engine.reference import TASKLESS
 from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.training.reference import TASKLESS
 from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
 from duetgan.utils.config.recipes import recipe_file

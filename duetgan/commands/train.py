@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
         print(listing(recipes()))
         return 0
     if options.keys is not None:
-        from duetgan.training.engine.reference import as_text, matching  # imports torch
+        from duetgan.training.reference import as_text, matching  # imports torch
 
         print(as_text(matching(options.keys)))
         return 0

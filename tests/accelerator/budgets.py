@@ -19,7 +19,7 @@ from tests.end_to_end.helpers import differing, state_of, train_in_process, writ
 from tests.slim import slim_down
 
 WATCHED: dict[str, tuple[Any, str]] = {
-    "log tick": (Loop, "_log_tick"),
+    "log tick": (Loop, "_write_row"),
     "checkpoint": (Snapshot, "__init__"),
     "chunk of test images": (evaluate_classifier, "logits_of"),
     "chunk of samples": (evaluate_gan, "generate"),

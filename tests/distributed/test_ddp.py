@@ -18,7 +18,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.task import ClassifierTask
-from duetgan.training.engine.health import over_ranks
+from duetgan.training.engine.outputs import over_ranks
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import GradientExchange

@@ -50,7 +50,7 @@ Set = Callable[[Any, str, Any], None]
 
 
 def patch_loop(module: Any, put: Set) -> None:
-    plain = module.Loop._take_step
+    plain = module.Loop.take_step
 
     def take_step(loop: Any, batches: Any) -> None:
         task = loop.task
@@ -68,7 +68,7 @@ def patch_loop(module: Any, put: Set) -> None:
         finally:
             del task.step
 
-    put(module.Loop, "_take_step", take_step)
+    put(module.Loop, "take_step", take_step)
 
 
 def patch_health(module: Any, put: Set) -> None:

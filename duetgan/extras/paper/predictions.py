@@ -7,7 +7,8 @@ images. Times follow from published peak rates and from two numbers fitted to pu
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.phases import PhaseClock, listening
 from duetgan.training.base.task import Task
-from duetgan.training.engine.preflight import GIB, PeakBytes
+from duetgan.training.engine.preflight import GIB
 from duetgan.training.engine.speed import Trial
 from duetgan.training.gan.ada import Ada
 from duetgan.utils.text import columns, duration
@@ -74,6 +77,44 @@ class Operation(NamedTuple):
     kind: str
     flop: float  # of convolutions and matrix products; a multiply-add counts as two
     bytes: int  # bytes read and written
+
+
+class PeakBytes(TorchDispatchMode):
+    """A counter of the bytes of tensors created inside the block: `live` now, `peak` at most.
+
+    Tensors that share a storage count once. Tensors in the storage of one of `existing` do not
+    count.
+    """
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: WeakIdKeyDictionary = WeakIdKeyDictionary(
+            {tensor.untyped_storage(): 0 for tensor in existing}
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage in self._storages:
+                continue
+            self._storages[storage] = size = storage.nbytes()
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._freed, size)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
 
 
 class Ledger(PeakBytes):

@@ -6,4 +6,4 @@ COMMANDS = {
         "answer a question with many runs: do generated images help a classifier?",
     )
 }
-ATTACHES = {"duetgan.training.engine.reference": "duetgan.extras.studies.recipes"}
+ATTACHES = {"duetgan.training.reference": "duetgan.extras.studies.recipes"}

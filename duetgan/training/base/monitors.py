@@ -1,24 +1,19 @@
-"""Monitors of a training: means of metrics, skipped updates, loss spikes, early stopping and speed."""
+"""Monitors of a training: time, means of metrics, skipped updates, loss spikes, early stopping."""
 
 import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from duetgan.utils import machine
 from duetgan.utils.config.model import AboveOne, Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.distributed import collectives
-from duetgan.utils.machine import CGROUP
-from duetgan.utils.runlog.run_log import say_main
-from duetgan.utils.text import listed
 
 LEAST = 30  # previous steps that are needed to judge a step as unusual
 GAUSS = 1.4826  # standard deviation / median absolute deviation of a normal distribution
@@ -38,8 +33,34 @@ class Fields:
             setattr(self, name, copy.deepcopy(state[name]))
 
 
+class Stopwatch:
+    """The time of training since the last row of metrics, at `step`, without pauses."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        self.step = step
+        self._started = time.perf_counter()
+        self._paused = 0.0
+
+    def seconds(self) -> float:
+        return max(1e-9, time.perf_counter() - self._started - self._paused)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of the block."""
+        started = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - started
+
+
+# metrics by network that are added up over the run, not averaged
+COUNTED = ("skipped_updates", "nonfinite_updates")
+
+
 class MetricWindow(Fields):
-    """Means of the training metrics since the last log tick.
+    """Means of the training metrics since the last row of metrics.
 
     Metrics stay on the device until `fold`. Every value of the metric `watched` is recorded.
     """
@@ -88,16 +109,22 @@ class MetricWindow(Fields):
         return sum(total for name, total in self.sums.items() if name.startswith(f"{prefix}/"))
 
     def means(self) -> dict[str, float]:
+        """Return the means of the metrics, except those that are COUNTED."""
         self.fold()
-        return {name: total / self.counts[name] for name, total in self.sums.items()}
+        return {
+            name: total / self.counts[name]
+            for name, total in self.sums.items()
+            if name.partition("/")[0] not in COUNTED
+        }
 
-    def take(self) -> dict[str, float]:
-        """Return the means and start a new window, which also empties `values`."""
-        means = self.means()
+    def take(self) -> "MetricWindow":
+        """Return this window, and start a new one."""
+        self.fold()
+        window = copy.copy(self)
         self.sums = {}
         self.counts = {}
         self.values = []
-        return means
+        return window
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
@@ -149,6 +176,10 @@ class SpikesConfig(Config):
     # number of previous steps in the median for spikes.factor
     window: Annotated[int, Ge(LEAST)] = 200
     limit: PositiveInt = 3  # largest number of roll-backs; one more stops training
+
+    def watched(self, loss_metric: str) -> str | None:
+        """Return the metric in which spikes are detected; None if they are not."""
+        return None if self.action == "off" else self.metric or loss_metric
 
 
 class SpikeDetector(Fields):
@@ -203,6 +234,13 @@ class EarlyStoppingConfig(Config):
     min_delta: NonNegativeFloat = 0.0  # an improvement must be larger than this
 
 
+def improvement(value: float, previous: float | None, is_lower_better: bool) -> float:
+    """Return by how much `value` is better; infinite without a previous one."""
+    if previous is None:
+        return math.inf
+    return previous - value if is_lower_better else value - previous
+
+
 class EarlyStopping(Fields):
     """A counter of evaluations without an improvement of `metric`.
 
@@ -220,12 +258,7 @@ class EarlyStopping(Fields):
 
     def see(self, value: float) -> None:
         """Record the metric of an evaluation; NaN never counts as an improvement."""
-        if self.best is None:
-            gain = math.inf
-        elif self.lower_is_better:
-            gain = self.best - value
-        else:
-            gain = value - self.best
+        gain = improvement(value, self.best, self.lower_is_better)
         if not math.isnan(value) and gain > self.config.min_delta:
             self.best = value
             self.waited = 0
@@ -241,158 +274,3 @@ class EarlyStopping(Fields):
         best = "nothing" if self.best is None else f"{self.best:.4g}"
         margin = f" by more than {self.config.min_delta:g}" if self.config.min_delta else ""
         return f"early stopping: {self.waited} evaluations without {self.metric} better than {best}{margin}"
-
-
-CHECK_INTERVAL = 1.0  # seconds between two checks of the load of other programs
-# seconds for which cores must be free before threads are added; doubled each time they are
-PATIENCE = 5.0
-VMSTAT = Path("/proc/vmstat")
-MIN_TICK_SECONDS = 2.0  # shortest interval between log ticks whose speed is judged
-SWAPPING_PAGES = 100.0  # pages swapped in per second above which memory counts as short
-
-
-class Counters(NamedTuple):
-    """Readings of the clock and of the system's counters, all since an arbitrary start."""
-
-    seconds: float  # monotonic clock
-    throttled: float  # seconds for which the container's CPU quota held processes back
-    swapped: float  # pages swapped in from the disk
-
-
-class Pace:
-    """Sets torch's number of threads before each step, and warns of a drop in speed.
-
-    `setting` is the number that this process already uses, a mapping from first step to number, or
-    "adapt": as many as other programs leave cores free. `by_step` records the numbers used;
-    `--threads '{0: 2, 120: 1}'` repeats a run with them.
-    """
-
-    def __init__(self, setting: int | str | Mapping[int, int], device: torch.device) -> None:
-        current = torch.get_num_threads()
-        self.by_step: dict[int, int] = {0: current}  # first step -> threads from it on
-        self._requested = dict(setting) if isinstance(setting, Mapping) else {0: current}
-        self._cpu = device.type == "cpu"
-        self._adapts = setting == "adapt" and self._cpu and collectives.world_size() == 1
-        self._load = machine.ProgramLoad()
-        self._checked = time.monotonic()
-        self._patience = PATIENCE
-        self._free_since: float | None = None
-        # the current part of the training; its speed depends on the size of its images
-        self._span: object = None
-        self._rates: list[float] = []
-        self._warned = False
-        self._tick = machine.ProgramLoad()
-        self._counters = _read_counters()
-
-    def resume(self, step: int, by_step: Mapping[int, int]) -> None:
-        """Continue the record `by_step` of a checkpoint of `step`, with this process's threads."""
-        recorded = {first: count for first, count in by_step.items() if first <= step}
-        self.by_step = recorded or self.by_step
-        if not self._adapts:
-            self._record(step, _at(self._requested, step))
-
-    def _record(self, step: int, count: int) -> None:
-        if count != _at(self.by_step, step):
-            self.by_step[step] = count
-
-    def begin(self, step: int) -> None:
-        """Set the number of threads for update number `step`, before it."""
-        if not self._adapts and step in self._requested:
-            self._record(step, self._requested[step])
-        if self._adapts and time.monotonic() - self._checked >= CHECK_INTERVAL:
-            self._adapt(step)
-        if self._cpu and torch.get_num_threads() != (count := _at(self.by_step, step)):
-            machine.use_threads(count)
-
-    def _adapt(self, step: int) -> None:
-        now = time.monotonic()
-        busy = self._load.busy_cores()
-        count = _at(self.by_step, step)
-        fitting = machine.fitting(busy)
-        self._checked = now
-        if fitting <= count:
-            self._free_since = None
-        elif not self._free_since:
-            self._free_since = now
-        is_free = self._free_since is not None and now - self._free_since >= self._patience
-        if fitting < count or is_free:
-            if fitting >= count:
-                self._patience *= 2
-            self._free_since = None
-            self._record(step, fitting)
-            say_main(
-                f"step {step}: {count} -> {machine.counted(fitting)}: {machine.load_text(busy)} "
-                "(threads: adapt)"
-            )
-
-    # --- the speed
-
-    def tick(self, span: object, rate: float, data_wait: float) -> str:
-        """Return a warning if the speed has fallen to half of its median for a known cause, or "".
-
-        Args:
-            span: Identifier of the part of the training; each part has a median of its own.
-            rate: Images per second since the last log tick.
-            data_wait: The fraction of this time that was spent waiting for images.
-        """
-        busy = self._tick.busy_cores()
-        previous, self._counters = self._counters, _read_counters()
-        if self._counters.seconds - previous.seconds < MIN_TICK_SECONDS:
-            return ""
-        if span != self._span:  # This tick's speed may be partly that of the previous part.
-            self._span = span
-            self._rates = []
-            self._warned = False
-            return ""
-        usual = median(self._rates or [rate])
-        if rate >= usual / 2:
-            self._rates.append(rate)
-            self._warned = self._warned and rate < 0.75 * usual
-            return ""
-        causes = self._causes(busy, data_wait, previous)
-        if self._warned or not causes:
-            return ""
-        self._warned = True
-        return f"{rate:,.3g} images/s instead of {usual:,.3g}: {listed(causes, 4)}"
-
-    def _causes(self, busy: float, data_wait: float, previous: Counters) -> list[str]:
-        """Return the causes of low speed since the `previous` counters, each with a remedy."""
-        seconds = self._counters.seconds - previous.seconds + 1e-9
-        throttled = self._counters.throttled - previous.throttled + 1e-9
-        swapped = self._counters.swapped - previous.swapped + 1e-9
-        causes = []
-        if data_wait > 0.5:
-            causes.append(
-                f"waiting for images took {data_wait:.0%} of the time (raw ones need no decoding: "
-                "docs/lmdb.md)"
-            )
-        if throttled > 0.1 * seconds:
-            causes.append(
-                f"the container's CPU quota held it back {throttled / seconds:.0%} of the time"
-            )
-        if swapped > SWAPPING_PAGES * seconds:
-            causes.append(
-                f"memory is short, {swapped / seconds:,.0f} pages/s come from the disk (close "
-                "programs, or make micro_batch smaller)"
-            )
-        if self._cpu and busy > machine.TOLERATED_LOAD and not self._adapts:
-            causes.append(
-                f"{machine.load_text(busy)} (stop them, or start again with --threads adapt)"
-            )
-        return causes
-
-
-def _at(by_step: dict[int, int], step: int) -> int:
-    return by_step[max(first for first in by_step if first <= step)]
-
-
-def _read_counters() -> Counters:
-    values = {"throttled_usec": 0.0, "pswpin": 0.0}
-    for file in (CGROUP / "cpu.stat", VMSTAT):
-        if not file.exists():
-            continue
-        for line in file.read_text().splitlines():
-            key, value = line.split()
-            if key in values:
-                values[key] = float(value)
-    return Counters(time.monotonic(), values["throttled_usec"] / 1e6, values["pswpin"])

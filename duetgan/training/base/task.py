@@ -121,10 +121,6 @@ class Task(ABC):
         """
         return None
 
-    def trains(self, name: str, parameter: str) -> bool:
-        """Return True if training ever changes the parameter `parameter` of the network `name`."""
-        return True
-
     def provenance(self) -> dict[str, object]:
         """Return plain data about the models that checkpoints record in addition to the state."""
         return {}

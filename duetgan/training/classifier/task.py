@@ -257,9 +257,6 @@ class ClassifierTask(Task):
         network, inputs = self.networks()[name]
         return layer_table(network, inputs, self.finetuning, self.updater.config)
 
-    def trains(self, name: str, parameter: str) -> bool:
-        return self.finetuning.begins[parameter] is not None
-
     def evaluate(self) -> dict[str, float]:
         """Evaluate the average model on the validation images; return {} without data.val_path."""
         if self.val_dataset is None:

@@ -5,6 +5,7 @@ The training loop decides which objects they hold.
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 
@@ -17,7 +18,7 @@ from duetgan.utils.checkpoint.state_schema import FAULTS, check_part
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.runlog.versions import versions
@@ -34,6 +35,11 @@ class CheckpointManager:
         self.folder = folder
         self.loader = loader
         self.lineage = Lineage.of()  # all data that the weights were trained on
+        # The checkpoint of another run from which this run started (training.engine.transfer).
+        self.origin: Mapping[str, object] | None = None
+        # The last healthy step, while updates are being skipped. The two newest checkpoints up to
+        # it are not deleted, because later ones may be broken.
+        self.healthy: int | None = None
         # The next three attributes are set on rank 0 only.
         self.saved_step = -1  # step of the newest checkpoint that was written or restored
         self._best_step = -1  # step of the best checkpoint
@@ -50,20 +56,17 @@ class CheckpointManager:
         metadata: checkpoints.Checkpoint,
         evaluation: Evaluation | None = None,
         best: bool = False,
-        healthy: int | None = None,
     ) -> None:
         """Write the states of the objects in `registry` as the checkpoint of `step`, if it is new.
 
         `last.json` then points at it. If the disk is full, a warning is printed and the previous
-        checkpoint remains; see `failure`. With `checkpoint.asynchronous` a thread writes, and this
+        checkpoint remains; see `check`. With `checkpoint.asynchronous` a thread writes, and this
         method only waits for the previous write.
 
         Args:
             metadata: Entries of the checkpoint besides the state.
             evaluation: Metric, value and interval of an evaluation, for `last.json`.
             best: True to point `best.json` at this checkpoint too.
-            healthy: The last healthy step, while updates are being skipped. The two newest
-                checkpoints up to it are not deleted, because later ones may be broken.
         """
         if not collectives.is_main():
             return
@@ -86,17 +89,18 @@ class CheckpointManager:
             "lineage": self.lineage.document(),
             "versions": self._versions or versions(),
             "figure": evaluation or {},
+            "origin": self.origin,
             **metadata,
             "state": {name: part.state_dict() for name, part in registry.items()},
         }
         snapshot = Snapshot(content, copy_cpu=self.config.checkpoint.asynchronous)
-        self._job = self._thread.submit(self._write, snapshot, best, healthy)
+        self._job = self._thread.submit(self._write, snapshot, best, self.healthy)
         if not self.config.checkpoint.asynchronous:
             self.wait()
 
     def _write(self, snapshot: Snapshot, best: bool, healthy: int | None) -> None:
         folder, step = self.folder.checkpoints, snapshot.step
-        evaluation = snapshot.content["figure"]
+        options, evaluation = self.config.checkpoint, snapshot.content["figure"]
         try:
             checkpoints.sweep(folder)  # The remains of an interrupted write may fill the disk.
             path = checkpoints.save(folder, snapshot)
@@ -105,7 +109,12 @@ class CheckpointManager:
             if best:
                 checkpoints.point(folder, "best", path, **evaluation)
                 self._best_step = step
-            self._delete_old(step, healthy)
+            protected = {self._best_step}
+            if healthy is not None:
+                protected.update(self.steps_up_to(healthy)[:2])
+            checkpoints.rotate(
+                folder, options.keep, keep_every=options.keep_every, also=protected, until=step
+            )
         except OSError as error:
             problem = "was not written"
             consequence = "; the previous one is kept, training continues"
@@ -115,29 +124,14 @@ class CheckpointManager:
             self._failure = f"checkpoint of step {step} {problem} ({error.strerror})"
             say(f"warning: {self._failure}{consequence}")
 
-    def _delete_old(self, step: int, healthy: int | None) -> None:
-        protected = {self._best_step}
-        if healthy is not None:
-            protected.update(self.steps_up_to(healthy)[:2])
-        options = self.config.checkpoint
-        checkpoints.rotate(
-            self.folder.checkpoints,
-            options.keep,
-            keep_every=options.keep_every,
-            also=protected,
-            until=step,
-        )
-
     def wait(self) -> None:
         """Wait until every saved checkpoint is on disk, or its failure has been reported."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
-    def failure(self, *, last: int | None = None) -> str:
-        """Return the reason why training must stop because a checkpoint was not written, else "".
-
-        The result is the same on all ranks.
+    def check(self, *, last: int | None = None) -> None:
+        """Raise TrainingHalted on all ranks if a checkpoint that the run must have was not written.
 
         Args:
             last: The last step, if the run has ended. A run without its last checkpoint has failed,
@@ -145,16 +139,17 @@ class CheckpointManager:
         """
         only_warns = self.config.checkpoint.on_disk_full == "warn"
         if only_warns and last is None:
-            return ""
+            return
         collectives.barrier()  # rank 0 may have waited for the disk
-        is_missing = last is not None and self.saved_step != last
-        problem = collectives.broadcast_object(
-            self._failure if is_missing or not only_warns else ""
-        )
-        if not problem:
-            return ""
-        reason = "it is the run's last" if only_warns else "checkpoint.on_disk_full is stop"
-        return f"{problem} and {reason}; make room, then the same command resumes"
+        reason = "checkpoint.on_disk_full is stop"
+        problem = self._failure
+        if only_warns:
+            reason = "it is the run's last"
+            problem = self._failure if self.saved_step != last else ""
+        if problem := collectives.broadcast_object(problem):
+            raise TrainingHalted(
+                f"{problem} and {reason}; make room, then the same command resumes"
+            )
 
     def steps_up_to(self, step: int) -> list[int]:
         """Return the steps of the run's checkpoints that are at most `step`, newest first."""
@@ -183,6 +178,7 @@ class CheckpointManager:
         self._check_images(content)
         self._load(registry, content, path)
         self.lineage = join(self.lineage, recorded(content))
+        self.origin = content.get("origin")
         self.saved_step = content["step"]
         self._best_step = content["state"].get("loop", {}).get("best", {}).get("step", -1)
         if collectives.is_main():
@@ -230,17 +226,9 @@ class CheckpointManager:
                 del parts[key]
         try:
             for name, part in parts.items():
-                if name not in state:
-                    raise UserError(
-                        f"{path}: lacks the state of {name!r}, so another version wrote it; "
-                        "start in another --run-dir"
-                    )
                 check_part(f"state.{name}", part, state[name])
             for name, part in parts.items():
                 part.load_state_dict(state[name])
-            name = "loop"
-            if state.get("loop", {}).get("step", content["step"]) != content["step"]:
-                raise ValueError(f"state.loop.step is not the checkpoint's step, {content['step']}")
         except UserError:
             raise
         except FAULTS as error:
@@ -254,16 +242,8 @@ class CheckpointManager:
             ) from error
 
     def _point(self, path: Path, evaluation: Evaluation) -> None:
-        """Point `last.json` and `best.json` at `path`, if the process was killed before it did."""
-        folder = self.folder.checkpoints
-        pointers = ["last"]
-        if self._best_step == self.saved_step:
-            pointers.append("best")
-        try:
-            for pointer in pointers:
-                if (checkpoints.pointer(folder, pointer) or {}).get("file") != path.name:
-                    checkpoints.point(folder, pointer, path, **evaluation)
-        except OSError as error:  # If the disk is full, the next save reports a remedy.
-            say(
-                f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})"
-            )
+        """Point at the checkpoint `path`, since the process may have been killed before it did."""
+        with suppress(OSError):  # If the disk is full, the next save reports a remedy.
+            checkpoints.point(path.parent, "last", path, **evaluation)
+            if self._best_step == self.saved_step:
+                checkpoints.point(path.parent, "best", path, **evaluation)

@@ -1,33 +1,30 @@
-"""Checks during training: equal weights on all ranks, missing ranks, and causes of failed steps.
-
-`LayerLog` writes statistics of layers to TensorBoard (`log.layers`, `log.layers_every`).
-"""
+"""Checks during training: equal weights on all ranks, missing ranks, and causes of failed steps."""
 
 import os
 import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import reduce
-from pathlib import Path
 from textwrap import shorten
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from duetgan.models.hooks import LayerStatistics, matching_layers, merge
-from duetgan.training.base.config import LogConfig, RunConfig
+from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.monitors import MetricWindow, State
 from duetgan.training.base.task import Stateful
-from duetgan.training.optim.updater import Precision
+from duetgan.training.engine.loop import BrokenWeights, Callback, Loop
+from duetgan.training.engine.rollback import stop_broken
 from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.heartbeat import silent_ranks
+from duetgan.utils.distributed.heartbeat import Heartbeat, silent_ranks
 from duetgan.utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
-from duetgan.utils.errors import TrainingHalted, UserError, explained
+from duetgan.utils.errors import Expected, TrainingHalted, UserError
 from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.runlog.run_log import Events
+from duetgan.utils.runlog.run_log import Metrics, say_main
 from duetgan.utils.text import listed
 
 
@@ -62,6 +59,67 @@ def check_equal(registry: Mapping[str, Stateful], step: int, device: torch.devic
     )
 
 
+class EqualWeights(Callback):
+    """Compares the ranks' weights every `interval` steps."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+
+    def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
+        if loop.step % self.interval == 0:
+            check_equal(loop.task.registry(), loop.step, loop.loader.device)
+
+
+class FirstStep(Callback):
+    """Sets the shorter timeout after compilation, and warns of parameters without gradients."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
+        if self.is_done:
+            return
+        self.is_done = True
+        collectives.set_timeout(loop.config.distributed.timeout)
+        if unused := unused_parameters(loop.task.registry()):
+            say_main(f"warning: {unused}")
+
+
+class DamagedRecords(Callback):
+    """Collects the damaged records that any process has replaced (`data.on_damage: skip`)."""
+
+    def __init__(self, loader: InfiniteLoader, *, counts: bool) -> None:
+        self.loader = loader
+        self.counts = counts
+        self.records: set[int] = set()
+
+    def state_dict(self) -> State:
+        return {"damaged": sorted(self.records)}
+
+    def load_state_dict(self, state: State) -> None:
+        self.records |= set(state["damaged"])
+
+    def before_save(self, loop: Loop) -> None:
+        if self.counts:
+            self.records.update(*collectives.gather_objects(self.loader.damaged_records))
+
+    def columns(self, window: MetricWindow) -> Metrics:
+        if not self.counts:
+            return {}
+        self.records.update(*collectives.gather_objects(self.loader.damaged_records))
+        return {"damaged_records": len(self.records)}
+
+
+class Beat(Callback):
+    """Writes the step into the process's sign of life."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+
+    def before_step(self, loop: Loop) -> None:
+        self.heartbeat.step = loop.step
+
+
 def unused_parameters(registry: Mapping[str, Stateful]) -> str:
     """Return a warning of trainable parameters without a gradient in the first step, or ""."""
     lists = []
@@ -74,6 +132,23 @@ def unused_parameters(registry: Mapping[str, Stateful]) -> str:
         "no gradient reaches these parameters, so they stay as they are, but for weight decay "
         f"({'; '.join(lists)}); freeze them (finetune.freeze) or use them"
     )
+
+
+@contextmanager
+def explaining(loop: Loop) -> Iterator[None]:
+    """Turn errors of the block that have a known cause into TrainingHalted."""
+    try:
+        yield
+    except Expected:
+        raise
+    except BrokenWeights as error:
+        raise stop_broken(loop, str(error)) from error
+    except (RuntimeError, MemoryError, ValueError) as error:
+        resolution = loop.task.shape["resolution"]
+        reason = explain(error, loop.config, loop.step, resolution)
+        if reason is None:
+            raise
+        raise TrainingHalted(reason, rank_specific=True) from error
 
 
 def explain(
@@ -99,24 +174,6 @@ def explain(
     if "more than 1 value per channel" in str(error):
         return "BatchNorm needs more than one value a channel; give a larger micro_batch, or batch_size"
     return None
-
-
-def remedy_for_broken(config: RunConfig, step: int | None) -> str:
-    """Return a remedy for updates that are not finite.
-
-    `step` is the step of the last healthy checkpoint, None if there is none.
-    """
-    keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
-    rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
-    remedy = f"lower the learning rate ({rates})"
-    if config.precision != "fp32":
-        remedy += " or use --precision fp32"
-    if step is None:
-        return f"{remedy} and start in another --run-dir: no checkpoint is from before that"
-    return (
-        f"{remedy}; the same command then goes on from step {step}, the last checkpoint from "
-        "before that"
-    )
 
 
 def _memory_savers(config: RunConfig, world_size: int) -> list[str]:
@@ -163,58 +220,3 @@ def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHal
     if reports and (folder.path / "config.yaml").is_file():
         folder.write_status("failed", step, str(halted), halted.exit_code)
     return halted
-
-
-FOLDER = "layers"  # in RUN/tensorboard; TensorBoard shows it as a separate run
-
-
-class LayerLog:
-    """A log of statistics of the layers that `log.layers` names, as `NETWORK.LAYER`.
-
-    The statistics are computed in every `log.layers_every`-th step; other steps have no hooks.
-    Raises UserError before the first step for a pattern that matches no layer.
-    """
-
-    def __init__(self, config: LogConfig, registry: Mapping[str, Stateful], folder: Path) -> None:
-        self._interval = config.layers_every
-        self._folder = folder / "tensorboard" / FOLDER
-        self._events: Events | None = None
-        self._precision = next(
-            (part for part in registry.values() if isinstance(part, Precision)), None
-        )
-        self._statistics: LayerStatistics | None = None
-        if config.layers:
-            networks = nn.ModuleDict(
-                {name: part for name, part in registry.items() if isinstance(part, nn.Module)}
-            )
-            with explained(UserError, lambda reason: f"log.layers: {reason}"):
-                layers = matching_layers(networks, config.layers)
-                self._statistics = LayerStatistics(layers)
-
-    @contextmanager
-    def watching(self, step: int) -> Iterator[None]:
-        """Log the layers' statistics of the step inside the block if they are due at `step`.
-
-        Only such a step waits for the device, and runs compiled functions uncompiled.
-        """
-        if self._statistics is None or step % self._interval:
-            yield
-            return
-        scale = 1.0 if self._precision is None else self._precision.scale()
-        with torch.compiler.set_stance("force_eager"), self._statistics.watching(scale):
-            yield
-        values = self._statistics.collect(over_ranks(self._statistics.packed()))
-        if collectives.is_main():
-            # `purge_step` removes later steps of a run that was killed.
-            self._events = self._events or Events(self._folder, purge_step=step)
-            self._events.scalars(step, values)
-
-    def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-
-
-def over_ranks(packed: Tensor) -> Tensor:
-    """Merge the layers' moments [layers, 2, 6] of all ranks, on the CPU."""
-    return reduce(merge, collectives.gather_objects(packed.cpu(), patient=False))

@@ -4,17 +4,13 @@ import copy
 import shutil
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torchinfo
-from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.stages import stages_text
@@ -67,13 +63,13 @@ def check_memory(
     room = total_bytes(device, several=config.several_devices) // processes
     machine = "this machine" if device.type == "cpu" else "the GPU"
     limit = f"{machine} has {room / GIB:,.1f} GiB for a process"
-    needs = _weight_bytes(config, outline)
+    needs = _weight_bytes(outline)
     weights = sum(needs.values())
     if weights > room:
         largest = max(needs, key=lambda name: needs[name])
         raise UserError(
             f"{largest}: its weights and what belongs to each need {weights / GIB:,.1f} GiB or more, "
-            f"but {limit}: {_remedy(config, [largest])}"
+            f"but {limit}: make the sizes in this section of the config smaller"
         )
     world_size = collectives.world_size()
     for _, side, batch_size in config.spans(shape["resolution"]):
@@ -91,7 +87,7 @@ def check_memory(
             )
 
 
-def _weight_bytes(config: RunConfig, outline: Callable[[], Outline]) -> dict[str, int]:
+def _weight_bytes(outline: Callable[[], Outline]) -> dict[str, int]:
     """Return the bytes of each network's weights and their copies, by section of the config."""
     try:
         with torch.device("meta"):
@@ -103,25 +99,7 @@ def _weight_bytes(config: RunConfig, outline: Callable[[], Outline]) -> dict[str
         # Any other RuntimeError is an error of the network itself.
         if isinstance(error, RuntimeError) and "overflow" not in str(error).lower():
             raise
-        raise UserError(
-            f"no memory holds networks of this size: {_remedy(config, vars(config))}"
-        ) from error
-
-
-def _remedy(config: RunConfig, sections: Iterable[str]) -> str:
-    """Name the integer key in these sections that exceeds its default by the largest factor."""
-    largest, remedy = 0.0, "make it smaller"
-    for name in sections:
-        section = getattr(config, name)
-        if not hasattr(section, "__dict__"):
-            continue
-        for key, default in vars(type(section)()).items():
-            value = getattr(section, key)
-            if not (isinstance(default, int) and default > 0 and isinstance(value, int)):
-                continue
-            candidate = value / default, f"make {name}.{key} {value} smaller"
-            largest, remedy = max((largest, remedy), candidate)
-    return remedy
+        raise UserError("no memory holds networks of this size: make them smaller") from error
 
 
 def plan_rows(
@@ -203,106 +181,26 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
     if config.warmup_steps:
         text += f" after {config.warmup_steps} warm-up steps"
     if config.warmup_steps >= steps:
-        text += f"; warning: the run of {steps} steps ends within the warm-up: make warmup_steps smaller"
+        text += "; warning: the run ends within the warm-up: make warmup_steps smaller"
     if config.schedule != "constant":
         points = (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
         rates = [f"{config.lr_at(step, steps):.2g} at {step}" for step in points]
         text += f", {config.schedule}: {', '.join(rates)}"
-    for key, value in (
-        ("norm", config.clip_norm),
-        ("value", config.clip_value),
-        ("ratio", config.clip_adaptive),
-    ):
-        if value:
-            text += f", clipped at {key} {value:g}"
+    for key in ("clip_norm", "clip_value", "clip_adaptive"):
+        if value := getattr(config, key):
+            text += f", {key} {value:g}"
     return text
 
 
-class PeakBytes(TorchDispatchMode):
-    """A counter of the bytes of tensors created inside the block: `live` now, `peak` at most.
-
-    Tensors that share a storage count once. Tensors in the storage of one of `existing` do not
-    count.
-    """
-
-    def __init__(self, existing: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._storages: WeakIdKeyDictionary = WeakIdKeyDictionary(
-            {tensor.untyped_storage(): 0 for tensor in existing}
-        )
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if storage in self._storages:
-                continue
-            self._storages[storage] = size = storage.nbytes()
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._freed, size)
-        return result
-
-    def _freed(self, size: int) -> None:
-        self.live -= size
-
-
-def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """Make a forward and a backward pass, and return their peak memory in bytes.
-
-    The network, its gradients and the inputs are not included.
-    """
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
-    with PeakBytes([*network.parameters(), *network.buffers(), *inputs]) as counter:
-        outputs = [
-            x for x in tree_leaves(network(*inputs)) if isinstance(x, Tensor) and x.requires_grad
-        ]
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    return counter.peak
-
-
-def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> str:
-    """Describe a network's memory in a training step of `micro` samples.
-
-    With `layers` the text lists the shape and the parameters of each layer.
-    """
+def layers_text(task: Task, name: str) -> str:
+    """Return a table of the shape and the parameters of each layer of the network `name`."""
+    if table := task.layer_table(name):
+        return f"{name}\n{table}"
     network, inputs = task.networks()[name]
-    clone = copy.deepcopy(network).train()  # A forward pass would change BatchNorm's statistics.
-    for key, parameter in clone.named_parameters():
-        parameter.requires_grad_(task.trains(name, key))
-    # Two samples are needed because BatchNorm refuses a single one.
-    pair = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)
-    activations = activation_bytes(clone, pair) / len(pair[0]) * micro
-    weights = 5 * sum(p.nbytes for p in network.parameters())
-    memory = (
-        f"memory of its training step: about {(activations + weights) / GIB:.2f} GiB (activations "
-        f"{activations / MIB:.0f} MiB in fp32 at {micro} samples; weights, gradients, moments and average "
-        f"{weights / MIB:.0f} MiB)"
-    )
-    if not layers:
-        return f"{name}: {memory}"
-    table = task.layer_table(name)
-    if not table:
-        table = _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
-    return f"{name}\n{table}\n{memory}"
-
-
-def _torchinfo(network: nn.Module, inputs: tuple[Tensor, ...]) -> str:
     # torchinfo counts multiply-adds with deprecated calls, which print warnings.
     with warnings.catch_warnings(action="ignore"):
         info = torchinfo.summary(
-            network,
+            copy.deepcopy(network).requires_grad_(True),
             input_data=list(inputs),
             depth=4,
             verbose=0,
@@ -310,4 +208,5 @@ def _torchinfo(network: nn.Module, inputs: tuple[Tensor, ...]) -> str:
             row_settings=("var_names",),
         )
     # torchinfo's totals are left out because they miss functional layers.
-    return str(info).split("Total mult-adds")[0].rstrip("=\n ")
+    table = str(info).split("Total mult-adds")[0].rstrip("=\n ")
+    return f"{name}\n{table}"

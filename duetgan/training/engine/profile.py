@@ -10,21 +10,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import profile, record_function, supported_activities
 
 from duetgan.training.base.phases import UNMARKED, PhaseClock, listening, phase
 from duetgan.training.base.task import Stateful
+from duetgan.training.engine.loop import Callback, Loop
+from duetgan.training.engine.signals import StopSignals
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import write_atomic
 from duetgan.utils.machine import MIB, peak_bytes
 from duetgan.utils.text import columns
-
-if TYPE_CHECKING:
-    from duetgan.training.engine.loop import Loop
 
 WARM_UP = 3  # steps before the measured ones, to fill caches and allocate optimizer moments
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"  # file names in RUN/profile
@@ -55,7 +53,20 @@ class Rewind:
                 part.zero_grad(set_to_none=True)
 
 
-def profile_steps(loop: "Loop", count: int) -> None:
+class Profiler(Callback):
+    """Measures `count` steps after a few for warm-up."""
+
+    def __init__(self, loop: Loop, count: int, signals: StopSignals) -> None:
+        self.count = count
+        self.first = loop.step + WARM_UP
+        self.signals = signals
+
+    def after_iteration(self, loop: Loop) -> None:
+        if loop.step == self.first:
+            loop.off_the_clock(lambda: profile_steps(loop, self.count, self.signals), "profiling")
+
+
+def profile_steps(loop: Loop, count: int, signals: StopSignals) -> None:
     """Measure the next `count` steps, go back to the state before them, and write the files.
 
     After a signal nothing is written.
@@ -69,7 +80,7 @@ def profile_steps(loop: "Loop", count: int) -> None:
     def step() -> bool:
         loop.window.add(task.step(batches, loop.step))
         loop.step += 1
-        return not loop.agreed_signal()
+        return not signals.agreed()
 
     images = (task.images_at(first + count) - task.images_at(first)) / count
     heading = (

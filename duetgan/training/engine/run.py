@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 
+from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base import data
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine import health, lr_find, preflight, speed, transfer
 from duetgan.training.engine import profile as profiling
-from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.loop import Callback, Loop
+from duetgan.training.engine.outputs import Columns, LayerLog, SampleGrids, StatusFile
+from duetgan.training.engine.rollback import SkippedUpdates, SpikeRollback
+from duetgan.training.engine.signals import StopSignals
 from duetgan.training.engine.tasks import TASKS, build_run_config
-from duetgan.utils import machine, seeding
+from duetgan.utils import extras, machine, seeding
 from duetgan.utils.checkpoint import newest_first
 from duetgan.utils.checkpoint.provenance import Lineage, join
 from duetgan.utils.config import plugins
@@ -32,6 +36,31 @@ from duetgan.utils.machine import tune_malloc
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.runlog.run_log import say, say_main, say_refused
 from duetgan.utils.text import columns
+
+# Functions that return callbacks of a run; extras add theirs.
+CALLBACKS: list[Callable[[RunConfig, torch.device, speed.ThreadCount], list[Callback]]] = []
+
+
+def callbacks(
+    config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder
+) -> list[Callback]:
+    """Return the options of a training that take part in its loop, in the order of their turns."""
+    threads_used = speed.ThreadCount(config.threads, loader.device)
+    result: list[Callback] = []
+    for make in CALLBACKS:
+        result += make(config, loader.device, threads_used)
+    result += [threads_used, health.FirstStep(), StatusFile(folder), SampleGrids()]
+    if config.distributed.check_every and collectives.world_size() > 1:
+        result.append(health.EqualWeights(config.distributed.check_every))
+    if config.log.layers:
+        result.append(LayerLog(config.log, task.registry(), folder))
+    result += [
+        Columns(task, loader.device),
+        health.DamagedRecords(loader, counts=config.data.on_damage == "skip"),
+        SkippedUpdates(config),
+        SpikeRollback(config.spikes),
+    ]
+    return result
 
 
 def train(
@@ -167,11 +196,11 @@ def prepare(
     say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
     if transferred is not None:
         say_main(transferred)
-    loop = Loop(config, task, loader, folder)
+    loop = Loop(config, task, loader, folder, callbacks(config, task, loader, folder))
     donor_lineage = Lineage.of()
     if donor is not None:
         donor_lineage = donor.lineage
-        loop.origin = {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
+        loop.manager.origin = {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
     loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
     return loop
 
@@ -188,13 +217,12 @@ def _resolve_auto(config: RunConfig, saved: Tree) -> RunConfig:
 
 
 def _print_plan(loop: Loop, layers: bool, predictions: str) -> None:
-    world_size = collectives.world_size()
-    micro = loop.config.micro(world_size)
-    for name in loop.task.networks():
-        print(preflight.model_summary(loop.task, name, micro, layers=layers))
+    for name in loop.task.networks() if layers else ():
+        print(preflight.layers_text(loop.task, name))
     if predictions:
         module = importlib.import_module(predictions)
-        print(module.predictions(loop.config, loop.loader.dataset, world_size))
+        dataset, world_size = loop.loader.dataset, collectives.world_size()
+        print(module.predictions(loop.config, dataset, world_size))
     if not layers:
         print("--layers prints every layer")
     print("dry run: everything up to the first step is in order; nothing was written")
@@ -242,18 +270,29 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train with a heartbeat of this process, and write the final status."""
     _resume(loop, "resumed at")
+    folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
+    status = StatusFile(folder)
+    signals = StopSignals(status)
+    loop.callbacks.append(signals)
     if profile_steps is not None:
         _check_profile(loop, profile_steps)
-    folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
+        loop.callbacks.append(profiling.Profiler(loop, profile_steps, signals))
+        max_steps = loop.step + profiling.WARM_UP + profile_steps
     collectives.from_main_process(lambda: folder.save_config(to_tree(loop.config), facts))
-    loop.heartbeat = _start_heartbeat(folder.path)
+    heartbeat = _start_heartbeat(folder.path)
+    loop.callbacks.append(health.Beat(heartbeat))
     failure = None  # reason for which this rank ends before the others
     lost_peer = False
     try:
-        loop.folder_status("running")
-        loop.run(max_steps, profile=profile_steps)
-    except (StoppedBySignal, TrainingHalted) as error:  # The loop has written the status already.
-        failure = None if isinstance(error, StoppedBySignal) else _one_line(error)
+        status.write(loop, "running")
+        with signals.handled(), health.explaining(loop):
+            loop.run(max_steps)
+    except StoppedBySignal:
+        collectives.from_main_process(lambda: _report(folder.path))
+        raise
+    except TrainingHalted as error:
+        failure = _one_line(error)
+        status.write(loop, "failed", str(error), error.exit_code)
         if not error.rank_specific:  # raised on all ranks, which a report needs
             collectives.from_main_process(lambda: _report(folder.path))
         raise
@@ -261,28 +300,24 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         failure = _one_line(error)
         lost_peer = collectives.is_peer_error(error)
         if not lost_peer:
-            loop.folder_status("failed", failure, getattr(error, "exit_code", 1))
+            status.write(loop, "failed", failure, getattr(error, "exit_code", 1))
         raise
     finally:
-        loop.heartbeat.stop(failure, lost_peer=lost_peer)
+        heartbeat.stop(failure, lost_peer=lost_peer)
         collectives.watch_while_waiting(None)
-    _write_final_status(loop, profiled=profile_steps is not None)
+    if loop.step >= loop.config.steps:
+        reason = ""
+    elif loop.finished:
+        reason = loop.stopping.reason
+    else:
+        reason = "max_steps" if profile_steps is None else "profile"
+    status.write(loop, "finished" if loop.finished else "stopped", reason, 0)
     if collectives.is_main():
         if profile_steps is not None:
             print((folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
         _report(folder.path)
         say(f"done: step {loop.step} of {loop.config.steps}, {folder.path}")
     return 0
-
-
-def _write_final_status(loop: Loop, *, profiled: bool) -> None:
-    if loop.step >= loop.config.steps:
-        reason = ""
-    elif loop.finished:
-        reason = loop.stopping.reason
-    else:
-        reason = "profile" if profiled else "max_steps"
-    loop.folder_status("finished" if loop.finished else "stopped", reason, 0)
 
 
 def _start_heartbeat(folder: Path) -> Heartbeat:
@@ -330,3 +365,6 @@ def _check_profile(loop: Loop, count: int) -> None:
             f"{remaining} of {loop.config.steps} are left; give a smaller N, a larger --steps, or another "
             "--run-dir"
         )
+
+
+extras.attach(__name__)

@@ -1,10 +1,10 @@
-"""Measurement of the speed of training steps.
+"""The precision and the number of threads of a run, and the speed of its steps.
 
-It decides `precision: auto` and `threads: auto`, and predicts the duration for the plan. On
-accelerators auto is bf16 if that is native, else fp16. On CPUs it is the faster of fp32 and bf16.
-The number of threads is that of the cores that other programs leave free, or half of it if that is
-faster. A separate task is built for the measured steps, so that the run's networks, statistics and
-draws are not touched.
+`choose` decides `precision: auto` and `threads: auto` before the task is built, and predicts the
+duration for the plan. On accelerators auto is bf16 if that is native, else fp16. On CPUs it is the
+faster of fp32 and bf16, and there is a thread for each core that other programs leave free, or
+fewer if that is faster. A separate task is built for the measured steps, so that the run's
+networks, statistics and draws are not touched. `ThreadCount` sets the threads before each step.
 """
 
 import gc
@@ -24,7 +24,9 @@ from duetgan.data.reading.loader import Batch
 from duetgan.models.fast import Fixed, native
 from duetgan.training.base import data
 from duetgan.training.base.config import RunConfig, Threads
+from duetgan.training.base.monitors import State
 from duetgan.training.base.task import Task
+from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.optim.updater import Precision
 from duetgan.utils import machine
@@ -39,17 +41,13 @@ FORCED = "DUET_PRECISION"  # environment variable: the precision of auto, withou
 FIRST_STEP_LIMIT = 3.0  # seconds after which the first step is aborted
 # The first step in the second precision is aborted after this multiple of the first one's time.
 GIVE_UP_RATIO = 3.0
-DECISIVE_RATIO = 3.0  # a precision slower by this factor is not compared any further
-TARGET_SECONDS = 0.2  # duration of a step above which no larger batch is tried
-# largest total seconds, one step of each kind, for a batch of four times the smallest
-LARGER_LIMIT = 10.0
-BUDGET = 0.6  # seconds for the comparison of precisions of similar speed
-MAX_ROUNDS = 3  # largest number of rounds of this comparison
+TARGET_SECONDS = 0.2  # duration of a measured step, if the run's batch is large enough
+LARGER_LIMIT = 2.5  # seconds of a step above which no larger batch is tried
+ROUNDS = 3  # number of steps in each precision, of which the median counts
 # training images below which the duration is not measured
 MIN_FORECAST_IMAGES = 20_000
 LONG = 24 * 3600.0  # seconds of a training above which the plan names shorter alternatives
 MIN_THREADS_GAIN = 1.05  # factor by which half of the threads must be faster to be used
-STOP_EARLY_RATIO = 1.5  # a precision faster by this factor in two rounds needs no third
 WARNING_RATIO = 1.1  # smaller differences between precisions may be noise
 
 
@@ -213,48 +211,48 @@ def _measure(
     text: str,
 ) -> Choice:
     """Measure the speed in the precisions `candidates`, and choose the fastest if it is auto."""
-    world_size, requested = collectives.world_size(), config.precision
-    method = ""
+    world_size, is_auto = collectives.world_size(), config.precision == "auto"
+    seconds: dict[Fixed, float] = {}
     seconds_per_image: float | None = None
     load = machine.ProgramLoad()
-    count = torch.get_num_threads()
     tunes_threads = device.type == "cpu" and config.threads in ("auto", "adapt")
     tunes_threads = tunes_threads and machine.is_adjustable()
+    is_lower_bound = False
     with collectives.alone(), Bar(desc="measuring the speed of a step", unit="step", delay=1):
         try:
             seconds, seconds_per_image, is_lower_bound = time_precisions(
                 config, world_size, dataset, device, candidates, try_fewer_threads=tunes_threads
             )
-        except (TooSlow, RuntimeError, MemoryError) as error:
-            is_lower_bound = isinstance(error, TooSlow)
-            if not (is_lower_bound or ran_out(error)):
-                raise
+        except TooSlow:
+            is_lower_bound = True
+            smallest = min(config.smallest_batch, config.micro(world_size))
+            seconds_per_image = FIRST_STEP_LIMIT / smallest
+        except (RuntimeError, MemoryError) as error:
             # If the run itself does not have enough memory either, it raises its own error.
-            seconds = {name: convolution_seconds(name, device) for name in candidates}
-            method = ", by a convolution"
-            if is_lower_bound:
-                smallest = min(config.smallest_batch, config.micro(world_size))
-                seconds_per_image = FIRST_STEP_LIMIT / smallest
+            if not ran_out(error):
+                raise
     gc.collect()  # Frees the measured tasks before the run's task is built.
-    best = min(seconds, key=seconds.__getitem__)
-    slower = max(seconds, key=seconds.__getitem__)
+    precision = candidates[0] if is_auto else candidates[-1]
     ratio, warning = None, ""
-    if len(candidates) > 1:
+    if not seconds and is_auto:
+        text = f"{precision} (auto: a step is too large to measure)"
+    elif len(seconds) > 1:
+        best = min(seconds, key=seconds.__getitem__)
+        slower = max(seconds, key=seconds.__getitem__)
         ratio = seconds[slower] / seconds[best]
-    if ratio and requested == "auto":
-        text = f"{best} (auto: {times(ratio)} the speed of {slower}{method})"
-    elif ratio and requested != best:
-        if ratio > WARNING_RATIO:
-            warning = (
-                f"fp32 trains at {times(ratio)} the speed of {requested} on this CPU{method}; take "
-                "--precision auto"
-            )
-        ratio = 1 / ratio
-    busy, measured_count = load.busy_cores(), torch.get_num_threads()
+        if is_auto:
+            precision = best
+            text = f"{best} (auto: {times(ratio)} the speed of {slower})"
+        elif precision != best:
+            if ratio > WARNING_RATIO:
+                warning = (
+                    f"fp32 trains at {times(ratio)} the speed of {precision} on this CPU; take "
+                    "--precision auto"
+                )
+            ratio = 1 / ratio
+    busy, count = load.busy_cores(), torch.get_num_threads()
     if tunes_threads:  # Other programs' load may have changed during the measurement.
-        fitting = machine.fitting(busy)
-        count = fitting if measured_count == count else min(measured_count, fitting)
-    precision = best if requested == "auto" else candidates[-1]
+        count = min(count, machine.fitting(busy))
     return Choice(precision, text, ratio, warning, seconds_per_image, is_lower_bound, count, busy)
 
 
@@ -272,11 +270,11 @@ def time_precisions(
     *,
     try_fewer_threads: bool = False,
 ) -> tuple[dict[Fixed, float], float, bool]:
-    """Measure the steps of a task in each precision of `candidates`.
+    """Measure the steps of a task in each precision of `candidates`, with two sizes of the batch.
 
-    The smallest batch is measured first, then larger ones, up to steps of about TARGET_SECONDS.
-    Thereby work that does not depend on the batch, such as the optimizer's, is counted once per
-    step. The overhead of each further micro-batch is not included.
+    The second one is that of steps of about TARGET_SECONDS. What one more image adds to a step
+    follows from both, so that work that does not depend on the batch, such as the optimizer's, is
+    counted once per step. The overhead of each further micro-batch is not included.
 
     Args:
         try_fewer_threads: True to halve torch's number of threads as long as that is faster.
@@ -287,115 +285,69 @@ def time_precisions(
     Raises TooSlow if the smallest step takes more than FIRST_STEP_LIMIT in the first precision.
     """
     micro, rank_batch = config.micro(world_size), config.rank_batch(world_size)
-    smallest = size = min(config.smallest_batch, micro)
-    trial = Trial(config, size, dataset, device)
-    step: dict[Fixed, float] = {}  # seconds of a step
+    smallest = min(config.smallest_batch, micro)
+    trial = Trial(config, smallest, dataset, device)
+    few: dict[Fixed, float] = {}  # seconds of a step of the smallest batch
     limit = FIRST_STEP_LIMIT
     for name in candidates:
         try:
             warm_up = trial.seconds(name, limit=limit)
-            step[name] = min(warm_up, trial.seconds(name))
+            few[name] = min(warm_up, trial.seconds(name))
             limit = max(0.2, GIVE_UP_RATIO * warm_up)
         except TooSlow:
-            if not step:  # Without a time of another precision nothing can be chosen.
+            if not few:  # Without a time of another precision nothing can be chosen.
                 raise
-            step[name] = math.inf
-    image = {name: seconds / size for name, seconds in step.items()}  # seconds per image
-    slope = dict.fromkeys(candidates, 0.0)  # seconds that one more image adds to a step
-    best = min(image, key=image.__getitem__)
-    kinds = len(trial.step_fractions)
-    while (larger := _larger_size(size, smallest, micro, step[best], slope[best], kinds)) > size:
-        close = [name for name in step if image[name] < DECISIVE_RATIO * image[best]]
-        del trial  # Frees its memory before the next one is built.
-        trial = Trial(config, larger, dataset, device)
-        previous, step = step, _alternating(trial, close)
-        for name in close:
-            slope[name] = max(0.0, step[name] - previous[name]) / (larger - size)
-        size = larger
-        image |= {name: seconds / size for name, seconds in step.items()}
-        best = min(step, key=step.__getitem__)
-    chosen = best if config.precision == "auto" else candidates[-1]
-    if chosen not in step or math.isinf(step[chosen]):
-        return image, min(GIVE_UP_RATIO * min(image.values()), image[chosen]), True
+            few[name] = math.inf
+    measured = [name for name in candidates if few[name] < math.inf]
+    size = _larger_size(smallest, micro, min(few.values()))
+    del trial  # Frees its memory before the next one is built.
+    trial = Trial(config, size, dataset, device)
+    rounds = [{name: trial.seconds(name) for name in measured} for _ in range(ROUNDS)]
+    many = {name: median_low(seconds[name] for seconds in rounds) for name in measured}
+    image = {name: many.get(name, math.inf) / size for name in candidates}
+    chosen = candidates[-1]
+    if config.precision == "auto":
+        chosen = min(image, key=image.__getitem__)
+    if chosen not in many:
+        return image, GIVE_UP_RATIO * min(image.values()), True
     if try_fewer_threads:
-        step[chosen] = _halve_threads(trial, chosen, step[chosen])
-    tries = 2 if step[chosen] < TARGET_SECONDS else 1
-    (_, fraction), *rare_steps = trial.step_fractions.items()
-    mean = fraction * step[chosen]
-    rare = 0.0
-    for number, fraction in rare_steps:
-        rare += fraction * min(trial.seconds(chosen, number) for _ in range(tries))
-    growth = 1 + slope[chosen] * (rank_batch - size) / step[chosen]
-    return image, (mean + rare) * growth / rank_batch, False
+        many[chosen] = _halve_threads(trial, chosen, many[chosen])
+    mean = 0.0
+    for number, fraction in trial.step_fractions.items():
+        seconds = many[chosen]
+        if number != next(iter(trial.step_fractions)):
+            seconds = min(trial.seconds(chosen, number) for _ in range(2))
+        mean += fraction * seconds
+    growth = 1.0
+    if size > smallest:
+        slope = max(0.0, many[chosen] - few[chosen]) / (size - smallest)
+        growth += slope * (rank_batch - size) / many[chosen]
+    else:
+        growth = rank_batch / size
+    return image, mean * growth / rank_batch, False
 
 
-def _alternating(trial: Trial, candidates: Sequence[Fixed]) -> dict[Fixed, float]:
-    """Return the seconds of a step in each precision, the median of a few rounds.
-
-    Two rounds are enough if one precision was clearly the fastest in both.
+def _larger_size(smallest: int, largest: int, seconds: float) -> int:
+    """Return the number of samples of steps of TARGET_SECONDS or less, or of a few times as many
+    samples as the smallest batch, whose steps take `seconds`.
     """
-    rounds: list[dict[Fixed, float]] = []
-    started, is_clear = time.perf_counter(), False
-    while len(rounds) < 2 or (
-        len(rounds) < MAX_ROUNDS and time.perf_counter() - started < BUDGET and not is_clear
-    ):
-        rounds.append({name: trial.seconds(name) for name in candidates})
-        best = min(candidates, key=rounds[0].__getitem__)
-        slower = [name for name in candidates if name != best]
-        is_clear = True
-        for seconds in rounds:
-            limit = STOP_EARLY_RATIO * seconds[best]
-            is_clear = is_clear and all(seconds[name] > limit for name in slower)
-    return {name: median_low(seconds[name] for seconds in rounds) for name in candidates}
+    if seconds > LARGER_LIMIT:
+        return smallest
+    # Most of the smallest step does not depend on the batch.
+    size = max(4 * smallest, int(2 * TARGET_SECONDS / seconds * smallest))
+    return smallest * min(largest // smallest, size // smallest)
 
 
 def _halve_threads(trial: Trial, name: Fixed, seconds: float) -> float:
     """Halve torch's threads as long as a step gets faster than `seconds`; return its seconds then."""
     while (count := torch.get_num_threads()) > 1:
         machine.use_threads(count // 2)
-        halved = trial.seconds(name)
-        if halved < STOP_EARLY_RATIO * seconds:  # Otherwise a second try would change nothing.
-            halved = min(halved, trial.seconds(name))
+        halved = min(trial.seconds(name) for _ in range(2))
         if halved * MIN_THREADS_GAIN > seconds:
             machine.use_threads(count)
             break
         seconds = halved
     return seconds
-
-
-def _larger_size(
-    size: int, smallest: int, largest: int, seconds: float, slope: float, kinds: int
-) -> int:
-    """Return the number of samples of the next measured steps, `size` or less for none.
-
-    They surely take TARGET_SECONDS at most, or have a few times as many samples as before.
-    """
-    safe, few = TARGET_SECONDS / seconds * size, 4.0 * size
-    if size > smallest:
-        few = min(2 * few, TARGET_SECONDS / max(slope, 1e-9)) if seconds < TARGET_SECONDS else 0
-    else:
-        safe *= 2  # Most of the smallest step does not depend on the batch.
-        few = few if few * seconds / size * kinds <= LARGER_LIMIT else 0
-    return smallest * min(largest // smallest, int(max(safe, few) / smallest + 1e-9))
-
-
-def convolution_seconds(name: Fixed, device: torch.device) -> float:
-    """Return the seconds of a 3x3 convolution, forward and backward, in the precision `name`.
-
-    It stands for networks whose steps are too slow, or need too much memory, to be measured.
-    """
-    layer = torch.nn.utils.skip_init(torch.nn.Conv2d, 64, 64, 3, padding=1, device=device)
-    torch.nn.init.constant_(layer.weight, 0.01)
-    torch.nn.init.zeros_(layer.bias)
-    images = torch.ones(4, 64, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
-    images.requires_grad_(True)
-    seconds = []
-    for _ in range(6):  # The first pass is a warm-up.
-        started = time.perf_counter()
-        with Precision(name, device).autocast():
-            layer(images).sum().backward()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
 
 
 def forecast(choice: Choice, images: int) -> str:
@@ -430,3 +382,50 @@ def measure_recipe(
             "networks"
         )
     return choice
+
+
+class ThreadCount(Callback):
+    """Sets torch's number of threads before each step, and records it.
+
+    `setting` is the number that this process already uses, or a mapping from first step to number.
+    `--threads '{0: 2, 120: 1}'` repeats a run in which the number changed.
+    """
+
+    def __init__(self, setting: Threads, device: torch.device) -> None:
+        current = torch.get_num_threads()
+        self.by_step: dict[int, int] = {0: current}  # first step -> threads from it on
+        # What this process requests; None: the record is continued.
+        self.requested: dict[int, int] | None = {0: current}
+        if isinstance(setting, dict):
+            self.requested = setting
+        self.is_cpu = device.type == "cpu"
+
+    def state_dict(self) -> State:
+        return {"threads": dict(self.by_step)}
+
+    def load_state_dict(self, state: State) -> None:
+        step = state["step"]
+        recorded = state.get("threads", {})  # Checkpoints of earlier versions lack it.
+        recorded = {first: count for first, count in recorded.items() if first <= step}
+        self.by_step = recorded or self.by_step
+        if self.requested is not None:
+            self.record(step, _at(self.requested, step))
+
+    def record(self, step: int, count: int) -> None:
+        """Use `count` threads from update number `step` on."""
+        if count != self.at(step):
+            self.by_step[step] = count
+
+    def at(self, step: int) -> int:
+        return _at(self.by_step, step)
+
+    def before_step(self, loop: Loop) -> None:
+        if self.requested is not None and loop.step in self.requested:
+            self.record(loop.step, self.requested[loop.step])
+        count = self.at(loop.step)
+        if self.is_cpu and torch.get_num_threads() != count:
+            machine.use_threads(count)
+
+
+def _at(by_step: Mapping[int, int], step: int) -> int:
+    return by_step[max(first for first in by_step if first <= step)]

@@ -6,7 +6,6 @@ checkpoint and ignores the option.
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,7 @@ from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed
 
-LINES = 4  # number of parts of a network that a message lists; further ones are only counted
+LINES = 4  # number of tensors that a message lists; further ones are only counted
 
 # Module lists of a discriminator start at its highest resolution, those of a generator at 4 px.
 FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
@@ -58,35 +57,14 @@ class Fit:
     """
 
     copied: dict[str, Tensor] = field(default_factory=dict)  # name -> the donor's tensor
-    # name -> the donor's shape, the network's shape
-    misfits: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    misfits: list[str] = field(default_factory=list)  # of another shape in the donor
     # not in the donor, or another tensor of the layer does not fit
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # the donor's names
 
     def lines(self) -> list[str]:
-        misfits = [f"{name} {sizes(*shapes)}" for name, shapes in self.misfits.items()]
-        parts = {
-            "does not fit": misfits,
-            "stays new": _count_by_part(self.new),
-            "left out": _count_by_part(self.unused),
-        }
-        return [f"{label}: {listed(texts, LINES)}" for label, texts in parts.items() if texts]
-
-
-def _count_by_part(names: Sequence[str]) -> list[str]:
-    """Count tensors by the member of a module list, such as blocks.3, or else by layer."""
-    counts: Counter[str] = Counter()
-    for name in names:
-        member = re.match(r"\w+\.\d+(?=\.)", name)
-        counts[member[0] if member else _layer(name)] += 1
-    return [f"{part} ({count})" for part, count in counts.items()]
-
-
-def sizes(donor_shape: Sequence[int], shape: Sequence[int]) -> str:
-    donor_text = " x ".join(map(str, donor_shape)) or "one number"
-    text = " x ".join(map(str, shape)) or "one number"
-    return f"{donor_text} there, {text} here"
+        parts = {"does not fit": self.misfits, "stays new": self.new, "left out": self.unused}
+        return [f"{label}: {listed(names, LINES)}" for label, names in parts.items() if names]
 
 
 def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
@@ -168,9 +146,8 @@ def transfer(
         fits[name] = plan(donor_state, state, name, resolutions)
     if not _any_weight_fits(networks, fits):
         raise UserError(
-            f"--init-from {donor.file}: none of its weights fit the networks of this run "
-            f"({_first_misfit(fits)}); give a checkpoint of networks of the same size, or leave "
-            "--init-from out"
+            f"--init-from {donor.file}: none of its weights fit the networks of this run; give a "
+            "checkpoint of networks of the same size, or leave --init-from out"
         )
     lines = [f"weights from {donor.file}, step {donor.step}:"]
     for name, fit in fits.items():
@@ -196,13 +173,6 @@ def _any_weight_fits(networks: Mapping[str, nn.Module], fits: Mapping[str, Fit])
     return False
 
 
-def _first_misfit(fits: Mapping[str, Fit]) -> str:
-    for name, fit in fits.items():
-        for tensor, shapes in fit.misfits.items():
-            return f"e.g. {name} {tensor}: {sizes(*shapes)}"
-    return "it has no tensors of their names"
-
-
 def plan(
     donor_state: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
@@ -226,7 +196,7 @@ def plan(
     broken = {_layer(name) for name in state.keys() - fitting}
     for name, source in sources.items():
         if source is not None and name not in fitting:
-            fit.misfits[name] = (list(donor_state[source].shape), list(state[name].shape))
+            fit.misfits.append(name)
         elif source is None or _layer(name) in broken:
             fit.new.append(name)
         else:

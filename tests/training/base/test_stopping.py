@@ -10,7 +10,9 @@ from duetgan.training.base.monitors import EarlyStopping, EarlyStoppingConfig
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.training.engine.health import DamagedRecords
 from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.run import callbacks
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
@@ -112,7 +114,8 @@ def ran(packed, folder, patience=None, *, size=8, max_steps=None):
     loader = make_loader(config, Dataset(packed / "train.lmdb"), torch.device("cpu"))
     run = RunFolder(folder)
     run.open()
-    loop = Loop(config, Judged([0.5, 0.7, 0.6, 0.6, 0.6, 0.9], size), loader, run)
+    task = Judged([0.5, 0.7, 0.6, 0.6, 0.6, 0.9], size)
+    loop = Loop(config, task, loader, run, callbacks(config, task, loader, run))
     loop.resume()
     loop.run(max_steps)
     run.close()
@@ -135,9 +138,10 @@ def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
 
 def test_damaged_records_are_remembered_over_a_resume(packed, tmp_path):
     first, second = (ran(packed, tmp_path / name, max_steps=2) for name in ("first", "second"))
-    first.damaged = {7, 11}
+    damaged = [callback for callback in first.callbacks if isinstance(callback, DamagedRecords)]
+    damaged[0].records = {7, 11}
     second.load_state_dict(first.state_dict())
-    assert second.damaged == {7, 11}
+    assert second.state_dict()["damaged"] == [7, 11]
 
 
 def test_what_was_saved_is_on_the_disk_before_a_failing_run_ends(packed, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """What a training logs: statistics of layers, windows of figures, and the row of a part."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from tensorboard.summary.writer import event_file_writer
 from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.config import LogConfig
 from duetgan.training.base.monitors import MetricWindow
-from duetgan.training.engine import health as layer_log
+from duetgan.training.engine import outputs as layer_log
+from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import differing, log_of, state_of, train_in_process, write_config
 from tests.utils.runlog.test_run_log import no_file_larger_than
 
@@ -60,13 +63,20 @@ def test_both_networks_of_a_gan(tmp_path, packed):
 
 def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys):
     network = torch.nn.Linear(2, 2)
-    layers = layer_log.LayerLog(LogConfig(layers=["*"], layers_every=1), {"network": network}, tmp_path)
-    with no_file_larger_than(200):
-        for step in (1, 2, 3):
-            with layers.watching(step):
-                network(torch.ones(1, 2)).sum().backward()
-    with layers.watching(4):
+    config = LogConfig(layers=["*"], layers_every=1)
+    layers = layer_log.LayerLog(config, {"network": network}, RunFolder(tmp_path))
+
+    def step(number: int) -> None:
+        loop: Any = SimpleNamespace(step=number - 1)
+        layers.before_step(loop)
         network(torch.ones(1, 2)).sum().backward()
+        loop.step = number
+        layers.after_step(loop, {})
+
+    with no_file_larger_than(200):
+        for number in (1, 2, 3):
+            step(number)
+    step(4)
     layers.close()
     folder = tmp_path / "tensorboard" / "layers"
     assert capsys.readouterr().err == (
@@ -118,12 +128,12 @@ def filled(folds: list[int]) -> MetricWindow:
 
 
 def test_means_are_of_the_steps_that_had_the_metric_whenever_they_are_folded():
-    means = filled([]).take()
+    means = filled([]).take().means()
     expected = [float(torch.tensor(value)) for value in VALUES]
     assert means["loss"] == pytest.approx(math.fsum(expected) / 7, rel=1e-12)
     assert means["lazy"] == pytest.approx(2 * math.fsum(expected[::3]) / 3, rel=1e-6)
     one, two = filled([]), filled([0, 3, 4])
-    assert one.take() == two.take()
+    assert one.take().means() == two.take().means()
 
 
 def test_every_value_of_the_watched_metric_is_kept_and_its_state_goes_on():
@@ -138,7 +148,7 @@ def test_every_value_of_the_watched_metric_is_kept_and_its_state_goes_on():
     two.load_state_dict(one.state_dict())
     one.add({"loss": torch.tensor(4.0)})
     two.add({"loss": torch.tensor(4.0)})
-    assert one.take() == two.take()
+    assert one.take().means() == two.take().means()
 
 
 QUIET = ["--device", "cpu", "--precision", "fp32", "--evaluation.every", "0", "--log.samples_every", "0"]

@@ -23,7 +23,7 @@ from duetgan.training.base.task import Task
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.task import ClassifierTask
-from duetgan.training.engine.preflight import activation_bytes, check_disk, model_summary, plan_rows, state_bytes
+from duetgan.training.engine.preflight import check_disk, layers_text, plan_rows, state_bytes
 from duetgan.training.engine.speed import Choice
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
@@ -66,7 +66,7 @@ def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed):
     unfreeze = {"head": 0, "layer4": 7}
     config = FineTuneConfig(unfreeze=unfreeze, freeze=["layer4.0.*"], stage_lr={"layer4": 0.1})
     task = task_of(packed, finetune=config)
-    text = model_summary(task, "classifier", 8)
+    text = layers_text(task, "classifier")
     rows = rows_of(text)
     assert rows["layer"] == ["kind", "output", "parameters", "peak lr", "weight decay", "trains"]
     assert rows["conv1"] == ["Conv2d", "1 x 64 x 8 x 8", "576", "-", "-", "no"]
@@ -83,7 +83,7 @@ def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed):
 
 
 def test_the_plan_says_what_trains_at_which_rate_with_which_statistics(packed):
-    text = model_summary(task_of(packed, finetune=FineTuneConfig(freeze_bn=True)), "classifier", 8)
+    text = layers_text(task_of(packed, finetune=FineTuneConfig(freeze_bn=True)), "classifier")
     assert rows_of(text)["bn1"][-3:] == ["0.5", "0", "yes, statistics kept"]
     assert rows_of(text)["conv1"][-3:] == ["0.5", "0.01", "yes"]
     assert "Non-trainable params: 0" in text
@@ -112,7 +112,6 @@ class PlainTask(ClassifierTask):
         return {"net": (self.network, self.example)}
 
     layer_table = Task.layer_table  # type: ignore[assignment]
-    trains = Task.trains
 
 
 def test_the_disk_must_hold_all_checkpoints_that_are_kept(tmp_path, monkeypatch):
@@ -126,21 +125,9 @@ def test_the_disk_must_hold_all_checkpoints_that_are_kept(tmp_path, monkeypatch)
 
 def test_a_task_without_a_table_of_layers_has_torchinfos():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-    text = model_summary(PlainTask(network, torch.zeros(1, 1, 4, 4)), "net", 5)
+    text = layers_text(PlainTask(network, torch.zeros(1, 1, 4, 4)), "net")
     assert "Conv2d" in text
     assert "Total params: 47" in text
-    assert "at 5 samples" in text
-
-
-def test_the_bytes_of_both_passes():
-    """Linear layers of 100 without biases: an input that is kept, an output, its gradient and the input's."""
-    layers = [nn.Linear(100, 100, bias=False) for _ in range(3)]
-    x, activations, weights = torch.zeros(8, 100), 8 * 100 * 4, 100 * 100 * 4
-    most = activation_bytes(nn.Sequential(*layers), (x,))
-    assert weights + 3 * activations <= most <= weights + 6 * activations  # a layer's gradient before it is added
-    layers[0].requires_grad_(False)
-    layers[1].requires_grad_(False)
-    assert weights + 2 * activations <= activation_bytes(nn.Sequential(*layers), (x,)) < most
 
 
 def test_a_dry_run_prints_the_table(tmp_path, packed, capsys):

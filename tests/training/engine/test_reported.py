@@ -30,7 +30,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.reporting.pictures import number
 from duetgan.training.base import monitors
-from duetgan.training.engine import loop
 from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils import checkpoint
@@ -164,7 +163,7 @@ def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slim
     record, task = Record(request.param), TASKS[request.param].task
     now: Any = {"perf_counter": lambda: record.now, "monotonic": lambda: record.now}
     clock = SimpleNamespace(**now, strftime=time.strftime)
-    for module in (loop, loader, progress, run_folder):
+    for module in (monitors, loader, progress, run_folder):
         monkeypatch.setattr(module, "time", clock)
     for owner, name, seconds in (
         (loader, "read_batch", READ),

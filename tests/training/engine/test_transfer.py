@@ -41,14 +41,14 @@ def planned(donor: nn.Module, own: nn.Module, name: str, resolutions=(16, 16)):
 def test_a_layer_is_taken_whole_or_not_at_all():
     there = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "free": torch.ones(4), "mean": torch.ones(1)}
     here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
-    misfits = {"a.weight": ([2, 3], [2, 5]), "mean": ([1], [2])}
+    misfits = ["a.weight", "mean"]
     assert plan(there, here, "model", (8, 8)) == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
 
 
 def test_a_generator_of_another_resolution_and_other_classes():
     donor, own = generator(16, classes=3), generator(32, classes=5)
     fit = planned(donor, own, "generator", (16, 32))
-    assert fit.misfits == {"mapping.embed.weight": ([6, 3], [6, 5])}
+    assert fit.misfits == ["mapping.embed.weight"]
     # the embedding's bias belongs to its weight
     assert {name for name in fit.new if not name.startswith("blocks.3.")} == {"mapping.embed.bias"}
     assert all(name in fit.new for name in own.state_dict() if name.startswith("blocks.3."))
@@ -57,7 +57,7 @@ def test_a_generator_of_another_resolution_and_other_classes():
     assert fit.copied.keys() == kept
     assert all(torch.equal(value, donor.state_dict()[name]) for name, value in fit.copied.items())
     smaller = planned(generator(32), generator(16), "generator", (32, 16))
-    assert (smaller.misfits, smaller.new) == ({}, [])
+    assert (smaller.misfits, smaller.new) == ([], [])
     assert smaller.unused == [name for name in own.state_dict() if name.startswith("blocks.3.")]
 
 
@@ -194,8 +194,8 @@ def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
     after = ours["generator"].state_dict()
     assert torch.equal(after["blocks.1.first.conv.weight"], theirs["generator"].blocks[1].first.conv.weight)
     assert torch.equal(after["blocks.3.first.conv.weight"], before["blocks.3.first.conv.weight"])
-    assert "    stays new: blocks.3 (16)" in text.splitlines()
-    assert "    left out: from_rgb (2)" in text.splitlines()
+    assert "    stays new: blocks.3." in text
+    assert "    left out: from_rgb." in text
     assert text.splitlines()[-1] == "  3 of 5 classes taken by name, new: d, e"
 
 
@@ -258,7 +258,7 @@ def test_nothing_that_fits_is_refused_and_changes_nothing(tmp_path):
     config = GeneratorConfig(z_dim=5, w_dim=7, mapping_layers=1, channel_base=64, channel_max=3)
     ours = Generator(config, resolution=16, channels=1, classes=3)
     before = {name: value.clone() for name, value in ours.state_dict().items()}
-    with pytest.raises(UserError, match=r"none of its weights fit .*e\.g\. generator .* there, .* here.*--init-from"):
+    with pytest.raises(UserError, match=r"none of its weights fit .* --init-from"):
         taken_from(saved(tmp_path, registry()), {"generator": ours})
     assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
     with pytest.raises(UserError, match="state of 'generator' is not a network's"):

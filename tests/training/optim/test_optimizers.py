@@ -215,8 +215,7 @@ def test_a_constant_stays_no_length_is_the_end_and_a_long_warm_up_is_told():
     for over in (0, -1):
         assert cosine(1.0, 2.0, 0, over) == 2.0
     config = OptimizerConfig(warmup_steps=100)
-    assert "; warning: the run of 50 steps ends within the warm-up: make" in schedule_text(config, 50, 8)
-    assert "; warning: the run of 100 steps ends" in schedule_text(config, 100, 8)
+    assert "; warning: the run ends within the warm-up" in schedule_text(config, 100, 8)
     assert "warning" not in schedule_text(config, 101, 8)
 
 

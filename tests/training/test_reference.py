@@ -11,8 +11,8 @@ from annotated_types import Ge
 
 from duetgan.commands import train
 from duetgan.models.registry import ARCHITECTURES
-from duetgan.training.engine.reference import Key, as_markdown, as_text, groups, keys, matching, takes
 from duetgan.training.engine.tasks import TASKS
+from duetgan.training.reference import Key, as_text, groups, keys, matching, takes
 from duetgan.utils.config.build import build
 from duetgan.utils.config.model import Config, PositiveFraction, PositiveInt, keys_of
 from duetgan.utils.config.recipes import CONFIGS
@@ -95,6 +95,7 @@ def test_a_word_selects(capsys):
 def test_text_markdown_and_repository_have_every_key():
     """U8. J17: after a change of keys or recipes: `python docs/hooks.py`."""
     found = groups()
+    as_markdown = runpy.run_path(str(REPOSITORY / "docs" / "keys.py"))["as_markdown"]
     text, page = as_text(found), " ".join(as_markdown(found).split())
     for key in (key for listed in found.values() for key in listed):
         assert f"--{key.name} {key.default}\n" in text

@@ -4,14 +4,16 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from duetgan.training.base import monitors as pace
-from duetgan.training.base.monitors import Pace
+from duetgan.extras.pace import pace
+from duetgan.extras.pace.pace import Adapt, Slowdown
 from duetgan.training.engine import speed
+from duetgan.training.engine.speed import ThreadCount
 from duetgan.utils import machine
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.end_to_end.helpers import differing, rows, state_of, status, train_in_process, write_config
@@ -46,13 +48,26 @@ def others(monkeypatch):
     return Others(monkeypatch)
 
 
+def begin(step: int, count: ThreadCount, adapt: list[Adapt]) -> None:
+    loop: Any = SimpleNamespace(step=step)
+    for callback in (*adapt, count):
+        callback.before_step(loop)
+
+
+def counts(setting: Any, device: torch.device = CPU) -> tuple[ThreadCount, list[Adapt]]:
+    """The callbacks of a run with this setting of `threads`."""
+    count = ThreadCount(setting, device)
+    config: Any = SimpleNamespace(threads=setting)
+    return count, [callback for callback in pace.callbacks(config, device, count) if isinstance(callback, Adapt)]
+
+
 def test_adapt_leaves_cores_at_once_and_takes_them_back_with_patience(others, capsys):
-    here = Pace("adapt", CPU)
+    here, adapt = counts("adapt")
     seen = []
     for step in range(60):  # a second each: others come at 3 and go at 6, and come again at 20 and go at 23
         others.now += 1.0
         others.take = 1.0 if 3 <= step < 6 or 20 <= step < 23 else 0.0
-        here.begin(step)
+        begin(step, here, adapt)
         seen.append(torch.get_num_threads())
     assert here.by_step == {0: 2, 3: 1, 11: 2, 20: 1, 33: 2}  # back after 5 s, then after 10
     assert seen == [here.by_step[max(first for first in here.by_step if first <= step)] for step in range(60)]
@@ -62,14 +77,14 @@ def test_adapt_leaves_cores_at_once_and_takes_them_back_with_patience(others, ca
 
 
 def test_nothing_is_looked_at_between_two_looks(others):
-    here = Pace("adapt", CPU)
+    here, adapt = counts("adapt")
     others.take = 1.0
     for step in range(9):
         others.now += 0.1
-        here.begin(step)
+        begin(step, here, adapt)
     assert here.by_step == {0: 2}
     others.now += 0.1
-    here.begin(9)
+    begin(9, here, adapt)
     assert here.by_step == {0: 2, 9: 1}
 
 
@@ -77,9 +92,9 @@ def test_nothing_is_looked_at_between_two_looks(others):
     ("setting", "device"), [("auto", CPU), (2, CPU), ({0: 2}, CPU), ("adapt", torch.device("cuda"))]
 )
 def test_only_adapt_on_a_cpu_follows(others, setting, device):
-    here = Pace(setting, device)
+    here, adapt = counts(setting, device)
     others.take, others.now = 2.0, others.now + 100
-    here.begin(5)
+    begin(5, here, adapt)
     assert (here.by_step, torch.get_num_threads()) == ({0: 2}, 2)
 
 
@@ -96,9 +111,9 @@ def test_only_adapt_on_a_cpu_follows(others, setting, device):
 )
 def test_a_resume_goes_on_with_the_runs_record(others, setting, first, kept, expected):
     torch.set_num_threads(first)
-    here = Pace(setting, CPU)
-    here.resume(10, kept)
-    here.begin(10)
+    here, adapt = counts(setting)
+    here.load_state_dict({"step": 10} | ({"threads": kept} if kept else {}))
+    begin(10, here, adapt)
     assert here.by_step == expected
     assert torch.get_num_threads() == expected[max(expected)]
 
@@ -178,11 +193,11 @@ def environment(monkeypatch):
 
 def watched(others: Others, *ticks: tuple[float, float], device: Any = CPU) -> list[str]:
     """What is said at ticks of (images/s, share of waiting), ten seconds each, after four of 100 images/s."""
-    here = Pace("auto", device)
+    here = Slowdown(watches_load=device == CPU)
     told = []
     for rate, waited in [(100.0, 0.0)] * 4 + list(ticks):
         others.now += 10.0
-        told.append(here.tick(0, rate, waited))
+        told.append(here.check(0, rate, waited))
     assert told[:4] == [""] * 4
     return told[4:]
 
@@ -203,31 +218,11 @@ def test_half_the_speed_is_told_once_with_its_cause(others):
     assert watched(others, (40, 0), device=torch.device("cuda")) == [""]  # it does not wait for cores
 
 
-@pytest.mark.parametrize(
-    ("file", "before", "after", "told"),
-    [
-        ("cpu.stat", "usage_usec 7\nthrottled_usec 1000000", "throttled_usec 5000000", "held it back 40%"),
-        ("vmstat", "nr_free 3\npswpin 1000", "nr_free 3\npswpin 9000", "memory is short, 800 pages/s come from"),
-    ],
-)
-def test_quota_and_memory_are_causes(others, monkeypatch, tmp_path, file, before, after, told):
-    monkeypatch.setattr(pace, "CGROUP", tmp_path)
-    monkeypatch.setattr(pace, "VMSTAT", tmp_path / "vmstat")
-    (tmp_path / file).write_text(before)
-    here = Pace("auto", CPU)
-    for _ in range(3):
-        others.now += 10.0
-        assert here.tick(0, 100.0, 0.0) == ""
-    others.now += 10.0
-    (tmp_path / file).write_text(after)
-    assert told in here.tick(0, 40.0, 0.0)
-
-
 def test_another_stage_of_growth_has_another_speed(others):
-    here = Pace("auto", CPU)
+    here = Slowdown(watches_load=True)
     others.take = 1.0
     said = []
     for span, rate, seconds in [(0, 100, 5), (0, 100, 5), (8, 40, 5), (8, 30, 5), (8, 29, 5), (8, 9, 1), (8, 9, 5)]:
         others.now += seconds
-        said.append(here.tick(span, rate, 0.0))
+        said.append(here.check(span, rate, 0.0))
     assert [bool(text) for text in said] == [False] * 6 + [True]  # a second is too short to tell

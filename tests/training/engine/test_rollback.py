@@ -11,7 +11,7 @@ import pytest
 
 from duetgan.commands import train
 from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
-from duetgan.training.engine.recovery import roll_back
+from duetgan.training.engine.rollback import SpikeRollback
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, write_config
@@ -65,19 +65,20 @@ def test_a_loss_that_stands_still_may_move_a_little():
 
 def test_roll_backs_to_one_checkpoint_are_all_counted():
     """The checkpoint's own count is that of its time."""
-    counts: list[int] = []
+    callback = SpikeRollback(SpikesConfig())
+    callback.count = 2
 
     def restore(_registry, *, up_to):
-        loop.roll_backs = 0
+        callback.count = 0
         return {"state": {"loader": {}}} if up_to == 8 else None
 
     loop: Any = SimpleNamespace(
-        step=9, roll_backs=2, loader=SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None),
-        manager=SimpleNamespace(restore=restore), registry=dict, rolled_back=counts.append,
-        config=SimpleNamespace(spikes=SpikesConfig()),
+        step=9, loader=SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None),
+        manager=SimpleNamespace(restore=restore), registry=dict, stopwatch=SimpleNamespace(),
+        log=SimpleNamespace(close=lambda: None, open=lambda _: None),
     )  # fmt: skip
-    roll_back(loop, 8, "a jump")
-    assert counts == [3]
+    callback.roll_back(loop, 8, "a jump")
+    assert (callback.count, loop.stopwatch.step) == (3, 9)
 
 
 def test_its_state_goes_on():

@@ -1,0 +1,135 @@
+"""Outputs of a training besides rows and checkpoints: status, sample grids, statistics of layers."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from duetgan.models.hooks import LayerStatistics, matching_layers, merge
+from duetgan.training.base.config import LogConfig
+from duetgan.training.base.monitors import MetricWindow
+from duetgan.training.base.task import Stateful, Task
+from duetgan.training.engine.loop import Callback, Loop
+from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError, explained
+from duetgan.utils.images import save_png
+from duetgan.utils.machine import peak_bytes
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import Events, Metrics, say
+
+
+class StatusFile(Callback):
+    """Writes status.json; a full disk only causes a warning."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def before_save(self, loop: Loop) -> None:
+        self.write(loop, "running")
+
+    def write(self, loop: Loop, state: str, reason: str = "", exit_code: int | None = None) -> None:
+        if not collectives.is_main():
+            return
+        threads = loop.state_dict().get("threads", {})
+        try:
+            self.folder.write_status(state, loop.step, reason, exit_code, threads=threads)
+        except OSError as error:
+            path = self.folder.path / "status.json"
+            say(f"warning: {path}: cannot be written ({error.strerror})")
+
+
+class Columns(Callback):
+    """Adds the learning rates and the memory to each row."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task = task
+        self.device = device
+
+    def columns(self, window: MetricWindow) -> Metrics:
+        # peak of the process with the highest one
+        row: Metrics = {"memory_mib": collectives.all_reduce_max(peak_bytes(self.device) >> 20)}
+        for name, part in self.task.registry().items():
+            if isinstance(part, Updater):
+                row[f"lr/{name}"] = max(group["lr"] for group in part.optimizer.param_groups)
+        return row
+
+
+class SampleGrids(Callback):
+    """Saves a grid of samples every `log.samples_every` steps, and at first the networks' graph."""
+
+    def begin(self, loop: Loop) -> None:
+        self._save(loop)
+        if loop.config.log.tensorboard and collectives.is_main():
+            loop.log.graph(loop.task.networks())
+
+    def after_iteration(self, loop: Loop) -> None:
+        if loop.is_due(loop.config.log.samples_every):
+            loop.off_the_clock(lambda: self._save(loop), "drawing samples")
+
+    def _save(self, loop: Loop) -> None:
+        if not collectives.is_main() or not loop.config.log.samples_every:
+            return
+        image = loop.task.sample_grid(loop.step)
+        if image is None:
+            return
+        path = loop.folder.samples / f"step-{loop.step:08d}.png"
+        try:
+            save_png(image, path)
+        except UserError as error:  # raised if the disk is full
+            loop.log.refused(path, error, "sample grids")
+        loop.log.image(loop.step, "samples", image)
+
+
+class LayerLog(Callback):
+    """Writes statistics of the layers that `log.layers` names, as `NETWORK.LAYER`, to TensorBoard.
+
+    They are computed in every `log.layers_every`-th step; other steps have no hooks. Raises
+    UserError before the first step for a pattern that matches no layer.
+    """
+
+    FOLDER = "layers"  # in RUN/tensorboard; TensorBoard shows it as a separate run
+
+    def __init__(
+        self, config: LogConfig, registry: Mapping[str, Stateful], folder: RunFolder
+    ) -> None:
+        self._interval = config.layers_every
+        self._folder = folder.path / "tensorboard" / self.FOLDER
+        self._events: Events | None = None
+        precisions = [part for part in registry.values() if isinstance(part, Precision)]
+        self._precision = precisions[0] if precisions else None
+        networks = {name: part for name, part in registry.items() if isinstance(part, nn.Module)}
+        with explained(UserError, lambda reason: f"log.layers: {reason}"):
+            layers = matching_layers(nn.ModuleDict(networks), config.layers)
+        self._statistics = LayerStatistics(layers)
+        self._watching = ExitStack()
+
+    def before_step(self, loop: Loop) -> None:
+        if (loop.step + 1) % self._interval == 0:
+            scale = 1.0 if self._precision is None else self._precision.scale()
+            self._watching.enter_context(torch.compiler.set_stance("force_eager"))
+            self._watching.enter_context(self._statistics.watching(scale))
+
+    def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
+        """Write the statistics if they are due; only such a step waits for the device."""
+        if loop.step % self._interval:
+            return
+        self._watching.close()
+        values = self._statistics.collect(over_ranks(self._statistics.packed()))
+        if collectives.is_main():
+            # `purge_step` removes later steps of a run that was killed.
+            self._events = self._events or Events(self._folder, purge_step=loop.step)
+            self._events.scalars(loop.step, values)
+
+    def close(self) -> None:
+        self._watching.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+
+def over_ranks(packed: Tensor) -> Tensor:
+    """Merge the layers' moments [layers, 2, 6] of all ranks, on the CPU."""
+    return reduce(merge, collectives.gather_objects(packed.cpu(), patient=False))

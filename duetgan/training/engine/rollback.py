@@ -1,0 +1,179 @@
+"""The ways back from broken weights: to a checkpoint after a loss spike, or to a healthy one."""
+
+from collections.abc import Mapping
+
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.monitors import (
+    COUNTED,
+    Failing,
+    MetricWindow,
+    SpikeDetector,
+    SpikesConfig,
+    State,
+)
+from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.training.engine.loop import BrokenWeights, Callback, Loop
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.runlog.run_log import Metrics, say_main
+
+
+class SkippedUpdates(Callback):
+    """Counts skipped updates, and stops training after too many with non-finite gradients."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.failing = Failing()
+        self.totals = dict.fromkeys(COUNTED, 0.0)  # of the updates of all networks
+
+    def state_dict(self) -> State:
+        return {"updates": dict(self.totals), "failing": list(self.failing.span)}
+
+    def load_state_dict(self, state: State) -> None:
+        self.totals = dict(state["updates"])
+        # Checkpoints of earlier versions lack "failing".
+        self.failing.span = list(state.get("failing", []))
+
+    def before_save(self, loop: Loop) -> None:
+        """Tell the manager of checkpoints the last healthy step."""
+        self.failing.see(loop.step, loop.window.failed)
+        loop.manager.healthy = self.failing.healthy(loop.step)
+
+    def columns(self, window: MetricWindow) -> Metrics:
+        return {name: round(total + window.total(name)) for name, total in self.totals.items()}
+
+    def after_row(self, loop: Loop, row: Metrics, window: MetricWindow) -> None:
+        self.before_save(loop)
+        for name in self.totals:
+            self.totals[name] += window.total(name)
+        count, cap = self.totals["nonfinite_updates"], self.config.nonfinite_cap
+        if count > cap:
+            raise BrokenWeights(
+                f"{round(count)} updates had non-finite gradients, more than nonfinite_cap {cap}"
+            )
+
+
+def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
+    """Return the error that ends a training with broken weights.
+
+    The same command then resumes from the last healthy checkpoint.
+    """
+    healthy = loop.manager.healthy
+    step = select_healthy(loop.manager, loop.step - 1 if healthy is None else healthy, loop.step)
+    return TrainingHalted(f"{reason}; {remedy(loop.config, step)}")
+
+
+def remedy(config: RunConfig, step: int | None) -> str:
+    """Return a remedy for updates that are not finite.
+
+    `step` is the step of the last healthy checkpoint, None if there is none.
+    """
+    keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
+    rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
+    text = f"lower the learning rate ({rates})"
+    if config.precision != "fp32":
+        text += " or use --precision fp32"
+    if step is None:
+        return f"{text} and start in another --run-dir: no checkpoint is from before that"
+    return f"{text}; the same command then goes on from step {step}, the last checkpoint from before that"
+
+
+def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int | None:
+    """Point `last.json`, from which a resume continues, at the newest checkpoint up to `healthy`.
+
+    `step` is the one at which training stopped. Returns the checkpoint's step, the same on all
+    ranks; None if there is none.
+    """
+    manager.wait()
+
+    def find() -> int | None:
+        folder, steps = manager.folder.checkpoints, manager.steps_up_to(healthy)
+        if not steps:
+            return None
+        path = folder / checkpoints.file_name(steps[0])
+        checkpoints.point(folder, "last", path, broken_until=step)
+        return steps[0]
+
+    return collectives.from_main_process(find)
+
+
+class SpikeRollback(Callback):
+    """Warns of spikes in the loss, or goes back to the last checkpoint before one.
+
+    The batches read since that checkpoint are skipped. Raises TrainingHalted after `spikes.limit`
+    roll-backs.
+    """
+
+    def __init__(self, config: SpikesConfig) -> None:
+        self.config = config
+        self.detector = SpikeDetector(config)
+        self.count = 0  # number of roll-backs
+
+    def state_dict(self) -> State:
+        return {"spikes": self.detector.state_dict(), "roll_backs": self.count}
+
+    def load_state_dict(self, state: State) -> None:
+        self.detector.load_state_dict(state["spikes"])
+        self.count = state["roll_backs"]
+
+    def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
+        watched = loop.window.watched
+        if watched is None or watched in metrics:
+            return
+        names = [name for name in metrics if name.startswith(("loss/", "gradient_norm/"))]
+        raise UserError(
+            f"spikes.metric {watched}: not a metric of every step; "
+            f"choose one of {', '.join(sorted(names))}"
+        )
+
+    def columns(self, window: MetricWindow) -> Metrics:
+        return {"roll_backs": self.count} if self.config.action == "roll-back" else {}
+
+    def after_row(self, loop: Loop, row: Metrics, window: MetricWindow) -> None:
+        values = window.values
+        jump = self.detector.see(loop.step - len(values), values)
+        if jump is None:
+            return
+        spike, value, median = jump
+        problem = (
+            f"{window.watched} jumped to {value:.4g} in step {spike}, from {median:.4g} in the "
+            "steps before"
+        )
+        if self.config.action != "roll-back":
+            say_main(f"warning: {problem}")
+        elif self.count >= self.config.limit:
+            raise TrainingHalted(
+                f"{problem}, after {self.count} roll-backs (spikes.limit); lower the learning rate, "
+                "clip gradients, or check the data"
+            )
+        else:
+            loop.off_the_clock(lambda: self.roll_back(loop, spike, problem), "rolling back")
+
+    def roll_back(self, loop: Loop, spike: int, problem: str) -> None:
+        """Go back to the last checkpoint before step `spike`, and continue with new images.
+
+        `problem` describes the spike.
+        """
+        broken_step, count = loop.step, self.count + 1
+        position = loop.loader.state_dict()
+        content = loop.manager.restore(loop.registry(), up_to=spike)
+        if content is None:
+            say_main(
+                f"warning: {problem}; there is no checkpoint from before it to go back to: lower "
+                "log.every, at which spikes are checked, or raise checkpoint.keep"
+            )
+            return
+        # The step, which selects the stage of progressive growing, is the checkpoint's.
+        restored = content["state"]["loader"]
+        position |= {key: restored[key] for key in ("step", "batch") if key in restored}
+        loop.loader.load_state_dict(position)
+        self.count = count
+        loop.stopwatch.step = loop.step
+        loop.log.close()
+        loop.log.open(loop.step)
+        say_main(
+            f"warning: {problem}; went back to the checkpoint of step {loop.step} and on from there "
+            f"with other images: those of the {broken_step - loop.step} steps since are left out "
+            f"(roll-back {count} of {self.config.limit})"
+        )

@@ -1,0 +1,63 @@
+"""Signals that stop a run after a step: SIGTERM, SIGINT, SIGHUP, and SIGUSR1.
+
+SLURM sends SIGUSR1 before it ends a job. The ranks agree on a signal after every step, since each
+may have received it during another one; then all save and exit with code 3.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from duetgan.training.engine.loop import Callback, Loop
+from duetgan.training.engine.outputs import StatusFile
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.launch import handling, obeyed_signals
+from duetgan.utils.errors import StoppedBySignal
+
+
+class StopSignals(Callback):
+    """Saves and stops the run if any rank has received a signal."""
+
+    def __init__(self, status: StatusFile) -> None:
+        self.status = status
+        self._received = 0  # first signal that this process has received
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals inside the block."""
+        with handling(self._receive, obeyed_signals()):
+            yield
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        """Remember the first signal until the end of the step; exit immediately at a second one."""
+        is_first = not self._received
+        # SLURM may deliver SIGUSR1 twice: to all processes, and through their launcher.
+        exits = not is_first and signum != signal.SIGUSR1
+        message = "saving after this step, and what is under way; a second signal leaves at once"
+        if exits:
+            message = "left without saving; the same command resumes from the last checkpoint"
+        if (exits or is_first) and collectives.is_main():
+            with suppress(OSError):  # The terminal may be closed, or the disk full.
+                os.write(2, f"{signal.Signals(signum).name}: {message}\n".encode())
+        if exits:
+            os._exit(128 + signum)
+        self._received = self._received or signum
+
+    def agreed(self) -> int:
+        """Return a signal that any rank has received, the same on all ranks; 0 without one."""
+        return collectives.all_reduce_max(self._received)
+
+    def after_iteration(self, loop: Loop) -> None:
+        signum = self.agreed()
+        if not signum:
+            return
+        loop.save()
+        loop.off_the_clock(loop.manager.wait)  # The other ranks wait at its barrier.
+        saved = collectives.broadcast_object(loop.manager.saved_step)
+        name = signal.Signals(signum).name
+        self.status.write(loop, "stopped", name, StoppedBySignal.exit_code)
+        raise StoppedBySignal(
+            f"{name} at step {loop.step}; saved at step {saved}. The same command resumes from there."
+        )
