@@ -36,10 +36,6 @@ COMMANDS = {
     "compare": ("duetgan.reporting.compare", "write a page that compares evaluated runs"),
     "generate": ("duetgan.commands.generate", "draw samples, films and projections with a GAN"),
     "predict": ("duetgan.commands.predict", "classify images"),
-    "influence": (
-        "duetgan.inference.influence",
-        "find the training images behind a classifier's predictions",
-    ),
     "pseudo-labels": (
         "duetgan.inference.pseudo_labels",
         "label images with a classifier's confident predictions",

@@ -15,7 +15,6 @@ import torch
 
 from duetgan.commands import train
 from duetgan.data.opening import dataset_for_model
-from duetgan.inference.influence_scores import rate_of
 from duetgan.inference.inputs import Transform
 from duetgan.models import weights
 from duetgan.models.restore import classifier_from, generator_from
@@ -129,7 +128,6 @@ class Made:
             generator = generator_from(checkpoint)
             generator(torch.zeros(1, generator.z_dim), torch.zeros(1, dtype=torch.int64))
             return
-        rate_of(checkpoint)
         classifier_from(checkpoint)
         with pytest.raises(ValueError, match="cannot be read"):
             Transform.of(checkpoint).read(path.parent / "none.png")

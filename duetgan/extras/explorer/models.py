@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,6 @@ from duetgan.data.images import encode
 from duetgan.data.opening import dataset_for_model
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.editing import Editor, pair_of
-from duetgan.inference.influence import checkpoint_files
-from duetgan.inference.influence_scores import (
-    GradientBatch,
-    check_data,
-    gradient_batches,
-    images_of,
-    influence,
-    snapshot,
-    top_records,
-)
 from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
 from duetgan.inference.projection import find
@@ -52,6 +42,9 @@ from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 from duetgan.utils.runlog.run_folder import runs_folder
+
+if TYPE_CHECKING:  # each extra can be deleted, so functions import others
+    from duetgan.extras.influence.scores import GradientBatch
 
 Document = dict[str, Any]  # a JSON object
 
@@ -361,6 +354,9 @@ def influential_images(run: LoadedRun, content: bytes, data: str | None = None) 
     Raises ImageError if `content` is no image, UserError if the training images are missing or have
     other classes.
     """
+    from duetgan.extras.influence.command import checkpoint_files
+    from duetgan.extras.influence.scores import check_data, images_of, influence, top_records
+
     image = Transform.of(run.checkpoint).read(content)
     label = int(judge_images(run.model, image[None])[0].argmax())
     files = tuple(checkpoint_files(str(run.path)))
@@ -391,11 +387,15 @@ def influential_images(run: LoadedRun, content: bytes, data: str | None = None) 
     return {"class": run.classes[label], "images": images}
 
 
-def _gradients(run: LoadedRun, files: Sequence[Path], dataset: Dataset) -> Iterator[GradientBatch]:
+def _gradients(
+    run: LoadedRun, files: Sequence[Path], dataset: Dataset
+) -> Iterator["GradientBatch"]:
+    from duetgan.extras.influence.scores import gradient_batches, snapshot
+
     return gradient_batches([snapshot(file, device_of(run.model)) for file in files], dataset)
 
 
 @lru_cache(1)  # keeps only the gradients of the run that was requested last
-def _cached_gradients(run: LoadedRun, files: Sequence[Path], path: str) -> list[GradientBatch]:
+def _cached_gradients(run: LoadedRun, files: Sequence[Path], path: str) -> list["GradientBatch"]:
     with dataset_for_model(path, run.checkpoint) as dataset:
         return list(_gradients(run, files, dataset))

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     check_writable(options.out.parent)
     files = checkpoint_files(options.checkpoint)
     # torch is slow to import, so the options are checked first.
-    from duetgan.inference.influence_scores import answer
+    from duetgan.extras.influence.scores import answer
 
     document = {
         "checkpoints": [str(file) for file in files],

@@ -12,8 +12,8 @@ from torch import nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
-from duetgan.inference import influence as command
-from duetgan.inference.influence_scores import (
+from duetgan.extras.influence import command
+from duetgan.extras.influence.scores import (
     Snapshot,
     Suspicion,
     gradient_batches,
@@ -29,7 +29,7 @@ from duetgan.utils.checkpoint import load, newest_first
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator, numpy_generator
-from tests.conftest import sample_images
+from tests.conftest import assert_raises, sample_images
 from tests.end_to_end.helpers import train_in_process
 from tests.metrics.conftest import gan_run
 
@@ -195,6 +195,8 @@ def test_confident_learning_by_hand():
     assert found.order("probability").tolist() == [1, 3, 0, 2, 4]
     assert found.order("self-influence").tolist() == [1, 2, 0, 3, 4]
     assert rate_of({"state": {}}) == 1
+    damaged = {"file": "x.pt", "state": {"optimizer": {"param_groups": [{}]}}}
+    assert_raises(UserError, r"x\.pt: state\.optimizer.* cannot be read", rate_of, damaged)
     assert top_records(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
 
 
