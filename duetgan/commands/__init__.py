@@ -36,10 +36,6 @@ COMMANDS = {
     "compare": ("duetgan.reporting.compare", "write a page that compares evaluated runs"),
     "generate": ("duetgan.commands.generate", "draw samples, films and projections with a GAN"),
     "predict": ("duetgan.commands.predict", "classify images"),
-    "pseudo-labels": (
-        "duetgan.inference.pseudo_labels",
-        "label images with a classifier's confident predictions",
-    ),
     "export": ("duetgan.commands.export", "write a model for use elsewhere"),
     "quickstart-plan": ("duetgan.commands.planning.measure", ""),
     **extras.commands(),

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.record import Layout
@@ -14,10 +13,7 @@ from duetgan.data.records import add_image
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import DATASET
 from duetgan.metrics.evaluate_classifier import classify
-from duetgan.metrics.features.extractors import RealFeatures, classifier_features
-from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.lineage import provenance_of
-from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.classifier import Classifier
 from duetgan.utils.checkpoint import Checkpoint, file_sha256
 from duetgan.utils.errors import UserError
@@ -104,32 +100,6 @@ def predicted_labels(
     logits = classify(classifier, dataset, batch_size=batch_size, progress="labelling")
     probabilities, labels = logits.double().softmax(1).max(1)
     return labels.numpy(), probabilities.numpy()
-
-
-def propagated_labels(
-    classifier: Classifier, dataset: Dataset, labelled: Dataset, *, batch_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Propagate the labels of `labelled` images to every image of `dataset` over neighbours in the
-    classifier's features.
-
-    Returns each image's class of the largest propagated weight, int64 [n], and the fraction of the
-    image's total weight that it has, float64 [n].
-    """
-    extractors = [classifier_features(classifier, name="classifier")]
-    real = RealFeatures(batch_size=batch_size)
-    features = []
-    for images in (labelled, dataset):
-        selection = Selection(np.arange(len(images)), images.label_numbers(), "all")
-        features.append(real.get(images, selection, extractors)[0])
-    labelled_features, unlabelled_features = features
-    weights = spread_to(
-        unlabelled_features,
-        labelled_features,
-        torch.tensor(labelled.labels()),
-        len(labelled.classes),
-    )
-    fractions, labels = weights.max(1)
-    return labels.numpy(), fractions.numpy()
 
 
 def write_labelled(

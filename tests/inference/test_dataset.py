@@ -1,25 +1,16 @@
-import json
 from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.inference import dataset
-from duetgan.inference import pseudo_labels as command
 from duetgan.inference.dataset import provenance, write_dataset
-from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import fingerprint
-from duetgan.metrics.samples.spreading import UNKNOWN, spreading
-from duetgan.models.restore import classifier_from, generator_from
-from duetgan.training.classifier.frozen import image_features
-from duetgan.utils.checkpoint import file_sha256, load, resolve
-from duetgan.utils.distributed.process import run_cli
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import file_sha256, resolve
 from duetgan.utils.errors import UserError
 from tests.inference.conftest import sampler_of, styled, without_w
-from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
 
 
 def written(sampler, checkpoint, path, **options):
@@ -112,114 +103,3 @@ def test_it_says_where_it_comes_from(runs, checkpoint):
         ({"numpy_latents": True}, "latents numpy"),
     ):
         assert told in provenance(path, checkpoint, sampler_of(generator_from(checkpoint), **options))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A classifier's run, rest.lmdb without labels, the same with them (known.lmdb), and few.lmdb with labels."""
-    path = tmp_path_factory.mktemp("pseudo")
-    classifier_run(path / "run")
-    pack(path / "few.lmdb", count=9)
-    with Dataset(pack(path / "known.lmdb", count=60, seed=3)) as known:
-        pack_arrays(path / "rest.lmdb", known.read(range(60))[0])
-    return path
-
-
-@pytest.fixture(scope="module")
-def probabilities(folder):
-    """Of the 60 images, float64 [60, 3]."""
-    model = classifier_from(load(resolve(folder / "run")))
-    with Dataset(folder / "rest.lmdb") as reader:
-        return judge_images(model, torch.from_numpy(reader.read(range(60))[0])).numpy()
-
-
-def label(folder, out, *more, data="rest.lmdb"):
-    options = ["--checkpoint", folder / "run", "--data", folder / data, "--out", out, *more]
-    return run_cli(command.main, [str(option) for option in options])
-
-
-def test_sure_images_come_with_their_class_behind_the_labelled_ones(folder, probabilities, tmp_path, capsys):
-    threshold = float(np.median(probabilities.max(1)))
-    more = ["--labelled", folder / "few.lmdb", "--threshold", repr(threshold), "--batch-size", 7, "--json"]
-    assert label(folder, tmp_path / "out.lmdb", *more) == 0
-    told = json.loads(capsys.readouterr().out)
-    kept = np.flatnonzero(probabilities.max(1) >= threshold)
-    assert 0 < len(kept) < 60
-    assert (told["kept"], told["labelled"], told["count"]) == (len(kept), 9, 9 + len(kept))
-    assert told["right"] is None
-    with (
-        Dataset(tmp_path / "out.lmdb") as out,
-        Dataset(folder / "few.lmdb") as few,
-        Dataset(folder / "rest.lmdb") as rest,
-    ):
-        images, labels = out.read(range(len(out)))
-        assert list(out.classes) == CLASSES
-        assert (images[:9] == few.read(range(9))[0]).all()
-        assert (labels[:9] == few.labels()).all()
-        assert (images[9:] == rest.read(kept)[0]).all()
-        assert (labels[9:] == probabilities.argmax(1)[kept]).all()
-        assert "labelled by" in out.meta.source
-
-
-def test_the_fraction_of_right_labels_is_that_of_the_kept_images(folder, probabilities, tmp_path, capsys):
-    with Dataset(folder / "known.lmdb") as known:
-        is_right = probabilities.argmax(1) == known.labels()
-    order = np.argsort(-probabilities.max(1))
-    count = next(n for n in range(5, 60) if is_right[order[:n]].mean() != is_right.mean())
-    threshold = float(probabilities.max(1)[order[count - 1]])
-    more = ["--labelled", folder / "few.lmdb", "--threshold", repr(threshold), "--json"]
-    assert label(folder, tmp_path / "out.lmdb", *more, data="known.lmdb") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["kept"], told["right"]) == (count, is_right[order[:count]].mean())
-
-
-def test_labels_spread_from_the_labelled_images_in_the_classifiers_features(folder, tmp_path, capsys):
-    more = ["--spread", "--threshold", 0.36, "--json"]
-    assert label(folder, tmp_path / "out.lmdb", *more) == 2
-    assert "--spread needs the images whose labels spread: give --labelled" in capsys.readouterr().err
-    assert label(folder, tmp_path / "out.lmdb", *more, "--labelled", folder / "few.lmdb", data="known.lmdb") == 0
-    told = json.loads(capsys.readouterr().out)
-    model = classifier_from(load(resolve(folder / "run")))
-    with (
-        Dataset(folder / "few.lmdb") as few,
-        Dataset(folder / "known.lmdb") as known,
-        Dataset(tmp_path / "out.lmdb") as out,
-    ):
-        (x, given), (others, _) = (image_features(model, each, mirror=False) for each in (few, known))
-        labels = torch.cat([given, torch.full((60,), UNKNOWN)])
-        arrived = spreading(torch.cat([x, others])[:, 0], labels, others[:, 0], 3)[0][9:].numpy()
-        shares = arrived / arrived.sum(1, keepdims=True)
-        kept = np.flatnonzero(shares.max(1) >= 0.36)
-        assert 0 < told["kept"] == len(kept) <= 60
-        assert (out.labels()[9:] == shares.argmax(1)[kept]).all()
-        assert told["right"] == (shares.argmax(1) == known.labels())[kept].mean() > 0.5
-        assert (out.read(range(9, len(out)))[0] == known.read(kept)[0]).all()
-
-
-def test_known_labels_are_only_compared_with_and_encoded_images_are_kept(folder, probabilities, tmp_path, capsys):
-    assert label(folder, tmp_path / "known.lmdb", "--threshold", 0, data="known.lmdb") == 0
-    with Dataset(tmp_path / "known.lmdb") as out, Dataset(folder / "known.lmdb") as known:
-        assert (out.labels() == probabilities.argmax(1)).all()
-        right = (out.labels() == known.labels()).mean()
-    assert f"{right:.1%} of these labels agree with those of the file" in capsys.readouterr().out
-    with Dataset(folder / "rest.lmdb") as rest:
-        pack_arrays(tmp_path / "jpeg.lmdb", rest.read(range(60))[0], encoding="jpeg")
-    assert label(folder, tmp_path / "out.lmdb", "--threshold", 0, "--data", tmp_path / "jpeg.lmdb") == 0
-    with Dataset(tmp_path / "out.lmdb") as out, Dataset(tmp_path / "jpeg.lmdb") as jpeg:
-        assert out.meta.encoding == "png"
-        assert (out.read(range(60))[0] == jpeg.read(range(60))[0]).all()
-
-
-def test_what_cannot_be_is_refused(folder, tmp_path, capsys):
-    out = tmp_path / "out.lmdb"
-    other, wide = pack(tmp_path / "other.lmdb", classes=["dark", "grey", "x"]), pack(tmp_path / "w.lmdb", side=2 * SIDE)
-    for place, told, *more in (
-        (out, "from 0 to 1", "--threshold", 2),
-        (out, "no image of", "--threshold", 1),
-        (out, "its classes are not those of the classifier", "--labelled", other, "--threshold", 0),
-        (out, "pack both alike", "--labelled", wide, "--threshold", 0),
-        (folder / "few.lmdb", "exists", "--threshold", 0),
-    ):
-        assert label(folder, place, *more) == 2
-        assert told in capsys.readouterr().err
-        assert not out.exists()

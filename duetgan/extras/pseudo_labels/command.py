@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.data.lmdb.writer import check_target
     from duetgan.data.opening import dataset_for_model
-    from duetgan.inference.dataset import predicted_labels, propagated_labels, write_labelled
+    from duetgan.extras.pseudo_labels.propagation import propagated_labels
+    from duetgan.inference.dataset import predicted_labels, write_labelled
     from duetgan.models.restore import classifier_from, read
     from duetgan.utils.distributed.collectives import choose_device
 
