@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from duetgan.inference.editing import PATIENCE, Direction, Editor, first_reached, pair_of
+from duetgan.extras.editing.config import EditConfig
+from duetgan.extras.editing.editor import PATIENCE, Direction, Editor, first_reached, pair_of
 from duetgan.inference.samples import Sampler, Start
-from duetgan.inference.settings import EditConfig
 from duetgan.metrics.lineage import load_judge
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from

@@ -1,14 +1,15 @@
 """Draw images, films and data sets with a trained generator, or reproduce a given image with it."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from duetgan.data.lmdb.writer import check_target
 from duetgan.inference import settings
-from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils import extras
+from duetgan.utils.checkpoint import Checkpoint, resolve_for_people
 from duetgan.utils.config.cli import (
     PSI,
     Parser,
@@ -18,32 +19,42 @@ from duetgan.utils.config.cli import (
     number,
     positive,
 )
-from duetgan.utils.errors import require_same_classes
 from duetgan.utils.files import check_writable
 
 if TYPE_CHECKING:  # imports of torch take seconds, so the options are checked first
     from duetgan.inference.samples import Sampler
+    from duetgan.models.gan import NoiseMode
 
-SEARCH, EDIT = settings.ProjectionConfig(), settings.EditConfig()  # defaults of options
+SEARCH = settings.ProjectionConfig()  # defaults of options
 WEIGHT, ABOVE_0 = number(float, 0), number(float, 0, inner=True)
-C = TypeVar("C", settings.ProjectionConfig, settings.EditConfig)
+IN_ALL = "number of images in all (default: {} per class; {} without classes)"
+Add = Callable[..., object]  # a parser's `add_argument`
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Output:
+    """A subcommand: a kind of output."""
+
+    help: str
+    run: Callable[[Namespace], str]  # returns a message about what was written
+    add_options: Callable[[Add], None]
+    suffixes: tuple[str, ...] = (".png",)  # of the file
+    classes: bool = True  # False without the option --classes
+    psi: bool = True  # False without the option --truncation-psi
+    noise: bool = True  # False without the options of truncation and noise
 
 
 def parser() -> Parser:
     """Return the parser, with a subcommand for each kind of output."""
     options = Parser(prog="generate.py", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def begin(
-        run: Callable[[Namespace], str],
-        name: str,
-        text: str,
-        without: str = "",
-        out: Sequence[str] = (".png",),
-    ) -> Callable[..., object]:
-        command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
+    for name, output in OUTPUTS.items():
+        command = commands.add_parser(
+            name, help=output.help, description=output.help, prog=f"generate.py {name}"
+        )
         command.set_defaults(
-            run=run,
+            run=output.run,
             classes="all",
             truncation_psi=1.0,
             truncation_cutoff=None,
@@ -54,24 +65,27 @@ def parser() -> Parser:
         add(
             "--out",
             required=True,
-            type=file(*out),
+            type=file(*output.suffixes),
             metavar="FILE",
             help="the file to write; for grid also a folder",
         )
         add("--seed", type=number(int), default=0, help="seed of the samples")
-        if "classes" not in without:
+        if output.classes:
             add(
                 "--classes",
                 default="all",
                 metavar="A,B",
                 help='names of classes, or of sets of classes: "cat;dog"',
             )
-        text = (
-            "numpy: draw z as NVIDIA's repositories do, so that a seed gives the same image there"
+        add(
+            "--latents",
+            choices=("torch", "numpy"),
+            default="torch",
+            help="numpy: draw z as NVIDIA's repositories do, so that a seed gives the same image "
+            "there",
         )
-        add("--latents", choices=("torch", "numpy"), default="torch", help=text)
-        if "noise" not in without:
-            add_truncation_options(command, psi="psi" not in without)
+        if output.noise:
+            add_truncation_options(command, psi=output.psi)
             text = "truncate the first L layers only (default: all)"
             add("--truncation-cutoff", type=number(int, 0), metavar="L", help=text)
             add(
@@ -80,44 +94,64 @@ def parser() -> Parser:
                 default="random",
                 help="per-pixel noise",
             )
-        return add
+        output.add_options(add)
+    return options
 
-    in_all = "number of images in all (default: {} per class; {} without classes)"
-    add = begin(
-        draw_table, "grid", "draw a grid of samples, with a row for each class", out=(".png", "")
-    )
-    add("--n", type=positive, metavar="N", help=in_all.format(*settings.GRID))
 
-    add = begin(
-        draw_table, "truncation", "draw the same samples at several truncations", without="psi"
-    )
+def add_grid_options(add: Add) -> None:
+    add("--n", type=positive, metavar="N", help=IN_ALL.format(*settings.GRID))
+
+
+def write_grid(options: Namespace) -> str:
+    """Write a PNG file, or a folder of images if `--out` names one."""
+    sampler, checkpoint, _ = open_sampler(options)
+    from duetgan.inference.samples import draw_grid
+
+    names = sampler.generator.label_names(checkpoint["classes"])
+    count = draw_grid(sampler, options.out, count=options.n, names=names)
+    return f"wrote {count} images to {options.out}"
+
+
+def psis(text: str) -> list[float]:
+    """Parse comma-separated truncations (psi), as the type of an option."""
+    return [PSI(part) for part in text.split(",")]
+
+
+def add_truncation_table_options(add: Add) -> None:
     add("--psis", type=psis, default="0,0.3,0.5,0.7,1", metavar="X,Y", help="psi of each row")
     add("--n", type=positive, metavar="N", help="columns (default: 8, or one per class up to 16)")
 
-    add = begin(draw_table, "mix", "draw a table of style mixing")
+
+def write_truncation(options: Namespace) -> str:
+    """Write a PNG file of the same samples at several truncations."""
+    sampler, checkpoint, _ = open_sampler(options)
+    from duetgan.inference.samples import draw_truncation
+
+    names = sampler.generator.label_names(checkpoint["classes"])
+    count = draw_truncation(sampler, names, options.out, psis=options.psis, count=options.n)
+    return f"wrote {count} samples at {len(options.psis)} psi to {options.out}"
+
+
+def add_mix_options(add: Add) -> None:
     text = "layers whose style comes from B, such as 0-3,6; the first layers are coarse"
     add("--layers", default="0-3", metavar="L", help=text)
     add(
         "--n", type=positive, metavar="N", help="number of samples A, and of samples B (default: 8)"
     )
 
-    text = "write a film from sample to sample, .mp4 or .gif"
-    add_film_options(begin(interpolate, "interpolate", text, out=(".mp4", ".gif")))
-    text = "find the latents whose image is nearest to a given image, in w and in w+"
-    add_projection_options(begin(find_image, "project", text, without="noise, psi"))
-    text = "change images from one class of a classifier to another, and as little else as possible"
-    add_edit_options(begin(edit, "edit", text, without="classes"))
 
-    add = begin(
-        write_dataset, "dataset", "write a packed data set of samples, for train.py", out=(".lmdb",)
-    )
-    add("--n", type=positive, metavar="N", help=in_all.format(*settings.DATASET))
-    add("--encoding", choices=settings.ENCODINGS, default="raw", help="how they are stored")
-    add("--overwrite", action="store_true", help="replace --out if it exists")
-    return options
+def write_mix(options: Namespace) -> str:
+    """Write a PNG file with a table of style mixing."""
+    sampler, checkpoint, _ = open_sampler(options)
+    from duetgan.inference.samples import draw_mix, parse_layers, with_styles
+
+    names = sampler.generator.label_names(checkpoint["classes"])
+    layers = parse_layers(options.layers, with_styles(sampler.generator, "mix").num_ws)
+    count = draw_mix(sampler, names, options.out, layers=layers, count=options.n)
+    return f"wrote {count} x {count} mixtures, layers {options.layers} from B, to {options.out}"
 
 
-def add_film_options(add: Callable[..., object]) -> None:
+def add_film_options(add: Add) -> None:
     add(
         "--space",
         choices=("w", "z"),
@@ -144,7 +178,17 @@ def add_film_options(add: Callable[..., object]) -> None:
     )
 
 
-def add_projection_options(add: Callable[..., object]) -> None:
+def interpolate(options: Namespace) -> str:
+    settings.check_film(options.out, fps=options.fps)
+    sampler, *_ = open_sampler(options)
+    from duetgan.inference.interpolate import Journey, draw_film
+
+    journey = Journey(sampler, options.space, options.n, options.frames)
+    count = draw_film(journey, options.out, fps=options.fps, scale=options.scale)
+    return f"wrote {count} frames, {count / options.fps:.1f} s, to {options.out}"
+
+
+def add_projection_options(add: Add) -> None:
     add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
     add(
@@ -187,98 +231,9 @@ def add_projection_options(add: Callable[..., object]) -> None:
     )
 
 
-def add_edit_options(add: Callable[..., object]) -> None:
-    add(
-        "--classifier",
-        required=True,
-        metavar="RUN_OR_FILE",
-        help="classifier whose prediction is changed",
-    )
-    add("--from", required=True, dest="source", metavar="CLASS", help="class of the images")
-    add(
-        "--to", required=True, dest="target", metavar="CLASS", help="class that they are changed to"
-    )
-    add(
-        "--n",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="number of samples, each with a strip of images",
-    )
-    add("--columns", type=number(int, 2), default=7, metavar="N", help="images per strip")
-    add(
-        "--image",
-        type=Path,
-        metavar="FILE",
-        help="an image to start from instead of samples; it is projected into w+",
-    )
-    add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
-    add("--steps", type=positive, default=SEARCH.steps, help="steps of the projection")
-    text = "a second classifier, which took no part in the edit; its predictions are shown too"
-    add("--judge", metavar="RUN_OR_FILE", help=text)
-    add(
-        "--space",
-        choices=("w", "z"),
-        help="latent space (default: w if the generator has it, else z)",
-    )
-    text = "samples of each of the two classes for the search of a direction"
-    add("--samples", type=number(int, 2), default=EDIT.samples, metavar="N", help=text)
-    for name, noun in (("pixel", "pixels"), ("keep", "other classes")):
-        text = f"weight of changes of {noun} in the loss"
-        add(f"--{name}-weight", type=WEIGHT, default=EDIT.pixel_weight, metavar="X", help=text)
-    add(
-        "--reach",
-        type=number(float, 0, 1, inner=True),
-        default=EDIT.reach,
-        help="probability of the new class at which the edit is complete",
-    )
-    add("--limit", type=ABOVE_0, default=EDIT.limit, help="longest step in the latent space")
-
-
-def psis(text: str) -> list[float]:
-    """Parse comma-separated truncations (psi), as the type of an option."""
-    return [PSI(part) for part in text.split(",")]
-
-
-def draw_table(options: Namespace) -> str:
-    """Write a PNG file for the subcommand `grid`, `truncation` or `mix`, or, for `grid`, a folder
-    of images if `--out` names one.
-    """
-    sampler, checkpoint, _ = open_sampler(options)
-    from duetgan.inference.samples import (
-        draw_grid,
-        draw_mix,
-        draw_truncation,
-        parse_layers,
-        with_styles,
-    )
-
-    out = options.out
-    names = sampler.generator.label_names(checkpoint["classes"])
-    count = options.n
-    if options.command == "grid":
-        return f"wrote {draw_grid(sampler, out, count=count, names=names)} images to {out}"
-    if options.command == "truncation":
-        count = draw_truncation(sampler, names, out, psis=options.psis, count=count)
-        return f"wrote {count} samples at {len(options.psis)} psi to {out}"
-    layers = parse_layers(options.layers, with_styles(sampler.generator, "mix").num_ws)
-    count = draw_mix(sampler, names, out, layers=layers, count=count)
-    return f"wrote {count} x {count} mixtures, layers {options.layers} from B, to {out}"
-
-
-def interpolate(options: Namespace) -> str:
-    settings.check_film(options.out, fps=options.fps)
-    sampler, *_ = open_sampler(options)
-    from duetgan.inference.interpolate import Journey, draw_film
-
-    journey = Journey(sampler, options.space, options.n, options.frames)
-    count = draw_film(journey, options.out, fps=options.fps, scale=options.scale)
-    return f"wrote {count} frames, {count / options.fps:.1f} s, to {options.out}"
-
-
 def find_image(options: Namespace) -> str:
     config = config_from(options, settings.ProjectionConfig)
-    sampler, checkpoint, _ = open_sampler(options)
+    sampler, checkpoint, _ = open_sampler(options, noise_mode="const")
     from duetgan.inference.inputs import read_target
     from duetgan.inference.projection import project
 
@@ -289,53 +244,10 @@ def find_image(options: Namespace) -> str:
     return "\n".join([*lines, f"wrote {files}"])
 
 
-def edit(options: Namespace) -> str:
-    """Draw images that change from one class to another."""
-    config = config_from(options, settings.EditConfig)
-    sampler, checkpoint, _ = open_sampler(options)
-    from duetgan.inference.editing import Editor, pair_of
-    from duetgan.inference.inputs import read_target
-    from duetgan.inference.strips import counterfactual, make_strips, save_strips, summary
-    from duetgan.metrics.lineage import load_judge
-    from duetgan.models.restore import classifier_from, read
-
-    guide = read(resolve_for_people(options.classifier))
-    names = guide["classes"]
-    if sampler.generator.classes:
-        require_same_classes(
-            "the generator", checkpoint["classes"], f"the classifier {options.classifier}", names
-        )
-    editor = Editor(sampler, classifier_from(guide, sampler.device), names, config)
-    source, target = pair_of(names, options.source, options.target)
-    judge = None
-    if options.judge is not None:
-        judge = load_judge(
-            options.judge,
-            checkpoint,
-            names,
-            sampler.device,
-            None,
-            option="--judge",
-            guide=options.classifier,
-        )
-    if options.image is not None:
-        image = read_target(options.image, checkpoint, options.resize)[None]
-        strip, direction = counterfactual(
-            editor,
-            image,
-            source,
-            target,
-            steps=options.steps,
-            columns=options.columns,
-            judge=judge,
-        )
-        strips = [strip]
-    else:
-        start = editor.starts(source, options.n)
-        direction = editor.direction(source, target)
-        strips = make_strips(editor, start, direction, columns=options.columns, judge=judge)
-    save_strips(strips, options.out)
-    return f"{summary(strips, names, direction)}\nwrote {options.out}"
+def add_dataset_options(add: Add) -> None:
+    add("--n", type=positive, metavar="N", help=IN_ALL.format(*settings.DATASET))
+    add("--encoding", choices=settings.ENCODINGS, default="raw", help="how they are stored")
+    add("--overwrite", action="store_true", help="replace --out if it exists")
 
 
 def write_dataset(options: Namespace) -> str:
@@ -356,15 +268,57 @@ def write_dataset(options: Namespace) -> str:
     return f"wrote {meta.count} images to {options.out}: {source}"
 
 
+OUTPUTS = {
+    "grid": Output(
+        "draw a grid of samples, with a row for each class",
+        write_grid,
+        add_grid_options,
+        suffixes=(".png", ""),
+    ),
+    "truncation": Output(
+        "draw the same samples at several truncations",
+        write_truncation,
+        add_truncation_table_options,
+        psi=False,
+    ),
+    "mix": Output("draw a table of style mixing", write_mix, add_mix_options),
+    "interpolate": Output(
+        "write a film from sample to sample, .mp4 or .gif",
+        interpolate,
+        add_film_options,
+        suffixes=(".mp4", ".gif"),
+    ),
+    "project": Output(
+        "find the latents whose image is nearest to a given image, in w and in w+",
+        find_image,
+        add_projection_options,
+        noise=False,
+    ),
+    "dataset": Output(
+        "write a packed data set of samples, for train.py",
+        write_dataset,
+        add_dataset_options,
+        suffixes=(".lmdb",),
+    ),
+}
+
+
 def config_from(options: Namespace, config_class: type[C]) -> C:
-    """Return a config whose fields have the values of the options of the same names."""
-    names = {field.name for field in fields(config_class)}
+    """Return a config (a dataclass) whose fields have the values of the options of their names."""
+    names = {field.name for field in fields(config_class)}  # type: ignore[arg-type]
     return config_class(**{name: value for name, value in vars(options).items() if name in names})
 
 
-def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
-    """Return a sampler that follows the options, the checkpoint's content, and its path. Raises
-    UserError.
+def open_sampler(
+    options: Namespace, *, noise_mode: "NoiseMode | None" = None, several: bool = True
+) -> "tuple[Sampler, Checkpoint, Path]":
+    """Return a sampler that follows the options, the checkpoint's content, and its path.
+
+    Args:
+        noise_mode: Replaces `--noise-mode`.
+        several: Accept a generator of images with several labels.
+
+    Raises UserError.
     """
     check_writable(options.out.parent)
     path = resolve_for_people(options.checkpoint, options.which)
@@ -373,9 +327,7 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     from duetgan.utils.distributed.collectives import choose_device
 
     checkpoint = read(path)
-    generator = generator_from(
-        checkpoint, choose_device(options.device), several=options.command != "edit"
-    )
+    generator = generator_from(checkpoint, choose_device(options.device), several=several)
     classes = generator.label_names(checkpoint["classes"])
     max_sets = None if generator.label_sets is None else settings.LABEL_SETS
     sampler = Sampler(
@@ -385,7 +337,7 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
         truncation_psi=options.truncation_psi,
         truncation_cutoff=options.truncation_cutoff,
         truncation_mean=options.truncation_mean,
-        noise_mode="const" if options.command == "project" else options.noise_mode,
+        noise_mode=noise_mode or options.noise_mode,
         numpy_latents=options.latents == "numpy",
         batch_size=options.batch_size,
     )
@@ -399,3 +351,6 @@ def main(argv: list[str]) -> int:
 
     refresh(options.out)
     return 0
+
+
+extras.attach(__name__)

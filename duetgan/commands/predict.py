@@ -5,13 +5,12 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from duetgan.inference.settings import ProjectionConfig
+from duetgan.inference.additions import ADDITIONS
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, positive
 from duetgan.utils.errors import EXIT_OK, EXIT_USER
 from duetgan.utils.text import printable
 
-STEPS = ProjectionConfig().steps
 TABLE_CLASSES = 3  # classes per image in the table
 
 
@@ -61,28 +60,8 @@ def parser() -> Parser:
         metavar="NAME",
         help="layer whose feature maps are used (default: a ResNet's last stage of 4x4 or more)",
     )
-    add(
-        "--counterfactual",
-        type=Path,
-        metavar="DIR",
-        help="write each image as it changes to another class, to show the differences (needs --generator)",
-    )
-    add(
-        "--counterfactual-class",
-        metavar="NAME",
-        help="class to change to (default: the second most probable)",
-    )
-    add(
-        "--generator",
-        metavar="RUN_OR_FILE",
-        help="a GAN with a w space and the same classes, which draws the change",
-    )
-    add(
-        "--steps",
-        type=positive,
-        default=STEPS,
-        help=f"steps of each image's projection (default: {STEPS})",
-    )
+    for addition in ADDITIONS.values():
+        addition.add_options(add)
     return options
 
 
@@ -108,11 +87,21 @@ def main(argv: list[str]) -> int:
     )
     failures = Counter[str]()
     first_failures: dict[str, str] = {}
+
+    def note(answer: predictions.Answer, failure: str, name: str) -> None:
+        if "error" in answer:
+            failures[failure] += 1
+            first_failures.setdefault(failure, name)
+
     quiet = not (options.csv or options.sort_into)  # predictions are printed as they come
     with ExitStack() as stack:
         inputs = Inputs(options.images, stack)
         maps = predictions.gradcam(options, inputs, classes, classifier)
-        strips = predictions.counterfactuals(options, inputs, classes, classifier)
+        additions = {}
+        for kind, addition in ADDITIONS.items():
+            extend = addition.prepare(options, inputs, classes, classifier)
+            if extend is not None:
+                additions[kind] = extend
         top = options.top
         if not top:
             top = TABLE_CLASSES if quiet and not options.json else len(classes)
@@ -131,26 +120,20 @@ def main(argv: list[str]) -> int:
             fast=fast,
         )
         for image, answer in answers:
-            if strips and "error" not in answer:
-                answer["counterfactual"] = strips.draw(
-                    image.name, answer["label"], resize=options.resize
-                )
-            parts = {
-                "could not be read": answer,
-                "have no counterfactual": answer.get("counterfactual", {}),
-            }
-            for failure, part in parts.items():
-                if "error" in part:
-                    failures[failure] += 1
-                    first_failures.setdefault(failure, image.name)
+            note(answer, "could not be read", image.name)
+            for kind, extend in additions.items():
+                if "error" not in answer:
+                    answer[kind] = extend(image.name, answer)
+                    note(answer[kind], ADDITIONS[kind].failure, image.name)
             for sink in sinks:
                 sink(image, answer)
             bar.update()
         count = len(inputs)
     if not quiet:
         print(bar.text(), file=sys.stderr)
-    for folder in filter(None, (options.gradcam, options.counterfactual)):
-        refresh(folder / "maps")
+    for kind in ("gradcam", *additions):
+        if folder := getattr(options, kind):
+            refresh(folder / "maps")
     for path in filter(None, (options.csv, options.errors)):
         print(f"wrote {path}", file=sys.stderr)
     for failure, number in failures.items():

@@ -1,5 +1,5 @@
 """Predictions of a classifier for a user's images, and the outputs of predict.py: lines of text,
-JSON, CSV, images sorted into a folder for each class, Grad-CAM maps and counterfactuals.
+JSON, CSV, images sorted into a folder for each class, and Grad-CAM maps.
 """
 
 import contextlib
@@ -14,29 +14,27 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
 from duetgan.data.values import kind, native
+from duetgan.inference.additions import ADDITIONS, Answer
 from duetgan.inference.inputs import Input, Inputs, Transform
 from duetgan.inference.settings import label_of
-from duetgan.inference.strips import Counterfactuals
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.checkpoint import Checkpoint
-from duetgan.utils.errors import UserError, refuse
+from duetgan.utils.errors import UserError
 from duetgan.utils.files import building, check_writable, write_atomic, writing
 from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, visible
 from duetgan.utils.machine import cores
 from duetgan.utils.text import printable
 
 LONGEST = 180  # bytes of an output file's stem; longer stems are cut
-
-Answer = dict[str, Any]  # a prediction, as a JSON object
 
 
 class Maps(NamedTuple):
@@ -301,17 +299,13 @@ def line(answer: Answer) -> str:
     text = f"{answer['file']}: {text}"
     if "gradcam" in answer:
         text += f" ({answer['gradcam']})"
-    strip = answer.get("counterfactual")
-    if strip and "error" in strip:
-        text += f"; no counterfactual: {strip['error']}"
-    elif strip:
-        prefix = "" if strip["arrived"] else "threshold not reached, at best "
-        text += f"; {prefix}{strip['class']} {strip['probability']:.3f}"
-        text += f", pixels change by {strip['pixel_change']:.3f} ({strip['image']})"
+    for name, addition in ADDITIONS.items():
+        if name in answer:
+            text += addition.text(answer[name])
     return printable(text)
 
 
-# --- Grad-CAM maps and counterfactuals
+# --- Grad-CAM maps
 
 
 def requested_files(
@@ -342,38 +336,3 @@ def gradcam(
         return None
     files, label = requested
     return Maps(iter(files), label, options.gradcam_layer or default_layer(classifier))
-
-
-def counterfactuals(
-    options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
-) -> Counterfactuals | None:
-    """Load the generator for `--counterfactual`, or return None without it. Raises UserError for
-    invalid options and for a generator of other classes.
-    """
-    refuse(
-        (
-            options.counterfactual and options.generator is None,
-            "--counterfactual draws with a generator of the same classes; add --generator RUN",
-        ),
-        (
-            options.counterfactual and classifier.thresholds is not None,
-            "--counterfactual is for one label an image; leave it out",
-        ),
-        (
-            options.counterfactual and not inputs.are_files,
-            "--counterfactual is for image files and folders; unpack the images first",
-        ),
-    )
-    requested = requested_files(options, "counterfactual", "generator", inputs, classes)
-    if not requested:
-        return None
-    files, label = requested
-    return Counterfactuals(
-        options.generator,
-        classifier,
-        classes,
-        dict(zip(inputs.names(), files, strict=True)),
-        target=label,
-        steps=options.steps,
-        batch_size=options.batch_size,
-    )

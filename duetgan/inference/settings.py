@@ -41,18 +41,6 @@ class ProjectionConfig:
     pixel_weight: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class EditConfig:
-    """Settings of the search for a direction between classes, and of the edits along it."""
-
-    space: Literal["w", "z"] | None = None  # None: w if the generator has one, else z
-    samples: int = 100  # samples of each of the two classes to compute a direction from
-    pixel_weight: float = 0.1  # weight of the change of pixels, which a direction avoids
-    keep_weight: float = 0.1  # weight of the change of other classes' logits, avoided too
-    reach: float = 0.5  # probability of the target class that an edit aims at
-    limit: float = 4.0  # the largest step, in units of the samples' spread
-
-
 def check_film(path: Path, *, fps: int) -> None:
     """Raise UserError if the format of the file does not support this frame rate."""
     if path.suffix.lower() == ".gif" and fps > FASTEST_GIF:

@@ -23,13 +23,15 @@ from werkzeug.test import Client
 from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.data.images import encode
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.editing import editor
+from duetgan.extras.editing.config import EditConfig
+from duetgan.extras.editing.editor import Editor
 from duetgan.extras.explorer import models as of_generator
 from duetgan.extras.explorer.app import App, Worker
 from duetgan.extras.explorer.models import open_runs
+from duetgan.extras.influence import command as influence
 from duetgan.extras.studies import command
-from duetgan.inference import influence
-from duetgan.inference.editing import Editor
-from duetgan.inference.settings import EditConfig, ProjectionConfig
+from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.features import extractors
 from duetgan.models.backbones import base
 from duetgan.reporting import pictures
@@ -208,7 +210,7 @@ def main(folder: Path, names: list[str]) -> None:
     base.make, pictures._svg = slim.make, lambda curves, *, log: "<svg></svg>"  # small classifiers, no curves
     extractors.PLACES = ()  # type: ignore[assignment]  # no ResNet-50, wherever its weights lie
     of_generator.SEARCH = ProjectionConfig(steps=3)
-    of_generator.Editor = partial(Editor, config=EditConfig(samples=4))  # type: ignore[misc,assignment]
+    editor.Editor = partial(Editor, config=EditConfig(samples=4))  # type: ignore[misc,assignment]
     device.install()
     snapshots_take_the_cpus_tensors()
     result: dict[str, Any] = {}

@@ -14,7 +14,6 @@ from torch import Tensor
 from duetgan.data.images import encode
 from duetgan.data.opening import dataset_for_model
 from duetgan.data.reading.dataset import Dataset
-from duetgan.inference.editing import Editor, pair_of
 from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
 from duetgan.inference.projection import find
@@ -44,6 +43,7 @@ from duetgan.utils.images import visible
 from duetgan.utils.runlog.run_folder import runs_folder
 
 if TYPE_CHECKING:  # each extra can be deleted, so functions import others
+    from duetgan.extras.editing.editor import Editor
     from duetgan.extras.influence.scores import GradientBatch
 
 Document = dict[str, Any]  # a JSON object
@@ -287,6 +287,8 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
 
     Raises UserError if no direction in the latent space leads from one class to the other.
     """
+    from duetgan.extras.editing.editor import pair_of
+
     classifier, target_class = target
     editor = editor_of(run, classifier)
     start = editor.start(source.sampler(run), [0])
@@ -308,8 +310,10 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
 
 
 @cache
-def editor_of(run: LoadedRun, classifier: LoadedRun) -> Editor:
+def editor_of(run: LoadedRun, classifier: LoadedRun) -> "Editor":
     """Return an editor of a generator's samples by a classifier. It caches latent directions."""
+    from duetgan.extras.editing.editor import Editor
+
     names = classifier.checkpoint["classes"]
     if run.classes:
         require_same_classes(

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.editing.editor import Editor
 from duetgan.extras.explorer import models
 from duetgan.extras.explorer.models import FRAMES, Source, address
 from duetgan.extras.influence.scores import gradient_batches, influence, snapshot
-from duetgan.inference.editing import Editor
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.evaluate_gan import judge_images

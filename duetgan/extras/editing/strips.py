@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
-from duetgan.inference.editing import Direction, Editor
+from duetgan.extras.editing.editor import Direction, Editor
 from duetgan.inference.inputs import Transform
 from duetgan.inference.projection import find
 from duetgan.inference.samples import Sampler, Start, with_styles

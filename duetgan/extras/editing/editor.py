@@ -20,8 +20,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from duetgan.extras.editing.config import EditConfig
 from duetgan.inference.samples import Sampler, Start, truncated_styles, with_styles
-from duetgan.inference.settings import EditConfig, label_of
+from duetgan.inference.settings import label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.classifier import Classifier, fit_images

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from duetgan.inference.editing import Editor, first_reached, gradient_slopes, pixel_rows, steer
+from duetgan.extras.editing.config import EditConfig
+from duetgan.extras.editing.editor import Editor, first_reached, gradient_slopes, pixel_rows, steer
 from duetgan.inference.samples import Sampler, Start
-from duetgan.inference.settings import EditConfig
 from duetgan.models.gan import StyledGenerator
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec

@@ -1,0 +1,126 @@
+"""The subcommand `edit` of generate.py."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from duetgan.commands.generate import (
+    ABOVE_0,
+    OUTPUTS,
+    SEARCH,
+    WEIGHT,
+    Add,
+    Output,
+    config_from,
+    open_sampler,
+)
+from duetgan.extras.editing.config import EditConfig
+from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.config.cli import number, positive
+from duetgan.utils.errors import require_same_classes
+
+EDIT = EditConfig()  # defaults of options
+
+
+def add_options(add: Add) -> None:
+    add(
+        "--classifier",
+        required=True,
+        metavar="RUN_OR_FILE",
+        help="classifier whose prediction is changed",
+    )
+    add("--from", required=True, dest="source", metavar="CLASS", help="class of the images")
+    add(
+        "--to", required=True, dest="target", metavar="CLASS", help="class that they are changed to"
+    )
+    add(
+        "--n",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="number of samples, each with a strip of images",
+    )
+    add("--columns", type=number(int, 2), default=7, metavar="N", help="images per strip")
+    add(
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help="an image to start from instead of samples; it is projected into w+",
+    )
+    add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
+    add("--steps", type=positive, default=SEARCH.steps, help="steps of the projection")
+    text = "a second classifier, which took no part in the edit; its predictions are shown too"
+    add("--judge", metavar="RUN_OR_FILE", help=text)
+    add(
+        "--space",
+        choices=("w", "z"),
+        help="latent space (default: w if the generator has it, else z)",
+    )
+    text = "samples of each of the two classes for the search of a direction"
+    add("--samples", type=number(int, 2), default=EDIT.samples, metavar="N", help=text)
+    for name, noun in (("pixel", "pixels"), ("keep", "other classes")):
+        text = f"weight of changes of {noun} in the loss"
+        add(f"--{name}-weight", type=WEIGHT, default=EDIT.pixel_weight, metavar="X", help=text)
+    add(
+        "--reach",
+        type=number(float, 0, 1, inner=True),
+        default=EDIT.reach,
+        help="probability of the new class at which the edit is complete",
+    )
+    add("--limit", type=ABOVE_0, default=EDIT.limit, help="longest step in the latent space")
+
+
+def edit(options: Namespace) -> str:
+    """Draw images that change from one class to another."""
+    config = config_from(options, EditConfig)
+    sampler, checkpoint, _ = open_sampler(options, several=False)
+    from duetgan.extras.editing.editor import Editor, pair_of
+    from duetgan.extras.editing.strips import counterfactual, make_strips, save_strips, summary
+    from duetgan.inference.inputs import read_target
+    from duetgan.metrics.lineage import load_judge
+    from duetgan.models.restore import classifier_from, read
+
+    guide = read(resolve_for_people(options.classifier))
+    names = guide["classes"]
+    if sampler.generator.classes:
+        require_same_classes(
+            "the generator", checkpoint["classes"], f"the classifier {options.classifier}", names
+        )
+    editor = Editor(sampler, classifier_from(guide, sampler.device), names, config)
+    source, target = pair_of(names, options.source, options.target)
+    judge = None
+    if options.judge is not None:
+        judge = load_judge(
+            options.judge,
+            checkpoint,
+            names,
+            sampler.device,
+            None,
+            option="--judge",
+            guide=options.classifier,
+        )
+    if options.image is not None:
+        image = read_target(options.image, checkpoint, options.resize)[None]
+        strip, direction = counterfactual(
+            editor,
+            image,
+            source,
+            target,
+            steps=options.steps,
+            columns=options.columns,
+            judge=judge,
+        )
+        strips = [strip]
+    else:
+        start = editor.starts(source, options.n)
+        direction = editor.direction(source, target)
+        strips = make_strips(editor, start, direction, columns=options.columns, judge=judge)
+    save_strips(strips, options.out)
+    return f"{summary(strips, names, direction)}\nwrote {options.out}"
+
+
+OUTPUTS["edit"] = Output(
+    "change images from one class of a classifier to another, and as little else as possible",
+    edit,
+    add_options,
+    classes=False,
+)

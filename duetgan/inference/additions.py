@@ -1,0 +1,35 @@
+"""What extras add to the prediction of an image beside its label: the options of predict.py and
+the text. An addition called KIND is requested by `--KIND DIR`, writes files into the folder DIR,
+and is the entry KIND of an answer.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from duetgan.utils import extras
+
+if TYPE_CHECKING:  # imports of torch take seconds, so the options are checked first
+    from duetgan.inference.inputs import Inputs
+    from duetgan.models.classifier import Classifier
+
+Answer = dict[str, Any]  # a prediction, or an addition to it, as a JSON object
+
+
+@dataclass(frozen=True)
+class Addition:
+    """An addition to predictions."""
+
+    add_options: Callable[[Callable[..., object]], None]  # takes a parser's `add_argument`
+    # (options, images, class names, classifier) -> a function that returns the entry for an image
+    # and its answer, with `error` if there is none; None if the options do not request it
+    prepare: Callable[
+        [Namespace, "Inputs", list[str], "Classifier"], Callable[[str, Answer], Answer] | None
+    ]
+    failure: str  # completes "error: 3 of 9 images ..." for entries with an error
+    text: Callable[[Answer], str]  # text of an entry, behind the prediction's line
+
+
+ADDITIONS: dict[str, Addition] = {}
+extras.attach(__name__)
