@@ -1,4 +1,4 @@
-"""What extras add to the prediction of an image beside its label: the options of predict.py and
+"""Entries that extras add to the prediction of an image beside its label: the options of predict.py and
 the text. An addition called KIND is requested by `--KIND DIR`, writes files into the folder DIR,
 and is the entry KIND of an answer.
 """

@@ -14,7 +14,7 @@ from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.restore import classifier_from
 from duetgan.training.classifier.frozen import image_features
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.script import run_cli
+from duetgan.utils.distributed.process import run_cli
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
 
 pytestmark = pytest.mark.usefixtures("slim_module")
