@@ -1,6 +1,7 @@
-"""Entries that extras add to the prediction of an image beside its label: the options of predict.py and
-the text. An addition called KIND is requested by `--KIND DIR`, writes files into the folder DIR,
-and is the entry KIND of an answer.
+"""Entries that extras add to the prediction of an image beside its label.
+
+An addition called KIND is requested by predict.py's option `--KIND DIR`, writes files into the
+folder DIR, and is the entry KIND of an answer.
 """
 
 from argparse import Namespace
