@@ -366,6 +366,32 @@ def test_imports_within_a_wing_point_one_way(wing, room):
     assert wrong == {}
 
 
+# utils/ from the ground up: a module or package may import those of the floors below, and its own
+FLOORS = (
+    {"errors", "text", "seeding", "machine", "extras"},
+    {"files", "image_spec", "distributed"},
+    {"config", "images"},
+    {"checkpoint", "runlog"},
+)
+
+
+def test_utils_has_four_floors_and_eight_leaves():
+    place = PACKAGE / "utils"
+    packages = {path.name for path in place.iterdir() if (path / "__init__.py").exists()}
+    leaves = {path.stem for path in place.glob("*.py")} - {"__init__"}
+    assert packages | leaves == set().union(*FLOORS)
+    assert (len(packages), len(leaves)) == (4, 8)
+    below: set[str] = set()
+    wrong = {}
+    for floor in FLOORS:
+        for name in floor:
+            for path in (place / name).rglob("*.py") if name in packages else [place / f"{name}.py"]:
+                if upward := imported(path.read_text(), "duetgan.utils.") - below - {name}:
+                    wrong[path.name] = upward
+        below |= floor
+    assert wrong == {}
+
+
 def product_files() -> list[Path]:
     """The program's own Python files: neither tests nor benchmarks nor examples."""
     outside = {"tests", "benchmarks", "examples"}

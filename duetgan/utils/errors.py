@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from duetgan.utils.text import listed
-
 EXIT_OK = 0  # exit code 1 is a bug in Duet
 EXIT_USER = 2  # the user's input or environment
 EXIT_SIGNAL = 3  # stopped by a signal, after saving
@@ -96,10 +94,12 @@ def require_same_classes(
     if names == reference_names:
         return
     differences = []
-    if missing := sorted(set(reference_names) - set(names)):
-        differences.append(f"{listed(missing)} missing here")
-    if extra := sorted(set(names) - set(reference_names)):
-        differences.append(f"{listed(extra)} only here")
+    missing = [name for name in reference_names if name not in names]
+    extra = [name for name in names if name not in reference_names]
+    for classes, where in ((missing, "missing here"), (extra, "only here")):
+        if classes:
+            listed = ", ".join(sorted(classes)[:10])
+            differences.append(f"{listed}{', ...' * (len(classes) > 10)} {where}")
     if not differences:
         pairs = zip(names, reference_names, strict=False)
         label = next(i for i, (name, expected) in enumerate(pairs) if name != expected)

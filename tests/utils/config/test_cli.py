@@ -174,7 +174,7 @@ def test_a_document_may_hold_more_than_is_read() -> None:
     document = Document.read({**RIGHT, "mean": [1], "later": object(), "shards": [{"path": "a", "size": 3, "x": 1}]})
     assert (document.count, document.mean, document.seed) == (3, [1.0], 0)
     assert document.shards == [Shard(path="a", size=3)]
-    assert_raises(Unfit, r"^header is .*, but must be a valid dictionary or instance of Document$", Document.read, [], "header")
+    assert_raises(Unfit, r"^header is .*, but must be a valid dictionary or instance", Document.read, [], "header")
     assert_raises(ValueError, r"^count is missing$", Document.read, {})
 
 
