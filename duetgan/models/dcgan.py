@@ -71,9 +71,7 @@ class DcganGenerator(PlainGenerator):
     ) -> None:
         super().__init__()
         self.config = config
-        self.resolution = resolution
-        self.channels = channels
-        self.classes = classes
+        self.set_shape(resolution, channels, classes)
         self.z_dim = config.z_dim
         widths = config.widths(resolution)
         self.embed = nn.Linear(classes, config.z_dim, bias=False) if classes else None
@@ -155,9 +153,7 @@ class DcganDiscriminator(ImageDiscriminator):
     ) -> None:
         super().__init__()
         self.config = config
-        self.resolution = resolution
-        self.channels = channels
-        self.classes = classes
+        self.set_shape(resolution, channels, classes)
         *widths, last = config.widths(resolution)[::-1]
         layers: list[nn.Module] = []
         for inputs, width in pairwise([channels, *widths]):

@@ -2,8 +2,7 @@
 
 A new architecture is one file with subclasses of ImageGenerator and ImageDiscriminator and their
 configurations, and one entry in models/registry.py. A network is built as
-`cls(config, resolution=, channels=, classes=)`; `classes` 0 means unconditional. A discriminator
-that can grow also takes `progressive=`.
+`cls(config, resolution=, channels=, classes=)`; `classes` 0 means unconditional.
 """
 
 import math
@@ -25,8 +24,6 @@ from duetgan.utils.text import set_names
 
 NoiseMode = Literal["random", "const", "none"]
 TruncationMean = Literal["class", "global"]  # the mean that styles are truncated towards
-# Weight (0 to 1) of the newest layers of a growing network: a number or a 0-d tensor.
-Alpha = float | Tensor
 Output = TypeVar("Output")
 
 
@@ -42,8 +39,15 @@ class ImageNetwork(nn.Module):
 
     channels: int
     resolution: int | str
+    classes: int  # number of classes; 0 if the network is unconditional
     # Format of the images that the network was built for, see utils/image_spec.py.
     pixel_format: Mapping[str, Any] | None = None
+
+    def set_shape(self, resolution: int | str, channels: int, classes: int) -> None:
+        """Set the attributes that describe the network's images."""
+        self.resolution = resolution
+        self.channels = channels
+        self.classes = classes
 
     @property
     def spec(self) -> ImageSpec:
@@ -62,13 +66,8 @@ class ImageGenerator(ImageNetwork):
     """
 
     has_styles: ClassVar[bool] = False  # True for StyledGenerator, which maps z to a style w first
-    # True if forward, noise_shapes and the discriminator's hidden (with styles also synthesis and
-    # num_ws_at) accept a stage of progressive growing: `resolution` (shorter side in px) and
-    # `alpha`.
-    can_grow: ClassVar[bool] = False
 
     z_dim: int
-    classes: int
     # Sets of class indices that images have, the most frequent first. None: one class per image.
     label_sets: Sequence[Sequence[int]] | None = None
 
@@ -97,8 +96,8 @@ class ImageGenerator(ImageNetwork):
             row[list(self.label_sets[label])] = 1
         return hot
 
-    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
-        """Return the noise maps' shapes (1, H, W) at a stage of `resolution` px; empty if none."""
+    def noise_shapes(self) -> list[tuple[int, int, int]]:
+        """Return the shape (1, H, W) of the noise map of each layer that takes one."""
         return []
 
     def finished(self, x: Tensor) -> Tensor:
@@ -161,10 +160,6 @@ class StyledGenerator(ImageGenerator):
         super().__init__()
         self._class_styles: dict[str, tuple[Tensor, Tensor]] = {}
         self._weights_version: list[tuple[int, int]] = []
-
-    def num_ws_at(self, resolution: int | None = None) -> int:
-        """Return the number of styles at a stage of `resolution` px (None: the full size)."""
-        return self.num_ws
 
     @torch.no_grad()
     def update_w_avg(self, w_mean: Tensor) -> None:
@@ -251,54 +246,6 @@ class StyledGenerator(ImageGenerator):
         return torch.cat([centre.lerp(ws[:, :cutoff], psi), ws[:, cutoff:]], dim=1)
 
 
-class StageGenerator(ImageGenerator):
-    """A growing generator fixed at one stage, with the interface of any other generator.
-
-    The parameters are shared with `generator`, not copied.
-
-    Args:
-        generator: A generator that can grow.
-        resolution: Shorter side of the stage in px.
-        alpha: Weight of the stage's newest layers.
-        display_size: Shorter side in px to which images are enlarged by repeating pixels, to
-            compare stages; None for no enlargement.
-
-    Raises:
-        ValueError: `resolution` is no stage of the generator.
-    """
-
-    def __init__(
-        self,
-        generator: Any,
-        resolution: int,
-        alpha: Alpha = 1.0,
-        *,
-        display_size: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.generator = generator
-        self.z_dim = generator.z_dim
-        self.classes = generator.classes
-        self.channels = generator.channels
-        self.label_sets = generator.label_sets
-        self.pixel_format = generator.pixel_format
-        self.stage = resolution
-        self.alpha = alpha
-        self.factor = (display_size or resolution) // resolution
-        self.resolution = generator.spec.at(display_size or resolution).resolution
-        self.num_ws = generator.num_ws_at(resolution)
-
-    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
-        return self.generator.noise_shapes(resolution or self.stage)
-
-    def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """Return images of this stage; `options` are noise and truncation arguments."""
-        images = self.generator(z, labels, resolution=self.stage, alpha=self.alpha, **options)
-        if self.factor != 1:
-            images = F.interpolate(images, scale_factor=self.factor)
-        return images
-
-
 class ImageDiscriminator(ImageNetwork):
     """Base class of discriminators: images and labels -> logits [N] in the parameters' precision.
 
@@ -318,7 +265,6 @@ class ImageDiscriminator(ImageNetwork):
     # None, or a module: the last hidden activations [N, H] -> class logits [N, classes]
     auxiliary: Any
     config: Any
-    classes: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,12 +275,9 @@ class ImageDiscriminator(ImageNetwork):
         output: Any = self.output
         self.auxiliary = type(output)(output.weight.shape[1], self.classes)
 
-    def features(self, images: Tensor, *stage: Alpha, **named: Alpha) -> Tensor:
-        """Return the features [N, F] of images, which do not depend on labels.
-
-        The remaining arguments, a stage of progressive growing, go to `hidden`.
-        """
-        hidden = self.hidden(images, *stage, **named)
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features [N, F] of images, which do not depend on labels."""
+        hidden = self.hidden(images)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.output(hidden)
 
@@ -357,14 +300,12 @@ class ImageDiscriminator(ImageNetwork):
 
     def check_shape(self, images: Tensor) -> None:
         """Raise ValueError if images have another shape than the network's."""
-        shape = tuple(images.shape[1:])
+        shape = tuple(map(int, images.shape[1:]))  # tensors while a graph is traced
         if shape != self.spec.shape:
             raise ValueError(f"images of shape {shape} for a discriminator of {self.spec.shape}")
 
-    def forward(
-        self, images: Tensor, labels: Tensor | None = None, *stage: Alpha, **named: Alpha
-    ) -> Tensor:
-        return self.project(self.features(images, *stage, **named), labels)
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.project(self.features(images), labels)
 
     def after_update(self) -> None:
         """Adjust the network after an update of its parameters, which are equal on all ranks."""

@@ -249,9 +249,7 @@ class R3Generator(PlainGenerator):
     ) -> None:
         super().__init__()
         self.config = config
-        self.resolution = resolution
-        self.channels = channels
-        self.classes = classes
+        self.set_shape(resolution, channels, classes)
         self.z_dim = config.z_dim
         stages = _Stages(config, resolution, "up")
         self.embed = Linear(classes, config.embed_dim) if classes else None
@@ -276,9 +274,7 @@ class R3Discriminator(ImageDiscriminator):
     ) -> None:
         super().__init__()
         self.config = config
-        self.resolution = resolution
-        self.channels = channels
-        self.classes = classes
+        self.set_shape(resolution, channels, classes)
         stages = _Stages(config, resolution, "down")
         dim = self.embed_dim = config.embed_dim or stages.last
         self.from_rgb = Convolution(channels, stages.first, 1)

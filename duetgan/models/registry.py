@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from duetgan.models import dcgan, r3gan, stylegan2
+from duetgan.models import dcgan, growing, r3gan, stylegan2
 from duetgan.models.backbones import timm, torchvision
 from duetgan.models.backbones.airbench import AIRBENCH
 from duetgan.models.backbones.base import Backbone
@@ -27,31 +27,36 @@ class Architecture:
     discriminator: type[Any]  # an ImageDiscriminator
     # defaults of the training config: section -> key -> value
     recipe: Mapping[str, Tree] = field(default_factory=dict)
+    # classes of networks for progressive growing: section -> class; empty if it cannot grow
+    growing: Mapping[str, type[Any]] = field(default_factory=dict)
 
-    def build(self, section: str, tree: Tree, **shape: Any) -> Any:
+    def build(self, section: str, tree: Tree, growing: bool = False, **shape: Any) -> Any:
         """Build a network from a section of a checkpoint's config.
 
         Args:
             section: "generator" or "discriminator".
             tree: Keys and values of the section.
+            growing: Build the network for progressive growing.
             shape: The checkpoint's `shape`: resolution, channels, classes, pixel_format.
 
         Raises:
             UserError: The section is no valid config.
         """
         config = build(getattr(self, f"{section}_config"), tree, source=f"checkpoint's {section}")
-        return self.network(section, config, **shape)
+        return self.network(section, config, growing=growing, **shape)
 
     def network(
         self,
         section: str,
         config: Config,
         *,
+        growing: bool = False,
         pixel_format: Mapping[str, Any] | None = None,
         **shape: Any,
     ) -> Any:
         """Build the network of a section from its `config`; see `build` for the arguments."""
-        network = getattr(self, section)(config, **shape)
+        network_class = self.growing[section] if growing else getattr(self, section)
+        network = network_class(config, **shape)
         network.pixel_format = pixel_format
         return network
 
@@ -62,6 +67,10 @@ ARCHITECTURES = {
         stylegan2.Generator,
         stylegan2.DiscriminatorConfig,
         stylegan2.Discriminator,
+        growing={
+            "generator": growing.GrowingGenerator,
+            "discriminator": growing.GrowingDiscriminator,
+        },
     ),
     "r3gan": Architecture(
         r3gan.R3GeneratorConfig,

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
+from duetgan.models.gan import ImageDiscriminator, ImageGenerator
+from duetgan.models.growing import StageGenerator
 from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.utils import extras, files
 from duetgan.utils.checkpoint import (
@@ -30,6 +31,7 @@ from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
 
 
 def _restored(
@@ -38,6 +40,8 @@ def _restored(
     part: str,
     device: torch.device | str,
     several: bool = True,
+    *,
+    growing: bool = False,
 ) -> Any:
     """Build a network from a checkpoint and return it, frozen and in evaluation mode.
 
@@ -45,6 +49,7 @@ def _restored(
         section: The section of its config that describes the network, e.g. generator.
         part: The entry of its state with the weights, e.g. generator_ema.
         several: Accept a network for images with several labels.
+        growing: Build the network for progressive growing.
     """
     file = checkpoint.get("file", "the checkpoint")
     task = "classifier" if section == "model" else "gan"
@@ -69,10 +74,8 @@ def _restored(
                 classifier.add_thresholds()
             return classifier
         architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
-        if "from_rgbs" in modules:
-            network = architecture.build(section, config, **shape, progressive=True)
-        else:
-            network = architecture.build(section, config, **shape)
+        grows = growing or "from_rgbs" in modules
+        network = architecture.build(section, config, growing=grows, **shape)
         if "auxiliary" in modules:
             network.add_auxiliary()
         return network
@@ -102,17 +105,24 @@ def generator_from(
         UserError: The checkpoint is not of a GAN, its architecture is not in the registry, or its
             images have several labels and `several` is False.
     """
-    model = _restored(checkpoint, "generator", "generator_ema", device, several)
+    stage = checkpoint.get("stage")
+    is_complete = stage is None or tuple(stage) == (
+        ImageSpec.of(1, checkpoint["shape"]["resolution"]).side,
+        1.0,
+    )
+    model = _restored(
+        checkpoint, "generator", "generator_ema", device, several, growing=not is_complete
+    )
     model.label_sets = checkpoint.get("sets")
-    full = model.spec.side
-    side, alpha = checkpoint.get("stage", [full, 1.0])
-    if (side, alpha) == (full, 1.0):
+    if is_complete:
         return model
-    stage = f"{checkpoint.get('file', 'the checkpoint')}: stage [{side}, {alpha}]"
+    name = f"{checkpoint.get('file', 'the checkpoint')}: stage {stage}"
     with explained(
-        FAULTS, lambda error: f"{stage} is none of its network ({error}); use another checkpoint"
+        FAULTS, lambda error: f"{name} is none of its network ({error}); use another checkpoint"
     ):
-        return StageGenerator(model, side, alpha, display_size=full).eval()
+        side, alpha = stage or ()
+        model.enter(side, alpha)
+    return StageGenerator(model).eval()
 
 
 def discriminator_from(

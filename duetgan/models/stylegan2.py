@@ -1,23 +1,21 @@
 """StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637),
 without custom CUDA.
 
-The formulas are those of the papers; the layers are in `models/layers/stylegan2.py`. Both networks
-can run at a smaller stage of progressive growing (1812.04948): then only the blocks up to that
-resolution run, and `alpha` fades in the newest.
+The formulas are those of the papers. The modulated convolution is the training form: the style
+scales the activations, one convolution for all samples follows, and the demodulation coefficient
+scales its output. Each block chooses its precision under fp16 autocast (`models/layers/fp16.py`).
 """
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
 from duetgan.models.gan import (
-    Alpha,
     ImageDiscriminator,
     NoiseMode,
     StyledGenerator,
@@ -26,36 +24,40 @@ from duetgan.models.gan import (
     run,
     sizes_up_to,
 )
-from duetgan.models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
+from duetgan.models.layers import (
+    ACTIVATION_GAIN,
+    EqualizedConv2d,
+    EqualizedLinear,
+    blur_fir,
+    compute_dtype,
+    normalize_second_moment,
+    pointwise,
+    scaled_activation,
+    upsample_fir,
+)
+from duetgan.models.layers.convolution import Geometry, convolve
+from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, clamped, normalised_for_fp16
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
-    Fp16Plan,
+    FromRGB,
     MappingNetwork,
-    StyledLayer,
-    SynthesisBlock,
-    clamped,
-    is_one,
     minibatch_std,
 )
-from duetgan.utils.config.model import Config, Decay, NonNegativeInt, PositiveFloat, PositiveInt
+from duetgan.utils.config.model import Decay, PositiveFloat, PositiveInt
 
 
-class SizeConfig(Config):
+class SizeConfig(Fp16Config):
     """Options of both networks: width, precision and memory."""
 
     # channels at a resolution: min(channel_base / resolution, channel_max)
     channel_base: PositiveInt = 16384
     channel_max: PositiveInt = 512  # maximum number of channels
-    # precision fp16: number of the largest resolutions (8 px and up) that run in fp16; the others
-    # run in fp32
-    fp16_resolutions: NonNegativeInt = 4
-    # precision fp16: convolutions' outputs are clamped to +- this value, times sqrt(0.5) on
-    # residual branches; null: no clamp
-    conv_clamp: PositiveFloat | None = 256.0
-    # apply conv_clamp in every precision, for converted networks that were trained with it
-    clamp_always: bool = False
     # recompute activations in the backward pass: less memory, more time
     activation_checkpointing: bool = False
+
+    def widths(self, sizes: Sequence[int]) -> list[int]:
+        """Return the number of channels at resolutions in px."""
+        return [channels_at(size, self.channel_base, self.channel_max) for size in sizes]
 
 
 class GeneratorConfig(SizeConfig):
@@ -95,133 +97,253 @@ def channels_at(resolution: int, base: int, maximum: int) -> int:
     return max(1, min(base // floor_to_two(resolution), maximum))
 
 
-def _blocks_at(stage: int, resolution: int | str) -> int:
-    """Return the number of blocks that run at a stage of `stage` px.
+# --- the generator
 
-    Raises ValueError if `stage` is none of `sizes_up_to(resolution)`.
+
+class ModulatedConv2d(nn.Module):
+    """Style-modulated convolution in the form for training.
+
+    x [N, I, H, W], w [N, w_dim] -> [N, O, H, W], or [N, O, 2H, 2W] with `upsample`. The affine
+    layer (bias 1 at the start) gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2)
+    + 1e-8). `demodulate=False` (ToRGB) omits the second factor and scales the style by
+    1/sqrt(fan_in).
     """
-    sizes = sizes_up_to(resolution)
-    if stage not in sizes:
-        raise ValueError(
-            f"a network of {resolution} px has no stage of {stage} px; its stages are {sizes}"
-        )
-    return sizes.index(stage) + 1
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        w_dim: int,
+        *,
+        demodulate: bool = True,
+        upsample: bool = False,
+    ) -> None:
+        super().__init__()
+        self.affine = EqualizedLinear(w_dim, in_channels, bias_init=1.0)
+        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, kernel_size, kernel_size))
+        self.weight_gain = 1 / math.sqrt(in_channels * kernel_size**2)
+        self.demodulate = demodulate
+        self.upsample = upsample
+
+    def forward(self, x: Tensor, w: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        """Return the convolution's unscaled output and its scale [N, O, 1, 1], None for 1.
+
+        The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms
+        that style and weight were divided by. Without demodulation `gain` is not used, and fp16's
+        scale has the precision of the parameters.
+        """
+        dtype = compute_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            style = self.affine(w.to(self.weight.dtype))  # [N, I]
+            weight: Tensor = self.weight
+            scale: Tensor | None = None
+            if self.demodulate:
+                # Demodulation cancels the weight's gain, so the gain is not applied.
+                energy = style.square() @ weight.square().sum(dim=(2, 3)).t()  # [N, O]
+                scale = gain * torch.rsqrt(energy + 1e-8 / self.weight_gain**2)
+            if dtype == torch.float16:
+                style, weight, scale = normalised_for_fp16(style, weight, scale, self.weight_gain)
+            elif not self.demodulate:
+                weight = weight * self.weight_gain
+            if scale is not None:
+                scale = (scale.to(dtype) if self.demodulate else scale)[:, :, None, None]
+        if weight.shape[-1] == 1 and not self.upsample:
+            # For few output channels it is cheaper to scale the filters of each sample than the
+            # maps.
+            return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype)), scale
+        x = x.to(dtype) * style.to(dtype)[:, :, None, None]
+        if self.upsample:
+            x = convolve(x, weight.transpose(0, 1), None, Geometry(stride=2, transposed=True))
+            # [N, O, 2H + 1, 2W + 1]
+            x = blur_fir(x, padding=1, gain=4.0)
+        else:
+            x = convolve(x, weight, None, Geometry(padding=weight.shape[-1] // 2))
+        return x, scale
+
+
+class StyledLayer(nn.Module):
+    """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky
+    ReLU, clamp. `size` is the height and width in px, or the side.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, w_dim: int, *size: int, upsample: bool = False
+    ) -> None:
+        super().__init__()
+        self.conv = ModulatedConv2d(in_channels, out_channels, 3, w_dim, upsample=upsample)
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+        self.noise_strength = nn.Parameter(torch.zeros([]))
+        self.noise_const = nn.Buffer(torch.randn(1, 1, size[0], size[-1]))
+
+    def forward(
+        self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: float | None = None
+    ) -> Tensor:
+        x, scale = self.conv(x, w, ACTIVATION_GAIN)
+        bias = (self.bias * ACTIVATION_GAIN).to(x.dtype)[None, :, None, None]
+        if noise is not None:
+            noise = (noise * (self.noise_strength * ACTIVATION_GAIN)).to(x.dtype)
+        return clamped(scaled_activation(x, scale, bias, noise), clamp)
+
+
+class ToRGB(nn.Module):
+    """1x1 modulated convolution without demodulation, [N, C, H, W] -> [N, channels, H, W].
+
+    The output has the precision of the parameters.
+    """
+
+    def __init__(self, in_channels: int, channels: int, w_dim: int) -> None:
+        super().__init__()
+        self.conv = ModulatedConv2d(in_channels, channels, 1, w_dim, demodulate=False)
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor, w: Tensor, clamp: float | None = None) -> Tensor:
+        rgb, scale = self.conv(x, w)
+        rgb, bias = rgb.to(self.bias.dtype), self.bias[None, :, None, None]
+        if scale is None:
+            return clamped(rgb + bias, clamp)
+        return clamped(torch.addcmul(bias, rgb, scale), clamp)
+
+
+class SynthesisBlock(nn.Module):
+    """One resolution: an upsampling layer (absent if `is_first`), a layer, and ToRGB, whose output
+    is added to the upsampled image of the previous resolutions.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        w_dim: int,
+        size: tuple[int, int],
+        channels: int,
+        precision: LayerPrecision,
+        *,
+        is_first: bool,
+    ) -> None:
+        super().__init__()
+        self.precision = precision
+        self.first = None
+        if not is_first:
+            self.first = StyledLayer(in_channels, out_channels, w_dim, *size, upsample=True)
+        self.second = StyledLayer(out_channels, out_channels, w_dim, *size)
+        self.to_rgb = ToRGB(out_channels, channels, w_dim)
+
+    @property
+    def layers(self) -> list[StyledLayer]:
+        """The layers of this resolution, in order."""
+        return [layer for layer in (self.first, self.second) if layer is not None]
+
+    def forward(
+        self,
+        x: Tensor,  # [N, in_channels, H / 2, W / 2], or the constant [N, C, H, W]
+        image: Tensor | None,  # [N, channels, H / 2, W / 2], None in the first block
+        ws: Sequence[Tensor],  # [N, w_dim] for each layer and for ToRGB
+        noise: Sequence[Tensor | None],  # [N, 1, H, W] for each layer
+    ) -> tuple[Tensor, Tensor]:
+        return self.precision.call(self._forward, x, image, ws, noise)
+
+    def _forward(
+        self,
+        x: Tensor,
+        image: Tensor | None,
+        ws: Sequence[Tensor],
+        noise: Sequence[Tensor | None],
+        clamp: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        for layer, w, layer_noise in zip(self.layers, ws[:-1], noise, strict=True):
+            x = layer(x, w, layer_noise, clamp)
+        return x, self.add_rgb(image, self.to_rgb(x, ws[-1], clamp))
+
+    def add_rgb(self, image: Tensor | None, rgb: Tensor) -> Tensor:
+        """Return the sum of the previous resolutions' image, upsampled, and this one's."""
+        return rgb if image is None else upsample_fir(image) + rgb
 
 
 class Generator(StyledGenerator):
-    """StyleGAN2's skip generator.
+    """StyleGAN2's skip generator."""
 
-    At a stage of progressive growing `resolution` is the shorter side in px (4, 8, ...; None: the
-    full size), and `alpha` (a number or a 0-d tensor) scales the newest block's contribution to the
-    image: 0 gives the image of the previous stage, upsampled by `upsample_fir`, 1 that of all of
-    this stage's blocks.
-    """
-
-    can_grow = True
+    block_class: ClassVar[type[SynthesisBlock]] = SynthesisBlock
 
     def __init__(
         self, config: GeneratorConfig, *, resolution: int | str, channels: int, classes: int
     ) -> None:
         super().__init__()
         self.config = config
-        self.resolution = resolution
-        self.channels = channels
-        self.classes = classes
+        self.set_shape(resolution, channels, classes)
         self.z_dim = config.z_dim
         self.w_dim = config.w_dim
         self.w_avg_beta = config.w_avg_beta
-        self.fp16 = Fp16Plan(config, self.spec.side)
         self.mapping = MappingNetwork(
             config.z_dim, config.w_dim, classes, config.mapping_layers, config.mapping_lr_multiplier
         )
         sizes = sizes_up_to(resolution)
-        widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
+        widths = config.widths(sizes)
         self.constant = nn.Parameter(torch.randn(1, widths[0], *self.spec.at(sizes[0]).size))
         self.blocks = nn.ModuleList(
-            SynthesisBlock(
+            self.block_class(
                 in_channels,
                 out_channels,
                 config.w_dim,
                 self.spec.at(size).size,
                 channels,
-                first=size == sizes[0],
+                LayerPrecision(config, size, self.spec.side),
+                is_first=size == sizes[0],
             )
             for in_channels, out_channels, size in zip(
                 [widths[0], *widths[:-1]], widths, sizes, strict=True
             )
         )
-        self.num_ws = self.num_ws_at()
+        self.num_ws = 2 * len(sizes)  # one for each layer and one for the last ToRGB
         self.register_buffer("w_avg", torch.zeros(config.w_dim))
 
-    def _blocks(self, resolution: int | None) -> list[SynthesisBlock]:
-        return list(self.blocks[: _blocks_at(resolution or self.spec.side, self.resolution)])  # type: ignore[arg-type]
+    def used_blocks(self) -> Sequence[SynthesisBlock]:
+        """Return the blocks from which images are made, the smallest resolution first."""
+        return list(self.blocks)  # type: ignore[arg-type]
 
-    def num_ws_at(self, resolution: int | None = None) -> int:
-        """Return the number of styles of a stage: one for each layer and one for the last ToRGB."""
-        return 2 * len(self._blocks(resolution))
+    def styled_layers(self) -> list[StyledLayer]:
+        """Return the layers that take noise, from the smallest resolution up."""
+        return [layer for block in self.used_blocks() for layer in block.layers]
 
-    def styled_layers(self, resolution: int | None = None) -> list[StyledLayer]:
-        """Return the layers of a stage that take noise, from the smallest resolution up."""
-        return [layer for block in self._blocks(resolution) for layer in block.layers]
+    def noise_shapes(self) -> list[tuple[int, int, int]]:
+        return [(1, *layer.noise_const.shape[2:]) for layer in self.styled_layers()]
 
-    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
-        """Return (1, H, W) of each noise map of a stage, in the order of `styled_layers`."""
-        return [(1, *layer.noise_const.shape[2:]) for layer in self.styled_layers(resolution)]
-
-    def _noise_maps(
-        self, noise: Sequence[Tensor] | NoiseMode, resolution: int | None
-    ) -> Sequence[Tensor | None]:
-        """Return a noise map, or None, for each layer of a stage."""
-        layers = self.styled_layers(resolution)
-        if noise in ("const", "none"):
-            return [layer.noise_const if noise == "const" else None for layer in layers]
-        if isinstance(noise, str):
-            raise ValueError("pass the noise maps themselves: draws happen outside the model")
-        if len(noise) != len(layers):
-            raise ValueError(
-                f"this stage has {len(layers)} layers that take noise, but {len(noise)} maps were given"
-            )
-        return noise
-
-    def synthesis(
-        self,
-        ws: Tensor,
-        noise: Sequence[Tensor] | NoiseMode,
-        *,
-        resolution: int | None = None,
-        alpha: Alpha = 1.0,
-    ) -> Tensor:
+    def synthesis(self, ws: Tensor, noise: Sequence[Tensor] | NoiseMode) -> Tensor:
         """Return images [N, channels, H, W] for styles.
 
         Args:
-            ws: [N, num_ws_at(resolution) or more, w_dim]; additional styles are ignored.
-            noise: One [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const"
-                (stored maps) or "none".
-            resolution: Shorter side of the stage in px; None for the full size.
-            alpha: Weight of the stage's newest block.
+            ws: [N, num_ws or more, w_dim]; additional styles are ignored.
+            noise: One [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes`), "const" (stored maps)
+                or "none".
         """
-        blocks = self._blocks(resolution)
-        maps = self._noise_maps(noise, resolution)
-        if ws.shape[1] < 2 * len(blocks):
-            raise ValueError(
-                f"this stage takes {2 * len(blocks)} styles, but {ws.shape[1]} were given"
-            )
+        maps = self._noise_maps(noise)
         x = self.constant.expand(ws.shape[0], -1, -1, -1)
-        image = None
-        index = 0
-        clamp = self.fp16.clamp(x)
-        for number, block in enumerate(blocks):
-            stop = index + len(block.layers)
-            fade = alpha if number == len(blocks) - 1 else 1.0
-            styles = ws[:, index : stop + 1].unbind(1)
-            size = self.spec.side >> len(self.blocks) - 1 - number
-            arguments = (size, block, x, image, styles, maps[index:stop], clamp, fade)
+        image: Tensor | None = None
+        layer = 0
+        for block in self.used_blocks():
+            stop = layer + len(block.layers)
+            styles = ws[:, layer : stop + 1].unbind(1)
             x, image = run(
-                self.fp16.call, *arguments, recompute=self.config.activation_checkpointing
+                block,
+                x,
+                image,
+                styles,
+                maps[layer:stop],
+                recompute=self.config.activation_checkpointing,
             )
-            index = stop
+            layer = stop
         assert image is not None
         return self.finished(image)
+
+    def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> Sequence[Tensor | None]:
+        """Return a noise map, or None, for each layer."""
+        if noise == "random":
+            raise ValueError("pass the noise maps themselves: draws happen outside the model")
+        if noise == "none":
+            return [None] * self.num_ws
+        if noise == "const":
+            return [layer.noise_const for layer in self.styled_layers()]
+        return noise
 
     def forward(
         self,
@@ -232,52 +354,41 @@ class Generator(StyledGenerator):
         truncation_psi: float = 1.0,
         truncation_cutoff: int | None = None,
         truncation_mean: TruncationMean = "class",
-        resolution: int | None = None,
-        alpha: Alpha = 1.0,
     ) -> Tensor:
-        ws = self.mapping(z, labels if self.classes else None)[:, None].expand(
-            -1, self.num_ws_at(resolution), -1
-        )
+        w = self.mapping(z, labels if self.classes else None)
         ws = self.truncate(
-            ws, truncation_psi, truncation_cutoff, labels=labels, mean=truncation_mean
+            w[:, None].expand(-1, self.num_ws, -1),
+            truncation_psi,
+            truncation_cutoff,
+            labels=labels,
+            mean=truncation_mean,
         )
-        return self.synthesis(ws, noise, resolution=resolution, alpha=alpha)
+        return self.synthesis(ws, noise)
+
+
+# --- the discriminator
 
 
 class Discriminator(ImageDiscriminator):
     """StyleGAN2's discriminator; a conditional one gives <features, mapped label> / sqrt(dim).
 
-    The last block (minibatch std, convolution, fully connected) and the output run without
+    The last layers (minibatch std, convolution, fully connected) and the output run without
     autocast.
-
-    `progressive` adds a from_rgb for each smaller resolution. Then the shorter side of images may
-    be 4, 8, ... px up to the full size; it selects the stage of progressive growing. `alpha` (a
-    number or a 0-d tensor) fades in the stage's newest block: 0 applies the previous stage to the
-    images' 2x2 means (as in a packed pyramid), 1 all of this stage's blocks to the images. It has
-    no effect at 4 px.
     """
 
     def __init__(
-        self,
-        config: DiscriminatorConfig,
-        *,
-        resolution: int | str,
-        channels: int,
-        classes: int,
-        progressive: bool = False,
+        self, config: DiscriminatorConfig, *, resolution: int | str, channels: int, classes: int
     ) -> None:
         super().__init__()
         self.config = config
-        self.resolution = resolution
-        self.channels = channels
-        self.classes = classes
-        self.fp16 = Fp16Plan(config, self.spec.side)
+        self.set_shape(resolution, channels, classes)
         sizes = sizes_up_to(resolution)[::-1]
-        widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
-        self.from_rgb = EqualizedConv2d(channels, widths[0], 1)
+        widths = config.widths(sizes)
+        precisions = [LayerPrecision(config, size, self.spec.side) for size in sizes[:-1]]
+        self.from_rgb = FromRGB(channels, widths[0], precisions[0])
         self.blocks = nn.ModuleList(
-            DiscriminatorBlock(a, b, residual=config.architecture == "residual")
-            for a, b in pairwise(widths)
+            DiscriminatorBlock(a, b, precision, residual=config.architecture == "residual")
+            for (a, b), precision in zip(pairwise(widths), precisions, strict=True)
         )
         last = self.trunk_width = widths[-1]
         self.last_conv = EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
@@ -290,56 +401,29 @@ class Discriminator(ImageDiscriminator):
         self.label_mapping = nn.Sequential(
             *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
         )
-        # height and width of the images that it accepts
-        self.sizes = {self.spec.at(side).size for side in sizes[: None if progressive else 1]}
-        if progressive:
-            pairs = zip(sizes[1:], widths[1:], strict=True)
-            self.from_rgbs = nn.ModuleDict(
-                {str(size): EqualizedConv2d(channels, width, 1) for size, width in pairs}
-            )
 
     def trunk(self) -> dict[str, nn.Module]:
         return {"stem": self.from_rgb} | {
             f"stage{n}": block for n, block in enumerate(self.blocks, 1)
         }
 
-    def _entry(self, images: Tensor, clamp: float | None) -> Tensor:
-        side = min(images.shape[2:])
-        return clamped(
-            (self.from_rgb if side == self.spec.side else self.from_rgbs[str(side)])(images), clamp
-        )
-
-    def _segment(self, x: Tensor, index: int, entering: bool, clamp: float | None) -> Tensor:
-        """Apply from_rgb if `entering`, then block `index` if there is one."""
-        if entering:
-            x = self._entry(x, clamp)
-        if index < len(self.blocks):
-            x = self.blocks[index](x, clamp)
-        return x
-
-    def hidden(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
+    def hidden(self, images: Tensor) -> Tensor:
         """Return the last hidden activations [N, F] in the parameters' precision.
 
         F is the number of channels of the smallest maps.
         """
-        height, width = map(int, images.shape[2:])  # tensors while a graph is traced
-        full, side = self.spec.side, min(height, width)
-        if (height, width) not in self.sizes:
-            raise ValueError(
-                f"images of {width}x{height} for a discriminator of {self.resolution} px; those of "
-                "a smaller stage need progressive=True"
-            )
-        # index of the first block of the images' stage
-        start = len(self.blocks) + 1 - _blocks_at(side, self.resolution)
-        clamp = self.fp16.clamp(images)
-        x = images
-        for index in range(start, max(start + 1, len(self.blocks))):
-            arguments = (full >> index, self._segment, x, index, index == start, clamp)
-            x = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
-            if index == start < len(self.blocks) and not is_one(alpha):
-                previous = self.fp16.call(side // 2, self._entry, F.avg_pool2d(images, 2), clamp)
-                weight = alpha.to(previous.dtype) if isinstance(alpha, Tensor) else alpha
-                x = torch.lerp(previous, x.to(previous.dtype), weight)
+        self.check_shape(images)
+        recompute = self.config.activation_checkpointing
+        first, *blocks = self.blocks
+        # Recomputed together, so that the largest maps are not kept.
+        x = run(lambda images: first(self.from_rgb(images)), images, recompute=recompute)
+        for block in blocks:
+            x = run(block, x, recompute=recompute)
+        return self.last_layers(x)
+
+    def last_layers(self, x: Tensor) -> Tensor:
+        """Return the hidden activations [N, F] from the smallest maps [N, F, h, w]."""
+        clamp = self.from_rgb.precision.clamp(x)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.last_conv.weight.dtype)
             group = self.config.minibatch_std_group

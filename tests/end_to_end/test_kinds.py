@@ -30,8 +30,8 @@ from duetgan.models.gan import generate
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.models.restore import generator_from
 from duetgan.models.weights import fit_first
-from duetgan.training.gan import ada_operations as ops
 from duetgan.training.gan.ada import Ada, AdaConfig
+from duetgan.training.gan.ada import operations as ops
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import RANGES, ImageSpec
 from duetgan.utils.images import DARK, LIGHT, grid, save_image, visible

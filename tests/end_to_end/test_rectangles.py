@@ -24,9 +24,10 @@ from duetgan.data.records import pack_arrays
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import generate as draw_samples
 from duetgan.models.gan import sizes_up_to
+from duetgan.models.growing import StageGenerator
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.gan.ada import Ada, AdaConfig
-from duetgan.training.gan.ada_operations import DRAWS
+from duetgan.training.gan.ada.operations import DRAWS
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
@@ -118,11 +119,12 @@ def test_one_step_of_each_network(start, doublings, name, channels):
 
 def test_samples_of_a_growing_rectangle_are_those_of_its_stage():
     generator = ARCHITECTURES["stylegan2"].build(
-        "generator", SMALL["stylegan2"][0], resolution="24x16", channels=1, classes=0
+        "generator", SMALL["stylegan2"][0], growing=True, resolution="24x16", channels=1, classes=0
     )
-    assert generator.noise_shapes(8) == [(1, 4, 6), (1, 8, 12), (1, 8, 12)]
-    assert generator(torch.randn(2, 4), resolution=8).shape == (2, 1, 8, 12)
-    assert draw_samples(generator, labels=None, indices=range(3), seed=0).shape == (3, 1, 16, 24)
+    generator.enter(8, 1.0)
+    assert generator.noise_shapes() == [(1, 4, 6), (1, 8, 12), (1, 8, 12)]
+    assert generator(torch.randn(2, 4)).shape == (2, 1, 8, 12)
+    assert draw_samples(StageGenerator(generator), labels=None, indices=range(3), seed=0).shape == (3, 1, 16, 24)
 
 
 @settings(max_examples=15, deadline=None)

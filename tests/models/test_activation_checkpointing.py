@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.models.growing import GrowingDiscriminator, GrowingGenerator
 from duetgan.models.layers.convolution import penalised
 from tests.models import test_discriminator, test_generator
 from tests.models.helpers import draw, gradients, kept_bytes, same
@@ -20,14 +21,14 @@ def precision(dtype):
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
-def build_generator(checkpoint):
-    sizes: dict[str, Any] = {"z_dim": 4, "w_dim": 4, **SIZES}
+def build_generator(checkpoint, **more):
+    sizes: dict[str, Any] = {"z_dim": 4, "w_dim": 4, **SIZES, **more}
     return test_generator.build(32, 3, 3, activation_checkpointing=checkpoint, **sizes).float()
 
 
-def build_discriminator(checkpoint, architecture="residual", progressive=False):
-    more: dict[str, Any] = {"activation_checkpointing": checkpoint, "architecture": architecture, **SIZES}
-    return test_discriminator.build(32, 3, 3, progressive=progressive, **more).float()
+def build_discriminator(checkpoint, architecture="residual", **more):
+    sizes: dict[str, Any] = {"activation_checkpointing": checkpoint, "architecture": architecture, **SIZES, **more}
+    return test_discriminator.build(32, 3, 3, **sizes).float()
 
 
 def same_bits(both, least):
@@ -39,12 +40,14 @@ def same_bits(both, least):
 
 
 def run_generator(checkpoint, dtype, *, path_length, stage):
-    generator = build_generator(checkpoint)
-    maps = [draw(4, *shape, key=f"{shape}").float() for shape in generator.noise_shapes(stage.get("resolution"))]
+    generator = build_generator(checkpoint, **({"kind": GrowingGenerator} if stage else {}))
+    if stage:
+        generator.enter(*stage)
+    maps = [draw(4, *shape, key=f"{shape}").float() for shape in generator.noise_shapes()]
     with precision(dtype):
         w = generator.mapping(draw(4, 4, key="z").float(), LABELS)
         ws = w[:, None].repeat(1, generator.num_ws, 1)
-        images = generator.synthesis(ws, maps, **stage)
+        images = generator.synthesis(ws, maps)
     loss = images.square().mean()
     if path_length:
         noise = draw(*images.shape, key="path").float() / images.shape[-1]
@@ -56,16 +59,18 @@ def run_generator(checkpoint, dtype, *, path_length, stage):
 
 @pytest.mark.parametrize("dtype", CONTEXTS)
 @pytest.mark.parametrize("path_length", [False, True])
-@pytest.mark.parametrize("stage", [{}, {"resolution": 16, "alpha": torch.tensor(0.3)}])
+@pytest.mark.parametrize("stage", [(), (16, torch.tensor(0.3))])
 def test_a_generator_is_the_same_to_the_bit(dtype, path_length, stage):
     same_bits([run_generator(again, dtype, path_length=path_length, stage=stage) for again in (False, True)], 25)
 
 
 def run_discriminator(checkpoint, dtype, *, architecture, penalty, alpha):
-    network = build_discriminator(checkpoint, architecture, progressive=alpha is not None)
+    network = build_discriminator(checkpoint, architecture, **({} if alpha is None else {"kind": GrowingDiscriminator}))
+    if alpha is not None:
+        network.enter(16, alpha)
     images = draw(4, 3, 16 if alpha is not None else 32, 16 if alpha is not None else 32).float().requires_grad_()
     with precision(dtype):
-        logits = network(images, LABELS, **({} if alpha is None else {"alpha": alpha}))
+        logits = network(images, LABELS)
     loss = torch.nn.functional.softplus(-logits).mean()
     if penalty:
         (slopes,) = torch.autograd.grad(logits.sum(), images, create_graph=True)

@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, minibatch_std
+from duetgan.models.layers.stylegan2 import minibatch_std
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig
 from duetgan.utils.seeding import forked
 from tests.models import reference
 from tests.models.helpers import close, draw, randomised
@@ -11,12 +12,12 @@ from tests.models.helpers import close, draw, randomised
 TINY: dict[str, Any] = {"channel_base": 64, "channel_max": 5, "minibatch_std_group": 2}
 
 
-def build(resolution=8, channels=1, classes=0, *, progressive=False, **more):
+def build(resolution=8, channels=1, classes=0, *, kind=Discriminator, **more):
     """A discriminator in float64 whose parameters are all away from their start."""
     shape = {"resolution": resolution, "channels": channels, "classes": classes}
     with forked(0, "init", "test discriminator"):
         config = DiscriminatorConfig(**{**TINY, **more})
-        return randomised(Discriminator(config, **shape, progressive=progressive))
+        return randomised(kind(config, **shape))
 
 
 def test_minibatch_std_over_samples_apart_and_what_does_not_fit():
@@ -27,7 +28,7 @@ def test_minibatch_std_over_samples_apart_and_what_does_not_fit():
     torch.testing.assert_close(other(x)[order], one(x[order]), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(other(x), one(x))
     for height, width in ((4, 4), (16, 16), (8, 4), (4, 8)):
-        with pytest.raises(ValueError, match=f"images of {width}x{height} for a discriminator of 8 px"):
+        with pytest.raises(ValueError, match=rf"images of shape \(1, {height}, {width}\) for a discriminator of \(1, 8, 8\)"):
             build()(draw(2, 1, height, width))
     for count, group in ((3, 2), (2, 4), (6, 4)):
         with pytest.raises(ValueError, match=f"a batch of {count} does not hold whole groups of {group}"):

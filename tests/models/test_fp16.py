@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.models.layers.stylegan2 import DiscriminatorBlock, ModulatedConv2d, StyledLayer, ToRGB
+from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision
+from duetgan.models.layers.stylegan2 import DiscriminatorBlock
 from tests.models import test_discriminator, test_generator
 from tests.models.helpers import draw, randomised
 
@@ -101,7 +102,7 @@ def test_nothing_is_normalised_without_fp16(monkeypatch, dtype):
     def refuse(*_):
         raise AssertionError("normalised")
 
-    monkeypatch.setattr(ModulatedConv2d, "_normalised", refuse)
+    monkeypatch.setattr("duetgan.models.stylegan2.normalised_for_fp16", refuse)
     generator = build_generator().to(FP32 if dtype == BF16 else dtype)
     with torch.autocast("cpu", dtype=BF16, enabled=dtype == BF16):
         generator(draw(1, 8).to(generator.constant.dtype))
@@ -170,14 +171,16 @@ def test_a_large_style_that_meets_only_zeros_gives_no_nan():
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_p3_the_discriminators_convolutions_are_clamped_with_their_gain_and_the_skip_is_not(residual):
-    block = randomised(DiscriminatorBlock(3, 3, residual=residual))
+    config = Fp16Config(conv_clamp=2.0, clamp_always=True)
+    block = randomised(DiscriminatorBlock(3, 3, LayerPrecision(config, 8, 8), residual=residual))
     x, limit, gain = 5 * draw(2, 3, 8, 8), 2.0, math.sqrt(0.5) if residual else 1.0
     y = block.second(block.first(x).clamp(-limit, limit)).clamp(-limit * gain, limit * gain)
     if block.skip is not None:
         skip = block.skip(x)
         assert skip.abs().max() > limit * gain
         y = y + skip
-    torch.testing.assert_close(block(x, limit), y, rtol=0, atol=0)
+    torch.testing.assert_close(block(x), y, rtol=0, atol=0)
+    config.clamp_always = False
     assert not torch.allclose(block(x), y)
 
 

@@ -23,11 +23,11 @@ TINY: dict[str, Any] = {"z_dim": 5, "w_dim": 6, "mapping_layers": 2, "channel_ba
 FORMS = [(8, 1, 0), (16, 3, 3), (32, 1, 4)]  # resolution, channels, classes
 
 
-def build(resolution=8, channels=1, classes=0, **more):
+def build(resolution=8, channels=1, classes=0, *, kind=Generator, **more):
     """A generator in float64 whose parameters are all away from their start, and a w_avg that is not zero."""
     with forked(0, "init", "test generator"):
         config = GeneratorConfig(**(TINY | more))
-        generator = Generator(config, resolution=resolution, channels=channels, classes=classes)
+        generator = kind(config, resolution=resolution, channels=channels, classes=classes)
     generator = randomised(generator)
     generator.w_avg.copy_(draw(generator.w_dim, key="w_avg"))
     return generator

@@ -19,7 +19,7 @@ from duetgan.models.layers import (
     scaled_activation,
     upsample_fir,
 )
-from duetgan.models.layers.stylegan2 import ModulatedConv2d, StyledLayer
+from duetgan.models.stylegan2 import ModulatedConv2d, StyledLayer
 from duetgan.utils.seeding import forked, generator
 from tests.models import reference
 from tests.models.helpers import close, draw, randomised, same

@@ -18,7 +18,7 @@ from duetgan.data.augment.transforms import Augment, draw_and_apply
 from duetgan.models.classifier import fit_images
 from duetgan.models.layers import upsample_fir
 from duetgan.training.gan.ada import Ada, AdaConfig
-from duetgan.training.gan.context import GanDraws
+from duetgan.training.gan.draws import GanDraws
 from tests.oracle.optimizer import Optimizer, half_cosine, in_updates
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -150,22 +150,21 @@ class GanReference:
     def sample(self, step: int, phase: str, count: int, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         """Samples, their labels, their ws and the first style's w (of a generator without styles: z)."""
         stage, styled = self.stage(step), self.g.has_styles
-        layers = self.g.num_ws_at(stage.side) if styled else 0
+        layers = self.g.num_ws if styled else 0
         mixing = self.loss["style_mixing"] if styled else 0.0
         drawn = self.draws.latents(step, phase, count, self.g.z_dim, mixing=mixing, num_ws=layers)
-        noise = self.draws.noise(step, phase, count, self.g.noise_shapes(stage.side))
+        noise = self.draws.noise(step, phase, count, self.g.noise_shapes())
         labels = drawn.labels if labels is None else labels
         asked = self.asked(labels) if self.g.classes else None
-        grown = {"resolution": stage.side, "alpha": stage.alpha} if self.g.can_grow else {}
         if not styled:
-            return self.g(drawn.z, asked, noise=noise, **grown), labels, drawn.z, drawn.z
+            return self.g(drawn.z, asked, noise=noise), labels, drawn.z, drawn.z
         w = self.g.mapping(drawn.z, asked)
         ws = [w] * layers
         if drawn.z_mixed is not None and drawn.crossover is not None:  # the second style from that layer on
             other = self.g.mapping(drawn.z_mixed, asked)
             ws = [torch.where((layer < drawn.crossover)[:, None], w, other) for layer in range(layers)]
         stacked = torch.stack(ws, 1)
-        return self.g.synthesis(stacked, noise, **grown), labels, stacked, w
+        return self.g.synthesis(stacked, noise), labels, stacked, w
 
     def hidden(self, images: Tensor, step: int, key: str) -> Tensor:
         """The discriminator's last hidden activations of augmented images."""
@@ -175,7 +174,7 @@ class GanReference:
             images = self.ada.apply(
                 images, self.ada.draw(step, key, images.shape[2:], len(images)), slice(0, len(images))
             )
-        return self.d.hidden(images, alpha=stage.alpha) if self.g.can_grow else self.d.hidden(images)
+        return self.d.hidden(images)
 
     def logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return self.d.project(self.d.output(hidden), self.asked(labels))
@@ -203,6 +202,9 @@ class GanReference:
         """The generator's update, its averages, the discriminator's update, and ADA's."""
         loss, stage = self.loss, self.stage(step)
         self.metrics = {}
+        if self.tree["progressive"]["start"]:
+            for network in (self.g, self.d, self.average):
+                network.enter(stage.side, stage.alpha)
         if stage.begins and self.tree["progressive"]["reset_optimizer"]:
             self.g_optimizer.reset()
             self.d_optimizer.reset()

@@ -210,19 +210,18 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
 
     def evaluate(generator: Any, dataset: Any, **how: Any) -> dict[str, Any]:
         z, labels = torch.ones(2, 8), torch.tensor([0, 2])
-        noise = [torch.zeros(2, *shape) for shape in task.generator.noise_shapes(16)]
+        noise = [torch.zeros(2, *shape) for shape in task.generator.noise_shapes()]
         asked.update(how, dataset=dataset, images=generator(z, labels, noise=noise))
         row = {"frechet": 1.0, "kernel": 2.0, "diversity_ratio": 3.0}
         return {"n": 24, "distances": [row], "memorisation": None}
 
-    monkeypatch.setattr("duetgan.training.gan.task.evaluate_generator", evaluate)
+    monkeypatch.setattr("duetgan.training.gan.evaluation.evaluate_generator", evaluate)
     figures = task.evaluate()
     stage = reference.stage(steps - 1)
-    noise = [torch.zeros(2, *shape) for shape in reference.g.noise_shapes(stage.side)]
-    grown = {"resolution": stage.side, "alpha": stage.alpha}
+    noise = [torch.zeros(2, *shape) for shape in reference.g.noise_shapes()]
     z, labels = torch.ones(2, 8), torch.tensor([0, 2])
-    ws = reference.average.mapping(z, labels)[:, None].expand(-1, reference.g.num_ws_at(stage.side), -1)
-    expected = reference.average.synthesis(ws, noise, **grown)
+    ws = reference.average.mapping(z, labels)[:, None].expand(-1, reference.g.num_ws, -1)
+    expected = reference.average.synthesis(ws, noise)
     scale = 16 // stage.side
     torch.testing.assert_close(asked["images"][..., ::scale, ::scale], expected, rtol=1e-9, atol=1e-9)
     assert (asked["dataset"], asked["train_dataset"]) == (task.val_dataset, task.dataset)

@@ -91,8 +91,8 @@ class Chosen(ImageGenerator):
                 f"psi {psi}: this generator has no w to truncate; name other arms with only"
             )
 
-    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
-        return self.pool * self.generator.noise_shapes(resolution)
+    def noise_shapes(self) -> list[tuple[int, int, int]]:
+        return self.pool * self.generator.noise_shapes()
 
     def forward(self, z: Tensor, labels: Tensor, noise: Any, **options: Any) -> Tensor:
         size = len(noise) // self.pool

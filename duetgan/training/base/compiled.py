@@ -20,6 +20,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def is_compiled(setting: CompileSetting, device: torch.device) -> bool:
+    """Return True if a setting compiles functions on a device."""
+    return setting == "on" or (setting == "auto" and device.type != "cpu")
+
+
 class Compiled(Generic[P, R]):
     """A wrapper that compiles `function` at its first call.
 
@@ -38,7 +43,7 @@ class Compiled(Generic[P, R]):
     ) -> None:
         self.function = function
         self.name = name
-        self.on = setting == "on" or (setting == "auto" and device.type != "cpu")
+        self.on = is_compiled(setting, device)
         if self.on:  # Beyond its limit of graphs torch runs a function uncompiled, silently.
             torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
             self._run = torch.compile(function, dynamic=False)

@@ -15,8 +15,8 @@ from duetgan.training.base.compiled import CompileSetting
 from duetgan.training.base.config import RunConfig, Shape
 from duetgan.training.gan.ada import AdaConfig
 from duetgan.training.gan.diagnostics import WatchConfig
+from duetgan.training.gan.growth import ProgressiveConfig, Stages
 from duetgan.training.gan.losses import OBJECTIVES, Objective
-from duetgan.training.gan.stages import ProgressiveConfig, Stages
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import (
@@ -163,15 +163,15 @@ class GanConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        generator = architecture_of(self.architecture).generator
+        architecture = architecture_of(self.architecture)
         refuse(
             (
-                not generator.has_styles
+                not architecture.generator.has_styles
                 and (self.loss.path_length_weight or self.loss.style_mixing),
                 f"architecture {self.architecture} has no styles: set loss.path_length_weight, loss.style_mixing to 0",
             ),
             (
-                not generator.can_grow and self.progressive.start is not None,
+                not architecture.growing and self.progressive.start is not None,
                 f"architecture {self.architecture} cannot grow: progressive.start must be null",
             ),
             (

@@ -71,7 +71,7 @@ UNFREEZE = {"finetune": {"unfreeze": {"head": 0, "layer4": 2, "layer3": 4}}}
 GRAPHS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "penalties lazy, one pass": (GAN | {"batch_size": 12}, ["G", "D", "", "", "", ""]),
     "penalties in every step": (GAN | {"loss": {"r1_gamma": 1.0, "r1_interval": 1}}, ["G", "", "", "", "", ""]),
-    "losses apart": (GAN | {"loss": LOSSES | {"gradients_every": 1}}, ["D", "D", "", "", "", ""]),
+    "losses apart": (GAN | {"loss": LOSSES | {"gradients_every": 1}}, ["DDG", "D", "", "", "", ""]),
     "all losses": (GAN | {"loss": LOSSES}, ["DDG", "D", "", "", "", ""]),
     "relativistic": (TREES["gan-pairs"], ["DG", "", "", "", "", ""]),
     "ADA": (GAN | {"ada": ADA}, ["DDG", "", "", "", "", ""]),

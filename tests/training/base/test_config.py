@@ -12,7 +12,7 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.ada import AdaConfig
 from duetgan.training.gan.config import GanConfig, GanLossConfig
 from duetgan.training.gan.diagnostics import WatchConfig
-from duetgan.training.gan.stages import ProgressiveConfig
+from duetgan.training.gan.growth import ProgressiveConfig
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.errors import UserError
 

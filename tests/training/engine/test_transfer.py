@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from duetgan.models.dcgan import DcganConfig, DcganDiscriminator
+from duetgan.models.growing import GrowingDiscriminator
 from duetgan.models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.training.classifier.config import ClassifierConfig
@@ -31,7 +32,8 @@ def generator(resolution=16, classes=3, **more):
 
 def discriminator(resolution=16, classes=3, progressive=False):
     config = DiscriminatorConfig(**FLAT, mapping_layers=1)
-    return Discriminator(config, resolution=resolution, channels=1, classes=classes, progressive=progressive)
+    kind = GrowingDiscriminator if progressive else Discriminator
+    return kind(config, resolution=resolution, channels=1, classes=classes)
 
 
 def planned(donor: nn.Module, own: nn.Module, name: str, resolutions=(16, 16)):

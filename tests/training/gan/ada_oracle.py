@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from duetgan.training.gan.warp import DOWN_TAPS, UP_TAPS
+from duetgan.training.gan.ada.warp import DOWN_TAPS, UP_TAPS
 from duetgan.utils.seeding import generator
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from duetgan.training.gan.ada import Ada, AdaConfig
-from duetgan.training.gan.ada_operations import DRAWS, Draws
+from duetgan.training.gan.ada.operations import DRAWS, Draws
 from duetgan.utils.seeding import generator
 from tests.end_to_end.helpers import differing
 from tests.training.gan.ada_oracle import random

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from duetgan.training.gan import ada_operations as ops
-from duetgan.training.gan import warp as augment_warp
-from duetgan.training.gan.ada_operations import DRAWS, GroupDraws
-from duetgan.training.gan.warp import DOWN_TAPS, UP_TAPS, Sample, warp
+from duetgan.training.gan.ada import operations as ops
+from duetgan.training.gan.ada import warp as augment_warp
+from duetgan.training.gan.ada.operations import DRAWS, GroupDraws
+from duetgan.training.gan.ada.warp import DOWN_TAPS, UP_TAPS, Sample, warp
 from duetgan.utils.seeding import generator
 from tests.training.gan import ada_oracle as oracle
 from tests.training.gan.ada_oracle import random

@@ -13,8 +13,8 @@ from duetgan.models.registry import ARCHITECTURES
 from duetgan.models.restore import discriminator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.training.gan.config import config_of
-from duetgan.training.gan.context import GanDraws, StepSlice
-from duetgan.training.gan.stages import Stage
+from duetgan.training.gan.context import StepSlice
+from duetgan.training.gan.draws import GanDraws
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.distributed.worker import GAN
@@ -51,8 +51,7 @@ def same_draws(one, other):
 
 def test_half_a_share_is_done_once_where_micro_batches_do_not_divide_it():
     """Of a batch of 48 on two ranks, in micro-batches of 8: the second rank's half begins at row 12."""
-    stage = Stage(resolution=16, batch_size=48, first_step=0, first_image=0, fade_images=0)
-    share = StepSlice(step=0, images_seen=0, stage=stage, batch_size=48, size=24, micro=8, first=0, metrics={}).half()
+    share = StepSlice(step=0, images_seen=0, batch_size=48, size=24, micro=8, first=0, metrics={}).half()
     rows = share.micro_batches()
     assert [(each.start, each.stop) for each in rows] == [(0, 8), (8, 12)]
     assert [share.is_last(each) for each in rows] == [False, True]

@@ -14,9 +14,8 @@ from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generat
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan import losses
 from duetgan.training.gan.config import GanConfig
-from duetgan.training.gan.generator_step import PerLossGradients
+from duetgan.training.gan.loss_gradients import separate_gradients
 from duetgan.training.gan.losses import OBJECTIVES
-from duetgan.training.optim.updater import Precision
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
 
@@ -154,7 +153,6 @@ def check_gradient(module):
     assert gradcheck(of_parameters, parameters, fast_mode=True, atol=1e-4, rtol=1e-4)
 
 
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -171,44 +169,19 @@ def three_losses(network, rows):
     return {"square": out.square().sum() / 8, "sum": out.sum() * 0.3, "inner": inner}
 
 
-def gathered(network, *, per_loss, pieces=(slice(0, 8),), precision="fp32"):
-    for parameter in network.parameters():
-        parameter.grad = None
-    mixed = Precision(precision, CPU)
-    gradients = PerLossGradients(list(network.parameters()), mixed, per_loss=per_loss)
-    for rows in pieces:
-        gradients.backward(three_losses(network, rows))
-    figures = gradients.finish("g")
-    return [p.grad / mixed.scale() for p in network.parameters()], figures
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("size", [8, 4, 1])
-def test_the_sum_is_the_same_apart_or_not(network, size, precision):
-    """Norms and cosines too, whose values tests/oracle has."""
-    pieces = [slice(start, start + size) for start in range(0, 8, size)]
-    whole, nothing = gathered(network, per_loss=False)
-    assert nothing == {}
-    _, expected = gathered(network, per_loss=True)
-    for per_loss in (False, True):
-        found, figures = gathered(network, per_loss=per_loss, pieces=pieces, precision=precision)
-        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(figures, expected if per_loss else {}, rtol=1e-6, atol=1e-6)
-
-
-def test_a_loss_without_gradient_has_no_direction_and_given_parameters_alone_get_some(network):
-    gradients = PerLossGradients(list(network.parameters()), Precision("fp32", CPU), per_loss=True)
-    out = network(torch.ones(1, 4, dtype=torch.float64)).sum()
-    gradients.backward({"one": out, "nothing": out * 0})
-    figures = gradients.finish("g")
-    assert float(figures["gradient_norm/g/nothing"]) == 0
-    assert float(figures["gradient_cosine/g/one~nothing"]) == 0
+def test_the_gradients_of_several_losses_of_one_graph_add_up(network):
+    """Without `retain_graph` the second loss finds the activations freed."""
+    losses, parameters = three_losses(network, slice(0, 8)), list(network.parameters())
+    sum(losses.values()).backward(retain_graph=True)
+    whole = torch.cat([parameter.grad.flatten() for parameter in parameters])
     network.zero_grad()
-    for per_loss in (False, True):
-        inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
-        gradients = PerLossGradients([network[0].weight], Precision("fp32", CPU), per_loss=per_loss)
-        gradients.backward({"one": network(inputs).sum()})
-        gradients.finish("g")
-        assert network[0].weight.grad is not None
-        assert network[2].weight.grad is None
-        assert inputs.grad is None
+    found = separate_gradients(losses, parameters)
+    torch.testing.assert_close(sum(found.values()), whole, rtol=1e-12, atol=1e-12)
+    assert found["inner"][-3:].eq(0).all()  # of a bias that this loss does not see
+    assert all(parameter.grad is None for parameter in parameters)
+    with pytest.raises(RuntimeError, match="second time"):
+        separate_gradients(losses, parameters)
+    losses = three_losses(network, slice(0, 8))
+    torch.autograd.grad(losses["square"], parameters)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(losses["sum"], parameters)

@@ -12,7 +12,8 @@ from duetgan.data.records import pack_arrays
 from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
-from duetgan.training.gan.generator_step import GeneratorStep, PathLength
+from duetgan.training.gan.joint_step import JointStep
+from duetgan.training.gan.path_length import PathLength
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
@@ -178,7 +179,7 @@ def test_one_pass_of_the_discriminator_gives_the_gradients_of_two(folder, more, 
     for two in (False, True):
         run = Run(folder, GAN, loss={"r1_interval": 2} | loss, **more)
         if two:
-            monkeypatch.setattr(GeneratorStep, "one_pass", lambda *_: False)
+            monkeypatch.setattr(JointStep, "is_due", lambda *_: False)
         figures = [run.step() for _ in range(3)]
         results.append((figures, state(run.task.generator), state(run.task.discriminator)))
     shared, apart = results
@@ -191,17 +192,32 @@ def test_one_pass_of_the_discriminator_gives_the_gradients_of_two(folder, more, 
 def test_samples_are_judged_once_only_where_that_is_the_same(folder):
     def shares(tree, step=0, **more):
         task = Run(folder, tree, **more).task
-        return task.generator_step.one_pass(task._begin(step))
+        return task.joint_step.is_due(step)
 
     assert shares(GAN)
     assert shares(GAN, loss={"auxiliary_weight": 1.0})
     assert not shares(GAN, ada=ADA)
     assert not shares(GAN, loss={"r2_gamma": 1.0})
     assert shares(GAN, step=1, loss={"r2_gamma": 1.0})  # no penalty in this step
-    assert not shares(GAN, loss={"gradients_every": 2})
-    assert shares(GAN, step=1, loss={"gradients_every": 2})
     assert not shares(GAN, loss={"feature_matching_weight": 1.0, "feature_matching_group": 2})
     assert not shares(GAN, loss=LOSSES)
     assert not shares(GAN, loss={"classifier": True, "classifier_weight": 1.0})
     assert not shares(R3GAN, loss=PAIRS)  # pairs of D's own
     assert shares(GAN, loss={"objective": "relativistic", "mismatch_weight": 0.0, "same_pairs": True})
+
+
+@pytest.mark.parametrize("loss", [{}, LOSSES], ids=["joint", "every loss"])
+def test_measuring_the_gradients_of_losses_leaves_the_step_alone(folder, loss):
+    found = []
+    for every in (0, 2):
+        run = Run(folder, GAN, loss=loss | {"gradients_every": every})
+        metrics = [run.step() for _ in range(3)]
+        parts = (run.task.generator, run.task.discriminator, run.task.ema.model, run.task.generator_step.path_length)
+        found.append((metrics, [state(part) for part in parts]))
+    (plain, states), (measured, again) = found
+    assert same(dict(enumerate(states)), dict(enumerate(again)))
+    more = [set(metrics) - set(without) for metrics, without in zip(measured, plain, strict=True)]
+    assert more[1] == set()
+    names = {"adversarial"} | ({"classifier", "auxiliary", "feature_matching", "path_length"} if loss else set())
+    assert {f"gradient_norm/generator/{name}" for name in names} == {n for n in more[0] if "norm" in n}
+    assert len(more[0]) == len(names) * (len(names) + 1) / 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from duetgan.training.gan.warp import copy_pixels, reflect, warp
+from duetgan.training.gan.ada.warp import copy_pixels, reflect, warp
 
 MAX_SHIFT = 0.125  # largest shift by whole pixels, as a fraction of each side
 SCALE = 0.2  # standard deviation of log2 of isotropic and anisotropic scale

@@ -8,13 +8,20 @@ is one stage.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from annotated_types import Ge
+from torch import Tensor
 
+from duetgan.models.growing import Alpha, GrowingDiscriminator, GrowingGenerator
+from duetgan.models.layers import upsample_fir
+from duetgan.training.optim.updater import Updater
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_log import say_main
 
 SMALLEST = 8  # smallest resolution of a first stage, in px
 
@@ -183,3 +190,55 @@ def _check_named(name: str, names: Iterable[int], sides: list[int]) -> None:
         raise UserError(
             f"progressive.{name}: no stage of {side} px takes a value; give values for {stages} only"
         )
+
+
+class Growth:
+    """The growth of a run's networks, in the stages of its schedule."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        networks: Sequence[GrowingGenerator | GrowingDiscriminator],
+        *,
+        is_compiled: bool,
+        device: torch.device,
+    ) -> None:
+        self.stages = stages
+        self.networks = networks
+        self.is_compiled = is_compiled
+        self.device = device
+        self.stage = stages.at(0)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the networks are at their full resolution with alpha 1."""
+        return self.stage == self.stages.all[-1]
+
+    def enter(self, stage: Stage) -> None:
+        """Change the networks to a stage and its alpha."""
+        self.stage = stage
+        alpha: Alpha = stage.alpha
+        if stage.alpha < 1 and self.is_compiled:
+            # Every other number would compile another graph.
+            alpha = torch.full((), stage.alpha, device=self.device)
+        for network in self.networks:
+            network.enter(stage.resolution, alpha)
+
+    def begin(self, step: int, updaters: Iterable[Updater]) -> None:
+        """Enter the stage of update `step`; at its first step reset the optimizers if configured."""
+        self.enter(self.stages.at(step))
+        if step == self.stage.first_step > 0:
+            say_main(self.stages.announcement(step))
+            if self.stages.config.reset_optimizer:
+                for updater in updaters:
+                    updater.reset()
+
+    def fade_in(self, images: Tensor) -> Tensor:
+        """Return real images as the stage shows them, faded in like the samples.
+
+        Source: 1710.10196, appendix A.1.
+        """
+        assert min(images.shape[2:]) == self.stage.resolution
+        if self.stage.alpha == 1:
+            return images
+        return upsample_fir(F.avg_pool2d(images, 2)).lerp(images, self.stage.alpha)

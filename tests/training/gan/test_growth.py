@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duetgan.training.gan.config import GanConfig
-from duetgan.training.gan.stages import ProgressiveConfig, Stage, Stages
+from duetgan.training.gan.growth import ProgressiveConfig, Stage, Stages
 from duetgan.utils.config.build import build
 from duetgan.utils.errors import UserError
 

@@ -12,8 +12,9 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from duetgan.training.gan import ada_operations as ops
-from duetgan.training.gan.ada_operations import Draws, GroupDraws
+from duetgan.training.base import phases
+from duetgan.training.gan.ada import operations as ops
+from duetgan.training.gan.ada.operations import Draws, GroupDraws
 from duetgan.training.optim.config import cosine
 from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
@@ -116,6 +117,15 @@ class Ada:
                 numbers[:, :operations], numbers[:, operations:], normals, pixels
             )
         return draws
+
+    def augmented(
+        self, images: Tensor, step: int, phase: str, batch_size: int, rows: slice
+    ) -> Tensor:
+        """Draw for a global batch and augment its images `rows`; return them as they are if off."""
+        if not self.active:
+            return images
+        with phases.phase("augment"):
+            return self.apply(images, self.draw(step, phase, images.shape[2:], batch_size), rows)
 
     def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
         """Augment images, differentiably up to second order.

@@ -1,0 +1,129 @@
+"""The random draws of a GAN's step: latents, labels, noise maps, mixed styles (docs/randomness.md)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from duetgan.models.gan import StyledGenerator
+from duetgan.utils.seeding import generator as keyed_generator
+
+
+@dataclass
+class Latents:
+    """The random draws for the samples of one phase, for a global batch of B samples."""
+
+    z: Tensor  # [B, z_dim]
+    z_mixed: Tensor | None  # [B, z_dim]: latents of the second style
+    # int64 [B]: the first layer that uses the second style; num_ws where styles are not mixed
+    crossover: Tensor | None
+    # int64 [B]: numbers of classes or label sets; or [B, classes]: conditioning vectors
+    labels: Tensor
+
+
+class GanDraws:
+    """Random draws of a GAN step, always for the whole global batch.
+
+    Each draw is a function of its seed key, so that it does not depend on the number of processes
+    or micro-batches. Draws are made on the device, outside compiled and checkpointed regions.
+    """
+
+    def __init__(self, seed: int, device: torch.device, label_frequencies: Sequence[float]) -> None:
+        self.seed = seed
+        self.device = device
+        # Without labels there is one class of weight 1.
+        self.class_weights = torch.tensor(
+            [float(frequency) for frequency in label_frequencies] or [1.0], device=device
+        )
+
+    def _keyed(self, *key: str | int) -> torch.Generator:
+        return keyed_generator(self.seed, *key, device=self.device)
+
+    def latents(
+        self,
+        step: int,
+        phase: str,
+        batch_size: int,
+        z_dim: int,
+        *,
+        mixing: float = 0.0,
+        num_ws: int = 0,
+    ) -> Latents:
+        """Draw z and labels, and with probability `mixing` per sample a second z.
+
+        Labels are as frequent as in the training data. The first layer that uses the second z is
+        uniform in 1..num_ws-1.
+        """
+        keyed = self._keyed("latent", step, phase)
+        shape = (batch_size, z_dim)
+        labels = torch.multinomial(
+            self.class_weights, batch_size, replacement=True, generator=keyed
+        )
+        z = torch.randn(shape, generator=keyed, device=self.device)
+        if mixing == 0:
+            return Latents(z, None, None, labels)
+        z_mixed = torch.randn(shape, generator=keyed, device=self.device)
+        crossover = torch.randint(1, num_ws, [batch_size], generator=keyed, device=self.device)
+        mixed = torch.rand([batch_size], generator=keyed, device=self.device) < mixing
+        return Latents(z, z_mixed, torch.where(mixed, crossover, num_ws), labels)
+
+    def label_offsets(self, step: int, batch_size: int) -> Tensor:
+        """Draw int64 [B] in 1..K-1 for K labels.
+
+        Added to true labels modulo K, these offsets give wrong labels.
+        """
+        keyed = self._keyed("latent", step, "mismatch")
+        return torch.randint(
+            1, len(self.class_weights), [batch_size], generator=keyed, device=self.device
+        )
+
+    def interpolation_weights(self, step: int, batch_size: int) -> Tensor:
+        """Draw [B] uniform in [0, 1), to interpolate between samples and real images (1704.00028).
+
+        Each is the weight of the real image.
+        """
+        return torch.rand(
+            [batch_size], generator=self._keyed("latent", step, "between"), device=self.device
+        )
+
+    def noise(
+        self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """Draw one noise map [B, *shape] from N(0, 1) for each layer's shape in `shapes`."""
+        return [
+            torch.randn(
+                (batch_size, *shape),
+                generator=self._keyed("noise", step, phase, layer),
+                device=self.device,
+            )
+            for layer, shape in enumerate(shapes)
+        ]
+
+    def path_noise(self, step: int, batch_size: int, shape: Sequence[int]) -> Tensor:
+        """Draw the N(0, 1) noise images [B, *shape] for path-length regularisation."""
+        return torch.randn(
+            (batch_size, *shape), generator=self._keyed("path", step), device=self.device
+        )
+
+
+def mix_styles(
+    model: StyledGenerator, latents: Latents, rows: slice, labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the styles ws [n, num_ws, w_dim] of the samples `rows`, after style mixing.
+
+    Also returns the w [n, w_dim] of the first style. `labels` are in the form that networks take.
+    """
+    z = latents.z[rows]
+    if latents.z_mixed is None or latents.crossover is None:
+        w = model.mapping(z, labels)
+        return w[:, None].expand(-1, model.num_ws, -1), w
+    # Both styles go through one pass, since a second call would cost more than twice the rows.
+    if labels is not None:
+        labels = torch.cat([labels, labels])
+    w, w_mixed = model.mapping(torch.cat([z, latents.z_mixed[rows]]), labels).chunk(2)
+    is_first_style = (
+        torch.arange(model.num_ws, device=w.device)[None, :, None]
+        < latents.crossover[rows][:, None, None]
+    )
+    return torch.where(is_first_style, w[:, None], w_mixed[:, None]), w
