@@ -27,36 +27,33 @@ class Architecture:
     discriminator: type[Any]  # an ImageDiscriminator
     # defaults of the training config: section -> key -> value
     recipe: Mapping[str, Tree] = field(default_factory=dict)
-    # classes of networks for progressive growing: section -> class; empty if it cannot grow
-    growing: Mapping[str, type[Any]] = field(default_factory=dict)
+    # the networks for progressive growing; None if it cannot grow
+    growing: "Architecture | None" = None
 
-    def build(self, section: str, tree: Tree, growing: bool = False, **shape: Any) -> Any:
+    def build(self, section: str, tree: Tree, **shape: Any) -> Any:
         """Build a network from a section of a checkpoint's config.
 
         Args:
             section: "generator" or "discriminator".
             tree: Keys and values of the section.
-            growing: Build the network for progressive growing.
             shape: The checkpoint's `shape`: resolution, channels, classes, pixel_format.
 
         Raises:
             UserError: The section is no valid config.
         """
         config = build(getattr(self, f"{section}_config"), tree, source=f"checkpoint's {section}")
-        return self.network(section, config, growing=growing, **shape)
+        return self.network(section, config, **shape)
 
     def network(
         self,
         section: str,
         config: Config,
         *,
-        growing: bool = False,
         pixel_format: Mapping[str, Any] | None = None,
         **shape: Any,
     ) -> Any:
         """Build the network of a section from its `config`; see `build` for the arguments."""
-        network_class = self.growing[section] if growing else getattr(self, section)
-        network = network_class(config, **shape)
+        network = getattr(self, section)(config, **shape)
         network.pixel_format = pixel_format
         return network
 
@@ -67,10 +64,12 @@ ARCHITECTURES = {
         stylegan2.Generator,
         stylegan2.DiscriminatorConfig,
         stylegan2.Discriminator,
-        growing={
-            "generator": growing.GrowingGenerator,
-            "discriminator": growing.GrowingDiscriminator,
-        },
+        growing=Architecture(
+            stylegan2.GeneratorConfig,
+            growing.GrowingGenerator,
+            stylegan2.DiscriminatorConfig,
+            growing.GrowingDiscriminator,
+        ),
     ),
     "r3gan": Architecture(
         r3gan.R3GeneratorConfig,

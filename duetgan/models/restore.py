@@ -74,8 +74,9 @@ def _restored(
                 classifier.add_thresholds()
             return classifier
         architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
-        grows = growing or "from_rgbs" in modules
-        network = architecture.build(section, config, growing=grows, **shape)
+        if growing or "from_rgbs" in modules:
+            architecture = architecture.growing or architecture
+        network = architecture.build(section, config, **shape)
         if "auxiliary" in modules:
             network.add_auxiliary()
         return network
@@ -106,21 +107,20 @@ def generator_from(
             images have several labels and `several` is False.
     """
     stage = checkpoint.get("stage")
-    is_complete = stage is None or tuple(stage) == (
-        ImageSpec.of(1, checkpoint["shape"]["resolution"]).side,
-        1.0,
-    )
+    if stage is not None:
+        side, alpha = stage
+        if (side, alpha) == (ImageSpec.of(1, checkpoint["shape"]["resolution"]).side, 1.0):
+            stage = None
     model = _restored(
-        checkpoint, "generator", "generator_ema", device, several, growing=not is_complete
+        checkpoint, "generator", "generator_ema", device, several, growing=stage is not None
     )
     model.label_sets = checkpoint.get("sets")
-    if is_complete:
+    if stage is None:
         return model
     name = f"{checkpoint.get('file', 'the checkpoint')}: stage {stage}"
     with explained(
         FAULTS, lambda error: f"{name} is none of its network ({error}); use another checkpoint"
     ):
-        side, alpha = stage or ()
         model.enter(side, alpha)
     return StageGenerator(model).eval()
 

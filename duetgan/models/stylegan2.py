@@ -336,13 +336,14 @@ class Generator(StyledGenerator):
         return self.finished(image)
 
     def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> Sequence[Tensor | None]:
-        """Return a noise map, or None, for each layer."""
-        if noise == "random":
-            raise ValueError("pass the noise maps themselves: draws happen outside the model")
+        """Return a noise map, or None, for each layer. The model itself draws none."""
+        layers = self.styled_layers()
         if noise == "none":
-            return [None] * self.num_ws
+            return [None] * len(layers)
         if noise == "const":
-            return [layer.noise_const for layer in self.styled_layers()]
+            return [layer.noise_const for layer in layers]
+        if noise == "random" or len(noise) != len(layers):
+            raise ValueError(f"noise: const, none or {len(layers)} maps are needed")
         return noise
 
     def forward(

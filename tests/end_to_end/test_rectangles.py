@@ -118,9 +118,9 @@ def test_one_step_of_each_network(start, doublings, name, channels):
 
 
 def test_samples_of_a_growing_rectangle_are_those_of_its_stage():
-    generator = ARCHITECTURES["stylegan2"].build(
-        "generator", SMALL["stylegan2"][0], growing=True, resolution="24x16", channels=1, classes=0
-    )
+    growing = ARCHITECTURES["stylegan2"].growing
+    assert growing is not None
+    generator = growing.build("generator", SMALL["stylegan2"][0], resolution="24x16", channels=1, classes=0)
     generator.enter(8, 1.0)
     assert generator.noise_shapes() == [(1, 4, 6), (1, 8, 12), (1, 8, 12)]
     assert generator(torch.randn(2, 4)).shape == (2, 1, 8, 12)

@@ -28,7 +28,7 @@ def test_minibatch_std_over_samples_apart_and_what_does_not_fit():
     torch.testing.assert_close(other(x)[order], one(x[order]), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(other(x), one(x))
     for height, width in ((4, 4), (16, 16), (8, 4), (4, 8)):
-        with pytest.raises(ValueError, match=rf"images of shape \(1, {height}, {width}\) for a discriminator of \(1, 8, 8\)"):
+        with pytest.raises(ValueError, match=rf"images of shape \(1, {height}, {width}\) for a discriminator of"):
             build()(draw(2, 1, height, width))
     for count, group in ((3, 2), (2, 4), (6, 4)):
         with pytest.raises(ValueError, match=f"a batch of {count} does not hold whole groups of {group}"):

@@ -9,6 +9,7 @@ import torch
 
 from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision
 from duetgan.models.layers.stylegan2 import DiscriminatorBlock
+from duetgan.models.stylegan2 import StyledLayer, ToRGB
 from tests.models import test_discriminator, test_generator
 from tests.models.helpers import draw, randomised
 
@@ -143,13 +144,13 @@ def test_huge_and_tiny_styles_and_weights_stay_in_range(monkeypatch, kind, style
         found = layer(*arguments)
     assert error(found.float(), expected) < 5e-3
     if styles * weights > 1:  # the numbers are such that without the normalisation fp16 overflows
-        monkeypatch.setattr(ModulatedConv2d, "_normalised", not_normalised)
+        monkeypatch.setattr("duetgan.models.stylegan2.normalised_for_fp16", not_normalised)
         with fp16():
             assert not torch.isfinite(layer(*arguments)).all()
 
 
-def not_normalised(layer, style, scale):
-    return style, layer.weight if layer.demodulate else layer.weight * layer.weight_gain, scale
+def not_normalised(style, weight, scale, weight_gain):
+    return style, weight * weight_gain if scale is None else weight, scale
 
 
 def test_a_large_style_that_meets_only_zeros_gives_no_nan():

@@ -149,7 +149,7 @@ class GanReference:
 
     def sample(self, step: int, phase: str, count: int, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         """Samples, their labels, their ws and the first style's w (of a generator without styles: z)."""
-        stage, styled = self.stage(step), self.g.has_styles
+        styled = self.g.has_styles
         layers = self.g.num_ws if styled else 0
         mixing = self.loss["style_mixing"] if styled else 0.0
         drawn = self.draws.latents(step, phase, count, self.g.z_dim, mixing=mixing, num_ws=layers)
@@ -168,7 +168,6 @@ class GanReference:
 
     def hidden(self, images: Tensor, step: int, key: str) -> Tensor:
         """The discriminator's last hidden activations of augmented images."""
-        stage = self.stage(step)
         if self.tree["ada"]["mode"] != "off":
             self.ada.p = torch.tensor(self.p)
             images = self.ada.apply(

@@ -22,13 +22,13 @@ from duetgan.training.gan.ada import Ada
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.context import Context, Images, StepSlice
 from duetgan.training.gan.diagnostics import Watch
+from duetgan.training.gan.diagnostics.loss_gradients import LossGradients
 from duetgan.training.gan.discriminator_step import DiscriminatorStep
 from duetgan.training.gan.draws import GanDraws
 from duetgan.training.gan.evaluation import GanEvaluation
 from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.gan.growth import Growth
 from duetgan.training.gan.joint_step import JointStep
-from duetgan.training.gan.loss_gradients import LossGradients
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
@@ -152,12 +152,15 @@ class GanTask(Task):
 
         Each network is initialised from its own seed key.
         """
-        config, networks = self.config, architecture_of(self.config.architecture)
-        options = self.shape | {"growing": self.stages.growing}
+        config = self.config
+        networks = architecture_of(config.architecture)
+        if self.stages.growing:
+            assert networks.growing is not None  # The config refuses other architectures.
+            networks = networks.growing
         with forked(config.seed, "init", "generator"):
-            generator = networks.network("generator", config.generator, **options)
+            generator = networks.network("generator", config.generator, **self.shape)
         with forked(config.seed, "init", "discriminator"):
-            discriminator = networks.network("discriminator", config.discriminator, **options)
+            discriminator = networks.network("discriminator", config.discriminator, **self.shape)
         if config.loss.auxiliary_weight:
             if self.shape["classes"] < 2:
                 raise UserError(

@@ -14,7 +14,7 @@ from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generat
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan import losses
 from duetgan.training.gan.config import GanConfig
-from duetgan.training.gan.loss_gradients import separate_gradients
+from duetgan.training.gan.diagnostics.loss_gradients import separate_gradients
 from duetgan.training.gan.losses import OBJECTIVES
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
