@@ -55,10 +55,10 @@ class PathLength(torch.nn.Module):
         lengths = [path_lengths(rows, create_graph=is_single) for rows in micro_batches]
         total = torch.stack([part.detach().sum() for part in lengths]).sum()
         batch_mean = collectives.all_reduce_sum_(total) / half.batch_size
-        before = self.mean.clone()
+        previous = self.mean.clone()
         mean = self.update(batch_mean)
         if is_trial:
-            self.mean.copy_(before)
+            self.mean.copy_(previous)
         step_slice.metrics["path_length/mean"] = mean / collectives.world_size()
         loss = context.config.loss
         for rows, part in zip(micro_batches, lengths, strict=True):
