@@ -4,7 +4,8 @@ head for the data's classes.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -15,11 +16,11 @@ from annotated_types import Interval
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from duetgan.models.backbones import discriminator as gans
 from duetgan.models.backbones.base import Backbone, in_turn
 from duetgan.models.batchnorm import statistics_kept
 from duetgan.models.gan import ImageNetwork
 from duetgan.models.registry import backbone_of
+from duetgan.utils import extras
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.model import Config, PositiveInt
 from duetgan.utils.config.yaml_files import Tree
@@ -58,18 +59,19 @@ class ModelConfig(Config):
     # recompute activations in the backward pass: less memory, more time
     activation_checkpointing: bool = False
     inplace: bool = True  # ReLUs overwrite their input
-    # divide the network over a process's devices (models/model_parallel.py); auto: by memory;
+    # divide the network over a process's devices (extras/model_parallel); auto: by memory;
     # {layer3: 1}: device 1 begins with layer3
     split: Literal["off", "auto"] | dict[str, int] = "off"
 
     def check(self) -> None:
         """Set `discriminator` from the GAN's run; raise UserError for conflicting options."""
-        if (self.name == gans.NAME) != (self.discriminator is not None):
-            if self.name != gans.NAME or self.weights is None:
+        trained = TRAINED_BACKBONES.get(self.name)
+        if (trained is None) != (self.discriminator is None):
+            if trained is None or self.weights is None:
                 raise UserError(
-                    f"name {gans.NAME} and weights with a GAN's run belong together: give both"
+                    "name discriminator and weights with a GAN's run belong together: give both"
                 )
-            self.discriminator = gans.read_form(self.weights)
+            self.discriminator = trained.describe(self.weights)
         refuse(
             (
                 not self.backbone.in_turn
@@ -86,7 +88,7 @@ class ModelConfig(Config):
     @property
     def imagenet_normalised(self) -> bool:
         """True if images are normalised by ImageNet's mean and deviation, not left in [-1, 1]."""
-        has_imagenet_weights = self.weights is not None and self.name != gans.NAME
+        has_imagenet_weights = self.weights is not None and self.name not in TRAINED_BACKBONES
         return self.normalise == "imagenet" or (self.normalise == "auto" and has_imagenet_weights)
 
     @property
@@ -94,7 +96,19 @@ class ModelConfig(Config):
         """Description of the network's modules."""
         if self.discriminator is None:
             return backbone_of(self.name)
-        return gans.discriminator_backbone(self.discriminator)
+        return TRAINED_BACKBONES[self.name].backbone(self.discriminator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedBackbone:
+    """A backbone that is a part of another run's network."""
+
+    describe: Callable[[str], Tree]  # run -> description of the network, which the config keeps
+    backbone: Callable[[Tree], Backbone]  # builds the backbone of a description
+    load: Callable[["Classifier"], str]  # copies the run's weights, and returns a message
+
+
+TRAINED_BACKBONES: dict[str, TrainedBackbone] = {}  # by the value of model.name; of extras
 
 
 class Classifier(ImageNetwork):
@@ -313,3 +327,6 @@ def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
             1, keepdim=True
         )
     return images.expand(-1, channels, -1, -1)
+
+
+extras.attach(__name__)

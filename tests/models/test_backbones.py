@@ -18,7 +18,6 @@ from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import fold_batchnorm
-from duetgan.models.model_parallel import place
 from duetgan.models.registry import BACKBONES, backbone_of
 from duetgan.models.weights import find_weights, load_pretrained
 from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
@@ -135,14 +134,10 @@ def test_small_stems_keep_more_of_small_images(name, stem, stride, slim):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_checkpointing_and_splits_change_no_gradient(name, slim):
+def test_checkpointing_changes_no_gradient(name, slim):
     found = []
-    for config in ({}, {"activation_checkpointing": True}, {"split": "auto"}):
+    for config in ({}, {"activation_checkpointing": True}):
         model = build(name, stem="small", **config).train()
-        if "split" in config:
-            shares = place(model, [CPU, CPU], samples=4)
-            blocks = dict.fromkeys(model.block_of.values())
-            assert [block for share in shares for block in share.blocks] == list(blocks)
         model(images(16)).square().sum().backward()
         found.append([p.grad for p in model.parameters()] + list(model.buffers()))
     for other in found[1:]:
@@ -239,7 +234,7 @@ OWN = Backbone(
 )
 
 
-@pytest.mark.parametrize("config", [{}, {"stem": "small"}, {"split": "auto"}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("config", [{}, {"stem": "small"}, {"activation_checkpointing": True}])
 def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_path):
     """Its file and one line of the registry, as docs/extending.md says."""
     monkeypatch.setitem(BACKBONES, "own", OWN)
@@ -249,15 +244,13 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
         ["stem", "body.0", "body.1", "head"],
     )
     assert model.network.conv.kernel_size == ((3, 3) if "stem" in config else (5, 5))
-    if "split" in config:
-        place(model, [CPU, CPU], samples=4)
     model(images()).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert fold_batchnorm(model)(images()).shape == (4, 3)
     assert FineTuning(model, FineTuneConfig(freeze=["body"])).begins["network.body.1.0.weight"] is None
     assert_raises(UserError, "no such file; give a file", find_weights, "DEFAULT", "own")
     torch.save(model.network.state_dict(), tmp_path / "own.pth")
-    again = build("own", weights=str(tmp_path / "own.pth"), **{k: v for k, v in config.items() if k != "split"})
+    again = build("own", weights=str(tmp_path / "own.pth"), **config)
     assert "head taken" in load_pretrained(again)
 
 

@@ -1,3 +1,6 @@
-"""Classifiers from few labels: training on unlabelled images (docs/extras/few_labels.md)."""
+"""Classifiers from few labels: a GAN's discriminator as the backbone, and unlabelled images."""
 
-ATTACHES = {"duetgan.training.engine.tasks": "duetgan.extras.few_labels.task"}
+ATTACHES = {
+    "duetgan.models.classifier": "duetgan.extras.few_labels.discriminator",
+    "duetgan.training.engine.tasks": "duetgan.extras.few_labels.task",
+}

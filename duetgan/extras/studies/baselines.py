@@ -16,9 +16,8 @@ from torch import Tensor
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.metrics.samples.spreading import UNKNOWN, spreading
-from duetgan.models.classifier import Classifier, ModelConfig, scaled
+from duetgan.models.classifier import TRAINED_BACKBONES, Classifier, ModelConfig, scaled
 from duetgan.training.classifier.frozen import blocks, image_features
-from duetgan.training.classifier.network import load_discriminator
 from duetgan.training.classifier.probe import fit, scale_of
 from duetgan.utils.seeding import forked
 
@@ -54,7 +53,7 @@ def before_training(dataset: Dataset, **model: Any) -> Tensor:
             config, channels=dataset.spec.channels, classes=2, resolution=dataset.resolution
         )
     if config.discriminator is not None:
-        load_discriminator(classifier)
+        TRAINED_BACKBONES[config.name].load(classifier)
     with torch.no_grad():
         return image_features(classifier, dataset, mirror=False)[0][:, 0]
 

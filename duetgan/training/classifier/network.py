@@ -1,5 +1,7 @@
 """Preparation of a classifier's network: pretrained weights, fitted first filters, padding."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -7,17 +9,12 @@ from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
-from duetgan.metrics.lineage import provenance_of
-from duetgan.models.backbones.discriminator import Trunk, form_of
-from duetgan.models.classifier import Classifier
-from duetgan.models.model_parallel import place
-from duetgan.models.restore import discriminator_from, generator_from
+from duetgan.models.classifier import TRAINED_BACKBONES, Classifier
 from duetgan.models.weights import load_pretrained
 from duetgan.training.classifier.config import ClassifierConfig
-from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
+from duetgan.utils import extras
+from duetgan.utils.config.cli import entry
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 
@@ -40,15 +37,20 @@ def build_network(config: ClassifierConfig, dataset: Dataset, device: torch.devi
     model = model.to(
         memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
     )
-    if config.model.split == "off":
-        return model.to(device)
-    model.parts = place(
-        model,
-        collectives.own_devices(device),
-        samples=config.micro(collectives.world_size()),
-        reduced=config.precision not in ("auto", "fp32"),
-    )
+    placement = "one device" if config.model.split == "off" else "split"
+    entry(PLACEMENTS, placement, "model.split")(model, config, device)
     return model
+
+
+def on_one_device(model: Classifier, _config: ClassifierConfig, device: torch.device) -> None:
+    """Move a network to the device."""
+    model.to(device)
+
+
+# Functions that move a network to its devices, with `model.split` off and on.
+PLACEMENTS: dict[str, Callable[[Classifier, ClassifierConfig, torch.device], None]] = {
+    "one device": on_one_device
+}
 
 
 def initialise(model: Classifier, dataset: Dataset) -> None:
@@ -57,40 +59,12 @@ def initialise(model: Classifier, dataset: Dataset) -> None:
         fit_first_filters(model, dataset)
         return
     with collectives.raising_together():  # Nodes may have different files.
-        if model.config.discriminator is None:
+        trained = TRAINED_BACKBONES.get(model.config.name)
+        if trained is None:
             message = load_pretrained(model, dataset.meta.classes)
         else:
-            message = load_discriminator(model)
+            message = trained.load(model)
     say_main(message)
-
-
-def load_discriminator(model: Classifier) -> str:
-    """Copy the weights of a GAN's discriminator, except its head, and return a message.
-
-    `model.config.weights` is the run of the GAN. Its discriminator has seen samples of its
-    generator. So the lineage of the classifier records these samples, and the classifier cannot
-    judge them.
-
-    Raises:
-        UserError: The checkpoint is not of a GAN, or its discriminator differs from the one that
-            the config describes.
-    """
-    run = model.config.weights
-    assert run is not None
-    path = resolve(run)
-    content = load(path)
-    state = Trunk(discriminator_from(content)).state_dict()
-    weights = {name: value for name, value in state.items() if not name.startswith("fc.")}
-    if form_of(content) != model.config.discriminator:
-        raise UserError(
-            f"model.weights {run}: its discriminator is not model.discriminator; leave that out"
-        )
-    model.network.load_state_dict(weights, strict=False)
-    passport = provenance_of(
-        generator_from(content), content, seed=content["config"].get("seed", 0)
-    )
-    model.lineage = join(recorded(content), Lineage.of(synthetic=[passport]))
-    return f"weights from {path}: its discriminator up to 4 px, {len(weights)} tensors; head new"
 
 
 @torch.no_grad()
@@ -152,3 +126,6 @@ def widen_narrow_maps(model: nn.Module) -> None:
         keeps_size = module.kernel_size[1] == 2 * module.padding[1] + 1
         if module.stride[1] > 1 and keeps_size and module.padding_mode == "zeros":
             module.register_forward_pre_hook(widened)
+
+
+extras.attach(__name__)

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from duetgan.models.classifier import Classifier
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.network import PLACEMENTS
+from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
@@ -259,3 +262,16 @@ def configured_ends(split: Mapping[str, int], names: Sequence[str], devices: int
     for number in range(1, order[-1] + 1):
         ends.append(min(first for first, device in starts.items() if device == number))
     return [*ends, len(names)]
+
+
+def place_parts(model: Classifier, config: ClassifierConfig, device: torch.device) -> None:
+    """Move the parts of a network to the devices of this process."""
+    model.parts = place(
+        model,
+        collectives.own_devices(device),
+        samples=config.micro(collectives.world_size()),
+        reduced=config.precision not in ("auto", "fp32"),
+    )
+
+
+PLACEMENTS["split"] = place_parts

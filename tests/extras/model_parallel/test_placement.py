@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from duetgan.models import model_parallel as split
+from duetgan.extras.model_parallel import placement as split
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.models import test_backbones as backbones
 from tests.models.helpers import draw, kept_bytes
 
 CPU = torch.device("cpu")
@@ -228,3 +229,16 @@ def test_refused(setting: Any, devices: int, told: str) -> None:
         split.place(build(split=setting), [CPU] * devices, samples=2)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", backbones.OURS)
+def test_a_split_changes_no_gradient_of_any_backbone(name, slim):
+    found = []
+    for config in ({}, {"split": "auto"}):
+        model = backbones.build(name, stem="small", **config).train()
+        if config:
+            parts = split.place(model, [CPU, CPU], samples=4)
+            assert [block for part in parts for block in part.blocks] == list(dict.fromkeys(model.block_of.values()))
+        model(backbones.images(16)).square().sum().backward()
+        found.append([p.grad for p in model.parameters()] + list(model.buffers()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

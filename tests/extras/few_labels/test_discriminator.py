@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.extras.few_labels.discriminator import Trunk
 from duetgan.metrics.grad_cam import image_heat
 from duetgan.models.backbones.base import in_turn
-from duetgan.models.backbones.discriminator import Trunk
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.registry import architecture_of

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from duetgan.commands import train
-from duetgan.models import model_parallel as split
+from duetgan.extras.model_parallel import placement as split
 from duetgan.models.hooks import LayerStatistics
 from duetgan.models.restore import classifier_from
 from duetgan.training.engine.tasks import build_run_config
@@ -26,8 +26,8 @@ from duetgan.utils.distributed.launch import launch
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
-from tests.models.test_model_parallel import build
-from tests.models.test_model_parallel import faked as fake_tensors
+from tests.extras.model_parallel.test_placement import build
+from tests.extras.model_parallel.test_placement import faked as fake_tensors
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(2)]  # faked: their tensors have no values

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from duetgan.models.backbones.base import Backbone
+from duetgan.models.classifier import TRAINED_BACKBONES, Classifier, TrainedBackbone
 from duetgan.models.gan import ImageDiscriminator
 from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.config.model import PositiveInt, Stored
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, explained
@@ -107,3 +109,41 @@ def read_form(run: str) -> Tree:
             "run, whose discriminator it takes"
         )
     return form_of(content)
+
+
+def load_discriminator(model: Classifier) -> str:
+    """Copy the weights of a GAN's discriminator, except its head, and return a message.
+
+    `model.config.weights` is the run of the GAN. Its discriminator has seen samples of its
+    generator. So the lineage of the classifier records these samples, and the classifier cannot
+    judge them.
+
+    Raises:
+        UserError: The checkpoint is not of a GAN, or its discriminator differs from the one that
+            the config describes.
+    """
+    # Imported here, because these modules import models.classifier.
+    from duetgan.metrics.lineage import provenance_of
+    from duetgan.models.restore import discriminator_from, generator_from
+
+    run = model.config.weights
+    assert run is not None
+    path = checkpoints.resolve(run)
+    content = checkpoints.load(path)
+    state = Trunk(discriminator_from(content)).state_dict()
+    weights = {name: value for name, value in state.items() if not name.startswith("fc.")}
+    if form_of(content) != model.config.discriminator:
+        raise UserError(
+            f"model.weights {run}: its discriminator is not model.discriminator; leave that out"
+        )
+    model.network.load_state_dict(weights, strict=False)
+    passport = provenance_of(
+        generator_from(content), content, seed=content["config"].get("seed", 0)
+    )
+    model.lineage = join(recorded(content), Lineage.of(synthetic=[passport]))
+    return f"weights from {path}: its discriminator up to 4 px, {len(weights)} tensors; head new"
+
+
+TRAINED_BACKBONES[NAME] = TrainedBackbone(
+    describe=read_form, backbone=discriminator_backbone, load=load_discriminator
+)
