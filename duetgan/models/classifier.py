@@ -4,8 +4,7 @@ head for the data's classes.
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from duetgan.models.backbones.base import Backbone, in_turn
 from duetgan.models.batchnorm import statistics_kept
 from duetgan.models.gan import ImageNetwork
-from duetgan.models.registry import backbone_of
+from duetgan.models.registry import TRAINED_BACKBONES, backbone_of
 from duetgan.utils import extras
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.model import Config, PositiveInt
@@ -97,18 +96,6 @@ class ModelConfig(Config):
         if self.discriminator is None:
             return backbone_of(self.name)
         return TRAINED_BACKBONES[self.name].backbone(self.discriminator)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedBackbone:
-    """A backbone that is a part of another run's network."""
-
-    describe: Callable[[str], Tree]  # run -> description of the network, which the config keeps
-    backbone: Callable[[Tree], Backbone]  # builds the backbone of a description
-    load: Callable[["Classifier"], str]  # copies the run's weights, and returns a message
-
-
-TRAINED_BACKBONES: dict[str, TrainedBackbone] = {}  # by the value of model.name; of extras
 
 
 class Classifier(ImageNetwork):

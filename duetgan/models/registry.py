@@ -3,9 +3,9 @@
 A new GAN (models/gan.py) or family of backbones (backbones/base.py) is a file and an entry here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from duetgan.models import dcgan, growing, r3gan, stylegan2
 from duetgan.models.backbones import timm, torchvision
@@ -15,6 +15,9 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config
 from duetgan.utils.config.yaml_files import Tree
+
+if TYPE_CHECKING:
+    from duetgan.models.classifier import Classifier
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,18 @@ FAMILIES = (torchvision.RESNET, torchvision.CONVNEXT, torchvision.EFFICIENTNET, 
 BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedBackbone:
+    """A backbone that is a part of another run's network."""
+
+    describe: Callable[[str], Tree]  # run -> description of the network, which the config keeps
+    backbone: Callable[[Tree], Backbone]  # builds the backbone of a description
+    load: Callable[["Classifier"], str]  # copies the run's weights, and returns a message
+
+
+TRAINED_BACKBONES: dict[str, TrainedBackbone] = {}  # by the value of model.name; of extras
+
+
 def architecture_of(name: str) -> Architecture:
     """Return the architecture `name`; for an unknown one raise UserError, with a similar name."""
     return entry(ARCHITECTURES, name, "architecture")
@@ -103,4 +118,4 @@ def backbone_of(name: str) -> Backbone:
     """
     if name.startswith(timm.PREFIX):
         return timm.timm_backbone(name)
-    return entry(BACKBONES, name, "model", "discriminator", "timm:NAME")
+    return entry(BACKBONES, name, "model", *TRAINED_BACKBONES, "timm:NAME")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from duetgan.models.backbones.base import Backbone
-from duetgan.models.classifier import TRAINED_BACKBONES, Classifier, TrainedBackbone
+from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageDiscriminator
-from duetgan.models.registry import DEFAULT, architecture_of
+from duetgan.models.registry import DEFAULT, TRAINED_BACKBONES, TrainedBackbone, architecture_of
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.config.model import PositiveInt, Stored

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
-from duetgan.models.classifier import TRAINED_BACKBONES, Classifier
+from duetgan.models.classifier import Classifier
+from duetgan.models.registry import TRAINED_BACKBONES
 from duetgan.models.weights import load_pretrained
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.utils import extras
