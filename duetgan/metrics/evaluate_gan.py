@@ -27,10 +27,10 @@ from duetgan.metrics.features.extractors import (
     compute_features,
     fingerprint,
 )
-from duetgan.metrics.features.precision import device_of, evaluating, full_float32
-from duetgan.metrics.features.selection import select
+from duetgan.metrics.features.precision import device_of
+from duetgan.metrics.features.selection import draw_samples, select
 from duetgan.metrics.figures import GAN, Samples, measured
-from duetgan.metrics.images import SampleBoard
+from duetgan.metrics.images import save_samples
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.lineage import leaks, load_judge, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED, Document
@@ -38,7 +38,7 @@ from duetgan.metrics.samples import memorisation
 from duetgan.metrics.samples.judged import class_score, recognised
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
-from duetgan.models.gan import ImageGenerator, generate
+from duetgan.models.gan import ImageGenerator
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.checkpoint.provenance import Lineage, recorded
@@ -46,9 +46,6 @@ from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 
-Observer = Callable[[Tensor, Tensor, Tensor | None], None]
-"""A function that rank 0 calls with each chunk of samples, in order: the samples, uint8
-[b, C, H, W], their labels, int64 [b], and the judge's probabilities, [b, K], or None."""
 MIN_JUDGE_SKILL = 0.4  # from 0 (always predicts the most frequent class) to 1 (no mistakes)
 
 
@@ -57,6 +54,8 @@ class Gathered:
     """Features from which the metrics are computed; only rank 0 has them."""
 
     samples: list[Samples]  # features under each extractor
+    labels: Tensor  # label number of each sample, int64 [m]
+    probabilities: Tensor | None  # of the judge, [m, K]
     extractors: list[Extractor]
     search: Callable[[], Document] | None  # searches for copies, if requested and possible
     notes: dict[str, str]  # reasons why metrics are missing
@@ -121,7 +120,6 @@ def gather(
     searched: int = SEARCHED,  # training images to search; 0 turns the search off
     batch_size: int = 64,
     show: bool = False,  # if True, show progress bars
-    observe: Observer | None = None,
 ) -> Gathered:
     """Compute all features in one pass over the samples and one over each real dataset.
 
@@ -171,11 +169,6 @@ def gather(
     judges = [] if classifier is None else [judge_extractor(classifier)]
     labels = torch.from_numpy(test_draw.labels)
     conditions = torch.from_numpy(dataset.meta.conditions(test_draw.labels))
-
-    def observe_chunk(rows: range, images: Tensor, features: list[Tensor]) -> None:
-        if observe is not None:
-            observe(images, labels[rows], features[-1] if judges else None)
-
     sample_sets = sample_features(
         generator,
         conditions if generator.classes else None,
@@ -184,8 +177,8 @@ def gather(
         total=len(labels),
         batch_size=batch_size,
         progress="samples" if show else "",
-        observe=observe_chunk if observe else None,
     )
+    probabilities = sample_sets[-1] if judges else None
     records = []
     # `all_extractors` may end in an extractor that only the search for copies uses
     for extractor, fake, test in zip(extractors, sample_sets, test_features, strict=False):
@@ -196,7 +189,7 @@ def gather(
             labels=labels if multi_hot is None else conditions > 0,
             n=n,
             names=dataset.classes if generator.classes else [],
-            probabilities=sample_sets[-1][:n] if judges else None,
+            probabilities=None if probabilities is None else probabilities[:n],
             thresholds=getattr(classifier, "thresholds", None),
             seed=seed,
             per_class=per_class,
@@ -205,7 +198,7 @@ def gather(
         records.append(samples)
     if search_extractor is None or train is None or train_draw is None:
         notes["memorisation"] = notes.get("floor", "no search for copies was requested")
-        return Gathered(records, list(extractors), None, notes)
+        return Gathered(records, labels, probabilities, list(extractors), None, notes)
     index = all_extractors.index(search_extractor)
     search = partial(
         memorisation.search_copies,
@@ -214,7 +207,7 @@ def gather(
         memorisation.RealImages(dataset, test_draw, test_features[index]),
         memorisation.RealImages(train, train_draw, train_features[search_extractor.name]),
     )
-    return Gathered(records, list(extractors), search, notes)
+    return Gathered(records, labels, probabilities, list(extractors), search, notes)
 
 
 def sample_features(
@@ -225,18 +218,13 @@ def sample_features(
     seed: int,
     **options: Any,  # keyword arguments of `compute_features`
 ) -> list[Tensor]:
-    """Generate samples and return their features, [total, F], under each extractor.
-
-    Sample i depends only on the seed, i and its label.
-    """
+    """Generate samples and return their features, [total, F], under each extractor."""
 
     def draw(rows: range) -> Tensor:
         chunk = None if labels is None else labels[rows.start : rows.stop]
-        with full_float32(device_of(generator)):
-            return generate(generator, labels=chunk, indices=rows, seed=seed, batch_size=len(rows))
+        return draw_samples(generator, chunk, rows, seed=seed)
 
-    with evaluating(generator):
-        return compute_features(draw, extractors, side=generator.spec.side, **options)
+    return compute_features(draw, extractors, side=generator.spec.side, **options)
 
 
 def judge_extractor(classifier: Classifier) -> Extractor:
@@ -332,7 +320,6 @@ def evaluate_gan_run(
             f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr
         )
     one_label = generator.label_sets is None
-    board = SampleBoard(names, label_sets=None if one_label else dataset.meta)
     with train or nullcontext():
         gathered = gather(
             generator,
@@ -346,7 +333,6 @@ def evaluate_gan_run(
             searched=SEARCHED if options.searched is None else options.searched,
             batch_size=options.batch_size,
             show=True,
-            observe=board.observe,
         )
         samples = gathered.samples[0]
         classifiers = [extractor.classifier for extractor in extractors]
@@ -356,7 +342,14 @@ def evaluate_gan_run(
 
         def finish() -> Document:
             document = gathered.document(details=True)
-            images = board.save(out, dataset)
+            images = save_samples(
+                generator,
+                dataset,
+                gathered.labels,
+                gathered.probabilities if one_label else None,
+                out,
+                seed=options.seed,
+            )
             if train is not None and document["memorisation"] is not None:
                 pairs = memorisation.neighbour_images(
                     generator,

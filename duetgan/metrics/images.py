@@ -1,6 +1,6 @@
 """Pictures of an evaluation: samples, mistakes, confusion matrix, calibration and corruptions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
+from duetgan.metrics.features.selection import draw_samples
 from duetgan.metrics.grad_cam import image_heat, overlay
 from duetgan.models.classifier import Classifier
+from duetgan.models.gan import ImageGenerator
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table, visible
@@ -21,87 +22,63 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_IMAGES = 24  # in a picture of captioned images
+COLUMNS = 10  # in a grid of samples
 MAX_ROWS = 50  # in a grid of images, a row for each class
 MAX_LABELLED_CLASSES = 30  # with more, text in a confusion matrix would be too small to read
 
 
-class SampleBoard:
-    """Samples that are collected during a generator's evaluation, to be drawn in pictures.
+def save_samples(
+    generator: ImageGenerator,
+    dataset: Dataset,  # test images
+    labels: Tensor,  # label number of each sample, int64 [n]
+    probabilities: Tensor | None,  # of the judge, [n, K], if samples have one class each
+    folder: Path,
+    *,
+    seed: int,
+) -> list[str]:
+    """Draw samples, generated again, into a folder; return the pictures' file names.
 
-    The evaluation calls `observe` with each chunk of samples.
+    These are samples.png, with a row for each class, recognised_best.png and recognised_worst.png,
+    if there is a judge, and real.png, with test images in the same rows. With several labels an
+    image, a row is a label set, and only the rows of the most frequent sets are drawn.
     """
+    spec = dataset.spec
+    names = dataset.meta.label_names if generator.classes else []
+    rows = list(range(max(1, len(names))))[:MAX_ROWS]
+    if names and dataset.meta.sets is not None:
+        rows = np.argsort(np.negative(dataset.meta.histogram), kind="stable")[:MAX_IMAGES].tolist()
 
-    def __init__(
-        self, classes: Sequence[str], *, columns: int = 10, label_sets: Meta | None = None
-    ) -> None:
-        """Create an empty board.
+    def sampled(indices: np.ndarray) -> Tensor:
+        conditions = None
+        if names:
+            conditions = torch.from_numpy(dataset.meta.conditions(labels[indices].numpy()))
+        return draw_samples(generator, conditions, indices.tolist(), seed=seed)
 
-        Args:
-            classes: Class names; empty for an unconditional generator.
-            columns: Number of samples of each class.
-            label_sets: Metadata of the test images if they may have several labels. Then each label
-                is a set of classes, and only the rows of the most frequent sets are drawn.
-        """
-        self.names = list(classes) if label_sets is None else label_sets.label_names
-        self.columns = columns
-        self.label_sets = label_sets
-        self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(self.names)))]
-        self.drawn_rows = list(range(len(self.rows)))[:MAX_ROWS]
-        if label_sets is not None:
-            order = np.argsort(np.negative(label_sets.histogram), kind="stable")
-            self.drawn_rows = order[:MAX_IMAGES].tolist()
-        self.captions = [self.names[row] for row in self.drawn_rows if self.names]
-        self.capacity = columns if classes else columns * columns
-        # file name -> (score, sample uint8 [C, H, W], caption)
-        self.extremes: dict[str, list[tuple[float, Tensor, str]]] = {
-            "recognised_best.png": [],
-            "recognised_worst.png": [],
-        }
+    def save_grid(name: str, read: Callable[[np.ndarray], Tensor], numbers: np.ndarray) -> None:
+        capacity = COLUMNS if names else COLUMNS * COLUMNS
+        places = [np.flatnonzero(numbers == row)[:capacity] for row in rows]
+        images = read(np.concatenate(places)).split([len(row) for row in places])
+        captions = [names[row] for row in rows if names]
+        save_rows(images, folder / name, columns=COLUMNS, captions=captions, spec=spec)
 
-    def observe(self, images: Tensor, labels: Tensor, probabilities: Tensor | None) -> None:
-        """Keep the first samples of each class, and the most and least recognised samples.
-
-        The latter are those whose class the judge gives the largest or smallest probability.
-        Earlier samples win ties.
-        """
-        for image, label in zip(images, labels.tolist(), strict=True):
-            if len(self.rows[label]) < self.capacity:
-                self.rows[label].append(image.clone())
-        if probabilities is None or not self.names or self.label_sets is not None:
-            return
-        confidence = probabilities.gather(1, labels[:, None])[:, 0]
-        captions = []
-        for label, predicted, probability in zip(
-            labels.tolist(), probabilities.argmax(1).tolist(), confidence.tolist(), strict=True
-        ):
-            mistake = "" if label == predicted else f"\nnamed {self.names[predicted]}"
-            captions.append(f"{self.names[label]} {probability:.2f}{mistake}")
-        scores = {"recognised_best.png": confidence, "recognised_worst.png": 1 - confidence}
-        for name, score in scores.items():
-            candidates = [*self.extremes[name], *zip(score.tolist(), images, captions, strict=True)]
-            best = sorted(candidates, key=lambda candidate: -candidate[0])[:MAX_IMAGES]
-            # cloned, so that the batch is freed
-            self.extremes[name] = [(value, image.clone(), text) for value, image, text in best]
-
-    def save(self, folder: Path, real: Dataset | None = None) -> list[str]:
-        """Write the pictures into a folder and return their file names.
-
-        These are samples.png, with a row for each class, recognised_best.png and
-        recognised_worst.png, if there is a judge, and real.png, with test images in the same rows.
-        """
-        spec = None if real is None else real.spec
-        tables = {"samples.png": [self.rows[row] for row in self.drawn_rows]}
-        judged = {name: samples for name, samples in self.extremes.items() if samples}
-        for name, samples in judged.items():
-            _, images, captions = zip(*samples, strict=True)
-            save_captioned(list(images), list(captions), folder / name, spec=spec)
-        if real is not None:
-            labels = real.label_numbers() if self.names else np.zeros(len(real), dtype=np.int64)
-            places = [np.flatnonzero(labels == row)[: self.capacity] for row in self.drawn_rows]
-            tables["real.png"] = [list(torch.from_numpy(real.read(rows)[0])) for rows in places]
-        for name, rows in tables.items():
-            save_rows(rows, folder / name, columns=self.columns, captions=self.captions, spec=spec)
-        return ["samples.png", *judged, *list(tables)[1:]]
+    save_grid("samples.png", sampled, labels.numpy())
+    files = ["samples.png"]
+    if probabilities is not None and names:
+        confidence = probabilities.gather(1, labels[:, None])[:, 0].numpy()
+        predicted = probabilities.argmax(1).numpy()
+        for name, score in (("best", confidence), ("worst", -confidence)):
+            chosen = np.argsort(-score, kind="stable")[:MAX_IMAGES]
+            captions = []
+            for label, prediction, value in zip(
+                labels[chosen].tolist(), predicted[chosen], confidence[chosen], strict=True
+            ):
+                mistake = "" if label == prediction else f"\nnamed {names[prediction]}"
+                captions.append(f"{names[label]} {value:.2f}{mistake}")
+            files.append(f"recognised_{name}.png")
+            save_captioned(list(sampled(chosen)), captions, folder / files[-1], spec=spec)
+    real = dataset.label_numbers() if names else np.zeros(len(dataset), dtype=np.int64)
+    save_grid("real.png", lambda records: torch.from_numpy(dataset.read(records)[0]), real)
+    return [*files, "real.png"]
 
 
 def save_mistakes(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from duetgan.metrics import evaluate_classifier, evaluate_gan
+from duetgan.metrics import evaluate_classifier
+from duetgan.metrics.features import selection
 from duetgan.models import layers
 from duetgan.training.engine.loop import Loop
 from duetgan.utils.checkpoint.writer import Snapshot
@@ -22,7 +23,7 @@ WATCHED: dict[str, tuple[Any, str]] = {
     "log tick": (Loop, "_write_row"),
     "checkpoint": (Snapshot, "__init__"),
     "chunk of test images": (evaluate_classifier, "logits_of"),
-    "chunk of samples": (evaluate_gan, "generate"),
+    "chunk of samples": (selection, "generate"),
 }
 OFTEN = ["--log.every", "2", "--log.samples-every", "0", "--evaluation.every", "4"]
 seen: dict[str, dict[str, Any]] = {}

@@ -83,20 +83,6 @@ def test_the_search_for_copies_knows_the_labels_of_both_sets(generator, test_rea
     assert [each.labels.tolist() for each in sets] == [train.labels.tolist(), test.labels[:30].tolist()]
 
 
-def test_every_sample_is_observed_with_its_label_and_probabilities(generator, train_reader, judge):
-    """80 samples are observed 64 at a time, whatever the batch size."""
-    observed = []
-    for size in (64, 7):
-        calls: list[Any] = []
-        options: Any = {"n": 80, "batch_size": size, "classifier": judge}
-        evaluate(generator, train_reader, **options, observe=lambda *call, to=calls: to.append(call))
-        observed.append([torch.cat(parts) for parts in zip(*calls, strict=True)])
-    labels = select(train_reader.labels(), n=80, seed=3, role="test", per_class=8).labels
-    assert observed[0][1].tolist() == observed[1][1].tolist() == labels.tolist()
-    for whole, parts in zip(*observed, strict=True):
-        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-4)
-
-
 def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, tmp_path):
     """Without a floor it is not bound by the training images."""
     found = evaluate(generator, test_reader, n=5000, train_dataset=train_reader)

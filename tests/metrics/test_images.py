@@ -8,7 +8,6 @@ from PIL import Image
 from duetgan.metrics import images
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.images import (
-    SampleBoard,
     save_confusion,
     save_evidence,
     save_mistakes,
@@ -22,23 +21,6 @@ from tests.utils.test_images import pixels, shade
 
 def shades(*values):
     return torch.stack([shade(value) for value in values])
-
-
-def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals(monkeypatch):
-    monkeypatch.setattr(images, "MAX_IMAGES", 3)
-    board = SampleBoard(["a", "b"])
-    for batch, scores in ((shades(1, 2, 3), [0.1, 0.9, 0.5]), (shades(4, 5), [0.5, 0.7])):
-        sure = torch.tensor(scores)
-        board.observe(batch, torch.zeros(len(batch), dtype=torch.int64), torch.stack([sure, 1 - sure], dim=1))
-    best, worst = ([int(image[0, 0, 0]) for _, image, _ in kept] for kept in board.extremes.values())
-    assert (best, worst) == ([2, 5, 3], [1, 3, 4])
-
-
-def test_a_sample_board_without_classes_goes_by_the_order(tmp_path):
-    board = SampleBoard([], columns=2)
-    board.observe(shades(1, 2, 3, 4, 5), torch.zeros(5, dtype=torch.int64), None)
-    assert board.save(tmp_path) == ["samples.png"]
-    np.testing.assert_array_equal(pixels(tmp_path / "samples.png")[::64, ::64], [[1, 2], [3, 4]])
 
 
 def answered(labels, predicted, confidence):

@@ -405,8 +405,6 @@ def compute_features(
     side: int,  # of the images, in px
     batch_size: int = 64,
     progress: str = "",  # caption of the progress bar; if empty, there is no bar
-    # called on rank 0 with each range, its images and their features
-    observe: Callable[[range, Tensor, list[Tensor]], None] | None = None,
 ) -> list[Tensor]:
     """Compute the features of images under all extractors in one pass that the ranks share.
 
@@ -415,17 +413,13 @@ def compute_features(
     """
     parts = [[torch.empty(0, extractor.dim)] for extractor in extractors]
 
-    def work(chunk: range) -> tuple[range, Tensor | None, list[Tensor]]:
+    def work(chunk: range) -> list[Tensor]:
         images = source(chunk)
-        return chunk, images if observe else None, [extractor(images) for extractor in extractors]
+        return [extractor(images) for extractor in extractors]
 
-    for chunk, images, features in shared_pass(
-        total, work, side=side, batch_size=batch_size, progress=progress
-    ):
+    for features in shared_pass(total, work, side=side, batch_size=batch_size, progress=progress):
         for part, chunk_features in zip(parts, features, strict=True):
             part.append(chunk_features)
-        if observe is not None and images is not None:
-            observe(chunk, images, features)
     return [torch.cat(part) for part in parts]
 
 

@@ -1,5 +1,6 @@
-"""Random choice of those images of a dataset that an evaluation uses."""
+"""The images that an evaluation uses: a random choice of a dataset, and samples."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.models.gan import ImageGenerator, generate
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -52,3 +55,18 @@ def select(
         required[np.flatnonzero(is_member)[:per_class]] = True
     order = np.concatenate([order[:n], order[n:][required[n:]]])
     return Selection(order, labels[order], f"{role} {seed} {n} {per_class}")
+
+
+def draw_samples(
+    generator: ImageGenerator, conditions: Tensor | None, indices: Sequence[int], *, seed: int
+) -> Tensor:
+    """Generate samples in full float32; return uint8 images [n, C, H, W] for 8-bit generators.
+
+    Sample i depends only on the seed, i and its condition.
+
+    Args:
+        conditions: Labels in the generator's format, [n, ...]; None if it is unconditional.
+        indices: Numbers of the n samples.
+    """
+    with evaluating(generator), full_float32(device_of(generator)):
+        return generate(generator, labels=conditions, indices=indices, seed=seed)

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import Extractor, pixel_features
-from duetgan.metrics.features.precision import device_of, full_float32
-from duetgan.metrics.features.selection import Selection, select
+from duetgan.metrics.features.selection import Selection, draw_samples, select
 from duetgan.metrics.protocol import Document
 from duetgan.metrics.samples.neighbours import QUERY_BLOCK, neighbours
-from duetgan.models.gan import ImageGenerator, generate
+from duetgan.models.gan import ImageGenerator
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 
@@ -324,10 +323,7 @@ def neighbour_images(
     labels = None
     if generator.classes:
         labels = torch.from_numpy(conditions([row["label"] for row in rows]))
-    with full_float32(device_of(generator)):
-        samples = generate(
-            generator, labels=labels, indices=[row["sample"] for row in rows], seed=seed
-        )
+    samples = draw_samples(generator, labels, [row["sample"] for row in rows], seed=seed)
     real = torch.from_numpy(train.read([row["train"] for row in rows])[0])
     samples, real = visible(samples, train.spec), visible(real, train.spec)
     gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)

@@ -14,7 +14,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.extras.audit.evaluate import Partners, audit_scores, choose_sides
 from duetgan.extras.audit.membership_inference import TOPS, attack, audit_table, verdict
-from duetgan.metrics import evaluate_gan
+from duetgan.metrics.features import selection
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig
 from duetgan.utils.checkpoint import load, resolve
@@ -114,7 +114,7 @@ def train(sets):
 
 def test_a_generator_that_returns_training_images_is_caught(run, train, tmp_path, monkeypatch):
     """One sample in ten is a training image."""
-    plain = evaluate_gan.generate
+    plain = selection.generate
 
     def memorising(*arguments, indices, **options):
         images = plain(*arguments, indices=indices, **options)
@@ -123,7 +123,7 @@ def test_a_generator_that_returns_training_images_is_caught(run, train, tmp_path
                 images[row] = train[index % 200]
         return images
 
-    monkeypatch.setattr(evaluate_gan, "generate", memorising)
+    monkeypatch.setattr(selection, "generate", memorising)
     found = audited(run, tmp_path)
     assert found["attacks"]["generator"]["p_value"] < 0.005
     assert "do not hand them on" in found["verdict"]
