@@ -52,14 +52,14 @@ KINDS = {
     "gan": Kind(
         "gan",
         "duetgan.metrics.evaluate_gan:evaluate_gan_run",
-        "duetgan.metrics.tables:gan_table",
+        "duetgan.metrics.tables:results_text",
         dict(SPEED),
         "for a classifier, this checkpoint is a GAN's",
     ),
     "classifier": Kind(
         "classifier",
         "duetgan.metrics.evaluate_classifier:evaluate_classifier_run",
-        "duetgan.metrics.tables:classifier_table",
+        "duetgan.metrics.tables:results_text",
         dict.fromkeys(("classifier", "extractor", "weights", "per_class", "searched")),
         "for a GAN, this checkpoint is a classifier's",
     ),

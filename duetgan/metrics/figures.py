@@ -43,7 +43,6 @@ class Figure:
     # if True, it depends on the judge's predictions, so that it has one value for all extractors
     by_judge: bool = False
     in_training: bool = False  # if True, evaluations during training compute it, too
-    digits: int = 4  # decimal places in tables
 
     def measure(self, record: object) -> Measured:
         """Compute the metric of `Answers` or `Samples`; None and a note if a need is missing."""
@@ -182,23 +181,23 @@ GAN = [
     Figure(
         "frechet", "frechet", "Frechet distance of Gaussians fitted to the features",
         lambda samples: Measured.normal(*frechet_distance(*samples.counted), low=0.0),
-        better="smaller", place="column", unit="", in_training=True, digits=3,
+        better="smaller", place="column", unit="", in_training=True,
     ),
     Figure(
         "floor", "its floor", "Frechet distance between n real training images and the test images",
         lambda samples: Measured(frechet_distance(samples.training[: samples.n], samples.counted[1])[0]),
-        place="column", unit="", interval=False, needs=TRAINING, in_training=True, digits=3,
+        place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),
     Figure(
         "kernel", "kernel",
         "unbiased squared MMD with the kernel (x·y/d + 1)^3, mean of 20 subsets of 1,000; less biased at small n",
         lambda samples: Measured.normal(*_kernel(samples.counted[0], samples)),
-        better="smaller", place="column", unit="", in_training=True, digits=6,
+        better="smaller", place="column", unit="", in_training=True,
     ),
     Figure(
         "kernel_floor", "its floor", "squared MMD between n real training images and the test images",
         lambda samples: Measured(_kernel(samples.training[: samples.n], samples)[0]),
-        place="column", unit="", interval=False, needs=TRAINING, in_training=True, digits=6,
+        place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),
     Figure(
         "recognised", "recognised", "share of samples that the judge predicts as the requested class",
@@ -224,7 +223,7 @@ GAN = [
         "diversity of the least diverse class: mean feature distance between samples, divided by that between real "
         "images, at most 200 of each; without classes, of all samples",
         lambda samples: samples.diversity,
-        place="headline", unit="", by_class="diversity_by_class", in_training=True, digits=3,
+        place="headline", unit="", by_class="diversity_by_class", in_training=True,
     ),
     Figure(
         "precision", "precision", "precision: share of samples within reach (3rd neighbour) of a real image",

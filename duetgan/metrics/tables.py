@@ -1,25 +1,23 @@
-"""Text tables of an evaluation's results."""
+"""The results of an evaluation for people: metrics and tables, as text and for the report.
 
-from collections.abc import Callable, Iterator, Sequence
+Results may be damaged or of another version: a value of an unexpected type is shown as a dash.
+"""
 
-from duetgan.metrics.figures import CLASSIFIER, GAN, LABELS, Figure
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from duetgan.metrics.figures import FIGURES, GAN, Figure
 from duetgan.metrics.protocol import Document
 from duetgan.utils import extras
-from duetgan.utils.text import columns, counted, decimal
+from duetgan.utils.text import columns, counted, number
 
 FEW_IMAGES = 1000  # distances between features of fewer images are rough
 WIDE_INTERVAL = 0.1  # width of an interval above which a fraction is rough
+VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # keys: values of --tta
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)
-# Functions of a classifier's results, which may be damaged, that return a table for the report and
-# the text; extras add theirs.
+Formatter = Callable[[object], str]
+# Functions of an evaluation's results that return a table; extras add theirs.
 FURTHER_TABLES: list[Callable[[Document], Table]] = []
-BY_CLASS = {  # key of a metric of a class -> title of its column
-    "precision": "precision",
-    "recall": "recall",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "average_precision": "av. prec.",
-}
 
 
 def few_images(
@@ -48,39 +46,30 @@ def few_images(
     return {"n": f"only {counted(n, 'test image')}: {'; '.join(words)}"} if words else {}
 
 
-def classifier_table(document: Document) -> str:
-    """Format a classifier's results as text: metrics, metrics of each class, and robustness."""
-    several = "macro_f1" in document
-    figures = list(_figures(LABELS if several else CLASSIFIER, document))
-    if (rate := document.get("majority_class_rate")) is not None:
-        figures.insert(
-            1, ("majority class", f"{decimal(rate)}  (always predicting the most frequent class)")
-        )
-    if (fitted := document.get("temperature")) is not None:
-        change = f"ECE {decimal(fitted['ece_before'])} -> {decimal(fitted['ece_after'])} on the other half"
-        figures.append(("temperature", f"{decimal(fitted['value'], 3)}  ({change})"))
-    if pairs := document.get("confused", [])[:3]:
-        words = [f"{pair['true']} as {pair['predicted']} ({pair['n']})" for pair in pairs]
-        figures.append(("most confused", ", ".join(words)))
-    rows = document["per_class"].items()
-    by_class = BY_CLASS | ({"threshold": "from"} if several else {})
-    classes = [
-        [name, *(decimal(row[key]) for key in by_class), str(row["support"])] for name, row in rows
-    ]
-    parts = [
-        columns(figures, "<"),
-        "",
-        columns([["class", *by_class.values(), "images"], *classes]),
-    ]
-    for header, rows in further_tables(document):
-        parts += ["", columns([header, *rows])]
-    return _page(document, parts)
+# --- numbers
 
 
-def further_tables(document: Document) -> list[Table]:
-    """Return the non-empty tables of FURTHER_TABLES."""
-    tables = [make(document) for make in FURTHER_TABLES]
-    return [(header, rows) for header, rows in tables if rows]
+def percent(value: object) -> str:
+    """Format a fraction as `12.3 %`, and anything but a number as a dash."""
+    return f"{100 * value:.1f} %" if isinstance(value, int | float) else "-"
+
+
+def plain(value: object) -> str:
+    """Format a number briefly, and anything else as a dash."""
+    return number(value) if isinstance(value, int | float) else "-"
+
+
+def formatter(row: Figure) -> Formatter:
+    """Return the function that formats a metric in its unit."""
+    return percent if row.unit == "share" else plain
+
+
+def interval_words(interval: object, show: Formatter) -> list[str]:
+    """Return [`95 % interval 12.3 to 14.5 %`], or an empty list without an interval."""
+    if not isinstance(interval, list) or len(interval) != 2:
+        return []
+    low, high = (show(bound) for bound in interval)
+    return [f"95 % interval {low.removesuffix(' %')} to {high}"]
 
 
 def as_dict(value: object) -> Document:
@@ -91,6 +80,124 @@ def as_dict(value: object) -> Document:
 def as_dicts(value: object) -> list[Document]:
     """Return the items of a list that are dicts; an empty list for any other value."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+# --- metrics
+
+
+def metric_values(document: Document, rows: Iterable[Figure]) -> list[tuple[Figure, str, str]]:
+    """Return the metrics in `rows` that the results have: the row, the value, and its context."""
+    values = []
+    for row in rows:
+        value = document.get(row.key)
+        # In the evaluation of a classifier, "precision" is the name of a number format.
+        if value is None or (row.key == "precision" and isinstance(value, str)):
+            continue
+        values.append((row, formatter(row)(value), _context(document, row)))
+    return values
+
+
+def _context(document: Document, row: Figure) -> str:
+    """Return the context of a metric, in brackets: its 95 % interval, the number of views of an
+    image, and the quality of the classifier that judged the samples.
+    """
+    context = interval_words(document.get(f"{row.key}_interval"), formatter(row))
+    judge = as_dict(document.get("judge"))
+    if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
+        context.append(VIEWS[str(document["tta"])])
+    if row.key == "accuracy" and "majority_class_rate" in document:
+        context.append(f"the most frequent class: {percent(document['majority_class_rate'])}")
+    if row.key == "recognised" and judge:
+        accuracy = percent(judge.get("accuracy"))
+        text = f"the judge predicts {accuracy} of the real images at the samples' size correctly"
+        if "majority_class_rate" in judge:
+            text += f", the most frequent class is {percent(judge['majority_class_rate'])} of them"
+        context.append(text)
+    if row.key == "class_score" and judge.get("class_score") is not None:
+        context.append(f"real images: {plain(judge['class_score'])}")
+    return f" ({'; '.join(context)})" if context else ""
+
+
+def copies_found(document: Document) -> list[tuple[str, str, str]]:
+    """Return [(verdict, numbers, extractor)] of the search for copies; empty if there was none."""
+    copies = as_dict(document.get("memorisation"))
+    if not copies:
+        return []
+    verdict = "copies training images" if copies.get("copies") else "no sign of copies"
+    near = f"{percent(copies.get('share'))} of the samples unusually near to training images"
+    text = f"{near}, {percent(copies.get('expected'))} expected; p {plain(copies.get('p_value'))}"
+    search = f" ({copies.get('extractor')}, {plain(copies.get('searched'))} searched)"
+    return [(verdict, text, search)]
+
+
+# --- tables
+
+
+def tables(document: Document) -> list[Table]:
+    """Return the non-empty tables of distances and classes, and those of extras."""
+    made = [_distance_table(document), _class_table(document)]
+    made += [make(document) for make in FURTHER_TABLES]
+    return [table for table in made if table[1]]
+
+
+def _distance_table(document: Document) -> Table:
+    """Return a row of distances, with the upper halves of their intervals, per extractor."""
+    distances = [row for row in GAN if row.place == "column"]
+    rows = []
+    for results in as_dicts(document.get("distances")):
+        cells = [extractor_name(results)]
+        for row in distances:
+            cells.append(plain(results.get(row.key)))
+            interval = results.get(f"{row.key}_interval")
+            if isinstance(interval, list) and isinstance(interval[-1], float):
+                cells[-1] += f" ± {plain(interval[-1] - results[row.key])}"
+        rows.append([*cells, plain(results.get("n"))])
+    return ["extractor", *(row.title for row in distances), "n"], rows
+
+
+def extractor_name(results: Document) -> str:
+    """Return the extractor's name of an entry of `distances`, with the last part of a path."""
+    kind, _, path = str(results.get("extractor", "-")).partition(":")
+    return kind if Path(path).name in ("", kind) else f"{kind} ({Path(path).name})"
+
+
+def _class_table(document: Document) -> Table:
+    """Return a table with a row per class and a column per metric that the evaluation has by
+    class.
+    """
+    by_metric: dict[str, dict[str, str]] = {}
+    formats = {row.key: formatter(row) for row in FIGURES} | {"support": plain}
+    for name, metrics in as_dict(document.get("per_class")).items():
+        for key, value in as_dict(metrics).items():
+            by_metric.setdefault(key, {})[name] = formats.get(key, percent)(value)
+    for row in FIGURES:
+        for name, value in as_dict(document.get(row.by_class)).items():
+            by_metric.setdefault(row.title, {})[name] = formatter(row)(value)
+    rows: dict[str, list[str]] = {}
+    for column in by_metric.values():
+        for name in column:
+            rows.setdefault(name, [name])
+    for column in by_metric.values():
+        for name, cells in rows.items():
+            cells.append(column.get(name, "-"))
+    return ["class", *by_metric], list(rows.values())
+
+
+def results_text(document: Document) -> str:
+    """Format results as text: a heading, metrics, tables and notes."""
+    shown = [row for row in FIGURES if row.place != "column"]
+    metrics = [[row.title, value + more] for row, value, more in metric_values(document, shown)]
+    for verdict, text, search in copies_found(document):
+        metrics.append(["memorisation", f"{verdict}: {text}{search}"])
+    parts = [
+        f"{document['checkpoint']} (step {document['step']}, {document['task']})",
+        f"on {document['n']} images of {document['data']}, seed {document['seed']}",
+        "",
+        columns(metrics, "<"),
+    ]
+    for header, rows in tables(document):
+        parts += ["", columns([header, *rows])]
+    return "\n".join([*parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
 
 
 def credible(document: Document) -> Document:
@@ -118,67 +225,6 @@ def credible(document: Document) -> Document:
             name for name in document["images"] if not str(name).startswith("recognised_")
         ]
     return result
-
-
-def gan_table(document: Document) -> str:
-    """Format a generator's results as text: distances by extractor, other metrics, classes."""
-    by_space = [row for row in GAN if row.place == "column" or row.key == "diversity_ratio"]
-    distances = []
-    for row in document["distances"]:
-        values = [_with_error(row, figure) for figure in by_space]
-        distances.append([row["extractor"], *values, str(row["n"])])
-    head = ["extractor", *(figure.title for figure in by_space), "n"]
-    figures = list(_figures([row for row in GAN if row.place != "column"], document))
-    if (judge := document["judge"]) is not None:
-        words = f"{decimal(judge['accuracy'])}  of the real images"
-        if (rate := judge.get("majority_class_rate")) is not None:  # older results lack it
-            words += f"; the most frequent class: {decimal(rate)}"
-        figures.append(("the judge itself", words))
-    if (copies := document.get("memorisation")) is not None:
-        verdict = "COPIES TRAINING IMAGES" if copies["copies"] else "no sign of copies"
-        words = (
-            f"{verdict} (p {copies['p_value']:.2g}): {copies['share']:.1%} of the samples unusually near to training "
-            f"images, {copies['expected']:.1%} expected; C_T {decimal(copies['c_t'], 1)} ({copies['extractor']}, "
-            f"{copies['searched']} training images searched)"
-        )
-        figures.append(("memorisation", words))
-    parts = [columns([head, *distances]), "", columns(figures, "<")]
-    named = [(row.title, document.get(row.by_class)) for row in GAN if row.by_class]
-    if by_class := {title: values for title, values in named if values}:
-        names = next(iter(by_class.values()))
-        rows = [[name, *(decimal(row.get(name)) for row in by_class.values())] for name in names]
-        parts += ["", columns([["class", *by_class], *rows])]
-    return _page(document, parts)
-
-
-def _page(document: Document, parts: Sequence[str]) -> str:
-    """Join a heading that names checkpoint and data, the tables `parts`, and the notes."""
-    subject = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
-    head = f"{subject}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
-    return "\n".join([head, *parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
-
-
-def _figures(rows: Sequence[Figure], document: Document) -> Iterator[tuple[str, str]]:
-    """Yield the title, and the value with its interval, of each metric that the document has."""
-    for row in rows:
-        if (value := document.get(row.key)) is not None:
-            yield (
-                row.title,
-                decimal(value, row.digits) + _interval(document.get(f"{row.key}_interval")),
-            )
-
-
-def _interval(interval: list[float] | None) -> str:
-    return "" if interval is None else f"  (95 %: {decimal(interval[0])} to {decimal(interval[1])})"
-
-
-def _with_error(document: Document, row: Figure) -> str:
-    """Format a metric with the upper half of its 95 % interval, as in `36.345 +-0.263`."""
-    value, interval = document.get(row.key), document.get(f"{row.key}_interval")
-    text = decimal(value, row.digits)
-    if value is None or interval is None:
-        return text
-    return f"{text} +-{decimal(interval[1] - value, row.digits)}"
 
 
 extras.attach(__name__)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from duetgan.reporting.run_files import Run
 from duetgan.utils import files
+from duetgan.utils.text import number
 
 Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
@@ -46,20 +47,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-
-
-def number(value: float) -> str:
-    """Format a number briefly: `0.0123`, `4.57`, `1,234`, `20k`, `1.2e-05`; `not finite` for NaN
-    and infinities.
-    """
-    if not math.isfinite(value):
-        return "not finite"
-    size = abs(value)
-    if size >= 10_000 and value % 1000 == 0:
-        return f"{value / 1000:,.0f}k"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if size >= 1e-4 or value == 0 else f"{value:.2g}"
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:

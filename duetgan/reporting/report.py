@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from duetgan.metrics import tables
 from duetgan.reporting import figures, pictures
 from duetgan.reporting.figures import headline
 from duetgan.reporting.pictures import Chart
@@ -160,7 +161,9 @@ def render(template: str | Path, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page.globals.update(figures=figures, pictures=pictures, report=sys.modules[__name__])
+    page.globals.update(
+        figures=figures, metric_tables=tables, pictures=pictures, report=sys.modules[__name__]
+    )
     return page.get_template(file.name).render(**values)
 
 

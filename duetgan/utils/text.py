@@ -1,6 +1,7 @@
 """Format text for people: aligned columns, numbers, lists, shortened lines, printable names."""
 
 import difflib
+import math
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -33,6 +34,20 @@ def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
 def decimal(value: float | None, digits: int = 4) -> str:
     """Return a number with `digits` decimal places, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def number(value: float) -> str:
+    """Format a number briefly: `0.0123`, `4.57`, `1,234`, `20k`, `1.2e-05`; `not finite` for NaN
+    and infinities.
+    """
+    if not math.isfinite(value):
+        return "not finite"
+    size = abs(value)
+    if size >= 10_000 and value % 1000 == 0:
+        return f"{value / 1000:,.0f}k"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if size >= 1e-4 or value == 0 else f"{value:.2g}"
 
 
 def duration(seconds: float) -> str:

@@ -66,7 +66,6 @@ PERCENT |= {
     "threshold",
     "fpr95",
 }
-COLUMNS = ["precision", "recall", "f1", "auroc", "average_precision"]  # of a class, as they are printed
 
 
 def assert_document(result: Any, expected: Any, place: str = "") -> None:
@@ -83,12 +82,10 @@ def assert_document(result: Any, expected: Any, place: str = "") -> None:
         assert result == pytest.approx(expected, rel=1e-3, abs=2e-6), place
 
 
-def formatted(key: str, value: float | None, digits: int | None = None) -> str:
-    """A figure as the page has it, or with `digits` as it is printed."""
+def formatted(key: str, value: float | None) -> str:
+    """A figure as it is reported."""
     if value is None or key == "support":
         return "-" if value is None else str(value)
-    if digits is not None:
-        return f"{value:.{digits}f}"
     return f"{100 * value:.1f} %" if key in PERCENT else f"{value:.3g}" if value >= 1e-4 else f"{value:.2g}"
 
 
@@ -135,13 +132,14 @@ class Written:
                 formatted(row.key, value),
                 f"{row.meaning} ({'; '.join(words)})" if words else row.meaning,
             ) in self.tiles
-            words = ["  (95 %: {:.4f} to {:.4f})".format(*interval)] if interval else []
-            assert [row.title, "".join([formatted(row.key, value, row.digits), *words])] in lines
+            more = f" ({'; '.join(words)})" if words else ""
+            assert [row.title, formatted(row.key, value) + more] in lines
 
-    def check_row(self, name: str, figures: list[tuple[str, Any]], printed: list[tuple[str, Any]]) -> None:
-        """A row of a table of the page, and of one that is printed."""
-        assert [name, *(formatted(*pair) for pair in figures)] in self.rows
-        assert [name, *(formatted(*pair, 4) for pair in printed)] in map(str.split, self.printed.splitlines())
+    def check_row(self, name: str, figures: list[tuple[str, Any]]) -> None:
+        """A row of a table of the page, which is printed, too."""
+        row = [name, *(formatted(*pair) for pair in figures)]
+        assert row in self.rows
+        assert " ".join(row) in [" ".join(line.split()) for line in self.printed.splitlines()]
 
 
 def assert_pictures(result: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -206,7 +204,7 @@ def ranked(hot: np.ndarray, scores: np.ndarray) -> tuple[dict[str, Any], dict[st
 def classes_of(hot: np.ndarray, named: np.ndarray, **extra: Any) -> dict[str, Any]:
     """A row a class."""
     columns = theirs.precision_recall_fscore_support(hot, named, zero_division=np.nan)
-    part = dict(zip((*COLUMNS[:3], "support"), columns, strict=True)) | extra
+    part = dict(zip(("precision", "recall", "f1", "support"), columns, strict=True)) | extra
     rows = [
         {key: None if np.isnan(column[k]) else column[k] for key, column in part.items()} for k in range(len(hot.T))
     ]
@@ -296,10 +294,7 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     most = f"the most frequent class: {100 * expected['majority_class_rate']:.1f} %"
     result.check_figures({"accuracy": f"mean of 2 views; {most}"})
     for name, row in expected["per_class"].items():
-        result.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "support")])
-    change = "{value:.3f}  (ECE {ece_before:.4f} -> {ece_after:.4f} on the other half)"
-    for text in (change.format(**result.document["temperature"]), ", ".join(heads[:3])):
-        assert text in result.printed
+        result.check_row(name, [*row.items()])
 
 
 def test_a_classifier_of_several_labels(trained, pictures, capsys):
@@ -333,7 +328,7 @@ def test_a_classifier_of_several_labels(trained, pictures, capsys):
     assert_pictures(pictures, {"mistakes.png": (images[wrong], flat(both))})
     result.check_figures({})
     for name, row in expected["per_class"].items():
-        result.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "threshold", "support")])
+        result.check_row(name, [*row.items()])
 
 
 def frechet(x: np.ndarray, y: np.ndarray) -> float:
@@ -480,23 +475,19 @@ def test_a_gan(trained, pictures, capsys):
     result.check_figures({"recognised": right, "class_score": f"real images: {of_judge['class_score']:.3g}"})
     for name in NAMES:
         of_class = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]
-        result.check_row(name, of_class, of_class)
-    digits = {"frechet": 3, "floor": 3, "kernel": 6, "kernel_floor": 6}
+        result.check_row(name, of_class)
     for row, name in zip(distances, ("classifier", "pixels"), strict=True):
-        cells = [row["extractor"]]
-        for key, number in (digits | {"diversity_ratio": 3}).items():
-            cells.append(formatted(key, row[key], number))
+        cells = [name]
+        for key in ("frechet", "floor", "kernel", "kernel_floor"):
+            cells.append(formatted(key, row[key]))
             if interval := row.get(f"{key}_interval"):
-                cells.append(f"+-{interval[1] - row[key]:.{number}f}")
-        assert [*cells, str(N)] in map(str.split, result.printed.splitlines())
-        assert [name, *(formatted(key, row[key]) for key in digits), str(N)] in result.rows
+                cells[-1] += f" ± {formatted(key, interval[1] - row[key])}"
+        assert [*cells, str(N)] in result.rows
+        assert " ".join([*cells, str(N)]) in [" ".join(line.split()) for line in result.printed.splitlines()]
     ends = [distances[0][key] for key in ("frechet", "floor")] + distances[0]["frechet_interval"]
     tile = "{:.3g}</b><span>Frechet distance on classifier (real images: {:.3g}, n 47; 95 % interval {:.3g} to {:.3g})"
     assert tile.format(*ends) in result.text
     near = "{} of the samples unusually near to training images, {} expected; "
     counts = near.format(*(formatted("accuracy", copies[key]) for key in ("share", "expected")))
     assert ("no sign of copies", f"{counts}p {copies['p_value']:.3g} (pixels, {searched} searched)") in result.tiles
-    counts = near.format(*(f"{copies[key]:.1%}" for key in ("share", "expected")))
-    printed = f"no sign of copies (p {copies['p_value']:.2g}): {counts}C_T - (pixels, {searched} training"
-    for text in (printed, f"{of_judge['accuracy']:.4f}  of the real images"):
-        assert text in result.printed
+    assert f"  no sign of copies: {counts}" in result.printed

@@ -46,11 +46,10 @@ NEW = {
 def task(request, monkeypatch) -> Iterator[str]:
     """The task whose table has one more row."""
     name, rows = request.param.upper(), (*getattr(figures, request.param.upper()), NEW[request.param])
-    for module in (figures, evaluate_classifier, evaluate_gan, tables):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, rows)
-    monkeypatch.setattr(report, "FIGURES", rows)
-    monkeypatch.setattr(report, "TILES", rows)
+    for module in (figures, evaluate_classifier, evaluate_gan, tables, report):
+        for table in (name, "FIGURES"):
+            if hasattr(module, table):
+                monkeypatch.setattr(module, table, rows)
     return request.param
 
 
@@ -64,7 +63,7 @@ def test_a_row_is_all_that_a_new_figure_needs(task, runs, tmp_path, capsys):
     assert document[row.key] > 0
     assert (f"{row.key}_interval" in document) == row.interval
     assert row.title in printed
-    assert f"{document[row.key]:.4f}" in printed
+    assert f"{100 * document[row.key]:.1f} %" in printed
     page = write_report(tmp_path).read_text()
     assert row.meaning.replace("'", "&#39;") in page
 

@@ -13,7 +13,6 @@ from duetgan.metrics.images import (
     save_mistakes,
     save_reliability,
 )
-from duetgan.metrics.tables import gan_table
 from duetgan.utils.errors import UserError
 from tests.metrics.conftest import CLASSES
 from tests.utils.test_images import pixels, shade
@@ -61,21 +60,3 @@ def test_confusion_matrix_is_darkest_where_the_share_is_largest(tmp_path, count)
     assert (found < 100).mean() > 0.1 / count
     save_confusion([[0] * count] * count, ["a"] * count, tmp_path / "empty.png")
     assert (pixels(tmp_path / "empty.png") < 100).mean() < (found < 100).mean()
-
-
-def test_gan_table_tells_copies_and_leaves_out_what_is_not_known():
-    row = {"extractor": "pixels", "frechet": 1.0, "kernel": 1.0, "floor": None, "kernel_floor": None, "n": 20}
-    document = {"checkpoint": "runs/x", "step": 3, "data": "test.lmdb", "n": 20, "seed": 0, "task": "gan"}
-    document |= {"distances": [row | {"diversity_ratio": 0.5}], "diversity_ratio": 0.5, "notes": {"floor": "nothing"}}
-    document |= {"recognised": None, "recognised_interval": None, "judge": None}
-    document |= {"recognised_by_class": {"b": None}, "diversity_by_class": {"b": 0.625}}
-    lines = gan_table(document).splitlines()
-    words = [line.split() for line in lines]
-    assert ["extractor", "frechet", "its", "floor", "kernel", "its", "floor", "diversity", "n"] in words
-    assert ["pixels", "1.000", "-", "1.000000", "-", "0.500", "20"] in words
-    assert ["b", "-", "0.6250"] in words
-    assert lines[-1] == "floor: nothing"
-    assert not any("judge" in line or line.startswith(("recognised", "memorisation")) for line in lines)
-    copies = {"extractor": "pixels", "searched": 500, "share": 0.25, "expected": 0.01, "c_t": None, "p_value": 0.0004}
-    text = gan_table(document | {"memorisation": copies | {"copies": True}})
-    assert "COPIES TRAINING IMAGES (p 0.0004): 25.0%" in " ".join(text.split())

@@ -299,7 +299,11 @@ def test_every_metric_and_its_interval_are_written_in_its_unit(tmp_path):
             assert (tile[0], f"Frechet distance on pixels{words}") in tiles
     rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
     columns = ("frechet", "floor", "kernel", "kernel_floor")
-    assert ["pixels", *(written(key, values[key]) for key in columns), "123"] in rows
+    cells = []
+    for key in columns:
+        half = intervals[f"{key}_interval"][1] - values[key]
+        cells.append(f"{written(key, values[key])} ± {written(key, half)}")
+    assert ["pixels", *cells, "123"] in rows
     metrics_of_a_class = ("recognised", "diversity_ratio", "intra_class_frechet")
     cells = [written(key, values[key] + 0.5) for key in metrics_of_a_class]
     assert ["Bag", "81.5 %", "82.5 %", "83.5 %", "845", *cells] in rows

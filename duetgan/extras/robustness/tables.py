@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from duetgan.metrics.protocol import Document
-from duetgan.metrics.tables import FURTHER_TABLES, Table, as_dict, as_dicts
+from duetgan.metrics.tables import FURTHER_TABLES, Table, as_dict, as_dicts, percent, plain
 
 
 def corruption_table(document: Document) -> Table:
@@ -25,20 +25,10 @@ def outlier_table(document: Document) -> Table:
     for key, name in (("max_probability", "largest probability"), ("energy", "energy")):
         if row := as_dict(outliers.get(key)):
             ends = row.get("auroc_interval")
-            interval = " to ".join(map(short, ends)) if isinstance(ends, list) else "-"
-            rows.append([name, short(row.get("auroc")), interval, percent(row.get("fpr95"))])
+            interval = " to ".join(map(plain, ends)) if isinstance(ends, list) else "-"
+            rows.append([name, plain(row.get("auroc")), interval, percent(row.get("fpr95"))])
     title = f"outliers ({Path(str(outliers.get('data'))).name}) detected by"
     return [title, "AUROC", "95 % interval", "missed while 95 % pass"], rows
-
-
-def percent(value: object) -> str:
-    """Format a fraction as `12.3 %`, and anything but a number as a dash."""
-    return f"{100 * value:.1f} %" if isinstance(value, int | float) else "-"
-
-
-def short(value: object) -> str:
-    """Format a number with three digits, and anything else as a dash."""
-    return f"{value:.3g}" if isinstance(value, int | float) else "-"
 
 
 FURTHER_TABLES.extend((corruption_table, outlier_table))
