@@ -22,8 +22,7 @@ from duetgan.utils.runlog.progress import Bar
 DISTANCE = 7  # most bits in which the hashes of a pair differ
 LIMIT = 4_000_000  # most candidates
 LEAST_BITS = 4  # fewest bits set in the hash of an image with texture
-TILE = 1 << 22  # comparisons in one job of a thread
-BLOCK = 1 << 16  # comparisons at a time: intermediate results stay in the core's cache
+TILE = 1 << 19  # comparisons in one job of a thread
 
 # Near duplicates by their pixels; differences are in standard deviations of the image. In CIFAR-10
 # pairs with a correlation of 0.95 are the same photo. In Fashion-MNIST thousands of different
@@ -37,7 +36,6 @@ CROWD_CHANGE = 0.2  # largest difference in a crowd, of any part of the image
 LEAST_CONTRAST = 1.0  # standard deviation in grey levels
 # root mean square difference of the colours (Cr and Cb together), in levels of 0 to 255
 MOST_COLOUR = 12.0
-SLACK = 1e-4  # rounding error of a correlation in float32
 BATCH = 1024  # pairs compared at a time
 
 Read = Callable[[int], np.ndarray]  # number of a record -> its image, uint8 [H, W, C]
@@ -57,31 +55,34 @@ def near(a: np.ndarray, b: np.ndarray | None = None) -> Candidates:
     `a` and `b` are the signatures of two data sets, SIGNATURE [n]. A pair has an image of `a` and
     one of `b`, or without `b` two of `a`, the smaller index first. Every pair occurs once.
 
-    All images are compared with all, on all cores: this takes seconds for 60,000 images, and grows
-    with the square of their number. Exact duplicates are no pairs, and only the first of them is
-    compared. Images with fewer than LEAST_BITS bits set have no texture and are not compared,
-    because all flat images have the hash 0.
+    All images of both are compared with all, on all cores: this takes seconds for 60,000 images,
+    and grows with the square of their number. Exact duplicates are no pairs, and only the first of
+    them is compared. Images with fewer than LEAST_BITS bits set have no texture and are not
+    compared, because all flat images have the hash 0.
 
     `crowd` counts candidates in both data sets, so that the pairs between two parts of a data set
     are those of the whole.
     """
-    second = a if b is None else b
-    # images of `b` that are in `a`: they count as those of `a`
-    repeated = np.zeros(len(second), np.bool_) if b is None else np.isin(b["digest"], a["digest"])
-    rows, textureless = _searched(a)
-    columns = rows
-    if b is not None:
-        columns, second_textureless = _searched(b)
-        textureless += second_textureless
+    joined = a if b is None else np.concatenate([a, b])
+    digests, first, image = np.unique(joined["digest"], return_index=True, return_inverse=True)
+    is_textured = np.bitwise_count(joined["dhash"][first]) >= LEAST_BITS
+    searched = np.flatnonzero(is_textured)  # distinct images
+    images_a, images_b = image[: len(a)], image if b is None else image[len(a) :]
+    record_a = _first_records(images_a, len(digests))
+    record_b = _first_records(images_b, len(digests))
+    crowds = np.zeros(len(digests), np.int64)
     parts = [(np.empty((0, 2), np.int64), np.empty(0, np.uint8))]
-    crowds = [np.zeros(len(a), np.int64), np.zeros(len(second), np.int64)]
     total = held = 0
-    for close, distances in _close(a["dhash"][rows], second["dhash"][columns], within=b is None):
-        pairs = np.stack([rows[close[0]], columns[close[1]]], axis=1)
-        new = a["digest"][pairs[:, 0]] != second["digest"][pairs[:, 1]]
-        pairs, distances = pairs[new], distances[new]
-        crowds[0] += np.bincount(pairs[~repeated[pairs[:, 1]], 0], minlength=len(a))
-        crowds[1] += np.bincount(pairs[:, 1], minlength=len(second))
+    for close, distances in _close(joined["dhash"][first[searched]]):
+        i, j = searched[close].T
+        crowds += np.bincount(i, minlength=len(crowds)) + np.bincount(j, minlength=len(crowds))
+        pairs = np.stack([record_a[i], record_b[j]], axis=1)
+        if b is None:
+            pairs.sort(axis=1)
+        else:
+            pairs = np.concatenate([pairs, np.stack([record_a[j], record_b[i]], axis=1)])
+            exists = (pairs >= 0).all(axis=1)
+            pairs, distances = pairs[exists], np.tile(distances, 2)[exists]
         parts.append((pairs, distances))
         total += len(pairs)
         held += len(pairs)
@@ -90,60 +91,36 @@ def near(a: np.ndarray, b: np.ndarray | None = None) -> Candidates:
             held = LIMIT
     pairs, _ = _nearest(parts)
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
-    if b is None:
-        crowds = [crowds[0] + crowds[1]] * 2  # An image may be the first or second of a pair.
-    elif len(pairs):
-        for crowd, hashes, searched, left_out in (
-            (crowds[0], a["dhash"], rows, np.zeros(len(a), np.bool_)),
-            (crowds[1], b["dhash"], columns, repeated),
-        ):
-            for close, _ in _close(hashes[searched], hashes[searched], within=True):
-                sides = searched[close]
-                crowd += np.bincount(sides[~left_out[sides[::-1]]], minlength=len(crowd))
-    crowd = np.maximum(crowds[0][pairs[:, 0]], crowds[1][pairs[:, 1]])
-    return Candidates(pairs, crowd, total - len(pairs), textureless)
+    crowd = np.maximum(crowds[images_a[pairs[:, 0]]], crowds[images_b[pairs[:, 1]]])
+    return Candidates(pairs, crowd, total - len(pairs), len(digests) - len(searched))
 
 
-def _searched(signatures: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the indices of the distinct images with texture, and the number of those without."""
-    _, first = np.unique(signatures["digest"], return_index=True)
-    first.sort()
-    textured = np.bitwise_count(signatures["dhash"][first]) >= LEAST_BITS
-    return first[textured], len(first) - int(textured.sum())
+def _first_records(images: np.ndarray, count: int) -> np.ndarray:
+    """Return the first record of each of `count` distinct images, int64 [count]; -1 for none.
 
-
-def _close(
-    a: np.ndarray, b: np.ndarray, *, within: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Find the pairs of hashes, uint64 [n] and [m], that differ in at most DISTANCE bits.
-
-    Yields indices into `a` and `b`, int64 [2, p], and their distances, uint8 [p]. `within` means
-    that `a` and `b` are the same: the second index is larger than the first.
+    `images` has the number of the distinct image of each record.
     """
-    step = max(1, TILE // max(1, len(b)))
+    records = np.full(count, -1)
+    records[images[::-1]] = np.arange(len(images))[::-1]
+    return records
+
+
+def _close(hashes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Find the pairs of hashes, uint64 [n], that differ in at most DISTANCE bits.
+
+    Yields indices, int64 [p, 2], the smaller one first, and their distances, uint8 [p].
+    """
+    step = max(1, TILE // max(1, len(hashes)))
 
     def compare_tile(start: int) -> tuple[np.ndarray, np.ndarray]:
-        length = min(BLOCK, len(b))
-        xor = np.empty(length, np.uint64)
-        bits = np.empty(length, np.uint8)
-        close = np.empty(length, np.bool_)
-        rows = [start]
-        columns = [np.empty(0, np.int64)]
-        distances = [bits[:0]]
-        for row in range(start, min(start + step, len(a))):
-            for column in range(row + 1 if within else 0, len(b), BLOCK):
-                block = b[column : column + BLOCK]
-                size = len(block)
-                np.bitwise_count(np.bitwise_xor(block, a[row], out=xor[:size]), out=bits[:size])
-                hits = np.flatnonzero(np.less_equal(bits[:size], DISTANCE, out=close[:size]))
-                if len(hits):
-                    rows.append(row)
-                    columns.append(hits + column)
-                    distances.append(bits[hits])
-        repeated_rows = np.repeat(rows, list(map(len, columns)))
-        return np.stack([repeated_rows, np.concatenate(columns)]), np.concatenate(distances)
+        later = hashes[start:]
+        distances = np.bitwise_count(later[:step, None] ^ later).reshape(-1)
+        hits = np.flatnonzero(distances <= DISTANCE)
+        pairs = np.stack(np.divmod(hits, len(later)), axis=1)
+        is_first = pairs[:, 0] < pairs[:, 1]
+        return pairs[is_first] + start, distances[hits[is_first]]
 
-    starts, threads = range(0, len(a), step), cores()
+    starts, threads = range(0, len(hashes), step), cores()
     with (
         ThreadPoolExecutor(threads) as pool,
         Bar(starts, "comparing hashes", unit="tile", delay=1) as bar,
@@ -188,10 +165,9 @@ def confirm(
     b, second = _thumbnails(read_b, pairs[:, 1], side)
     planes = min(a.shape[1], b.shape[1])
     score = np.zeros(len(pairs), np.float32)
-    likely = np.flatnonzero(_likely(a[:, 0], b[:, 0], first, second, crowded))
-    for start in range(0, len(likely), BATCH):
-        part = likely[start : start + BATCH]
-        score[part] = _scores(a[first[part], :planes], b[second[part], :planes], crowded[part])
+    for start in range(0, len(pairs), BATCH):
+        rows = slice(start, start + BATCH)
+        score[rows] = _scores(a[first[rows], :planes], b[second[rows], :planes], crowded[rows])
     return pairs[score > 0], score[score > 0]
 
 
@@ -214,46 +190,31 @@ def _thumbnails(read: Read, records: np.ndarray, side: int) -> tuple[np.ndarray,
     return thumbnails, rows
 
 
-def _likely(
-    a: np.ndarray, b: np.ndarray, first: np.ndarray, second: np.ndarray, crowded: np.ndarray
-) -> np.ndarray:
-    """Return True for pairs whose correlation before registration is sufficient, bool [n].
-
-    These are few of millions of candidates. `a` and `b` are grey thumbnails, uint8 [u, S, S],
-    `first` and `second` the rows of each pair in them.
-    """
-    a, b = (_standardised(x).reshape(len(x), x.shape[1] * x.shape[2]) for x in (a, b))
-    needed = np.where(crowded, CROWD_CORRELATION, LEAST_UNREGISTERED) - SLACK
-    likely = np.empty(len(first), np.bool_)
-    for start in range(0, len(first), BATCH):
-        part = slice(start, start + BATCH)
-        correlations = np.einsum("np,np->n", a[first[part]], b[second[part]]) / a.shape[1]
-        likely[part] = correlations >= needed[part]
-    return likely
-
-
 def _scores(a: np.ndarray, b: np.ndarray, crowded: np.ndarray) -> np.ndarray:
     """Return the correlations of pairs of thumbnails [n, P, S, S]; 0 if not near duplicates."""
-    colours_a, colours_b = (images[:, 1:].astype(np.float32) for images in (a, b))
-    a, b = _standardised(a[:, 0]), _standardised(b[:, 0])
-    unregistered = _correlation(b - a)
+    grey_a, grey_b = _standardised(a[:, 0]), _standardised(b[:, 0])
+    unregistered = _correlation(grey_b - grey_a)
     scores = np.zeros(len(a), np.float32)
     rows = np.flatnonzero(crowded & (unregistered >= CROWD_CORRELATION))
-    part = a.shape[1] // 8  # px
-    parts = (b[rows] - a[rows]).reshape(-1, 8, part, 8, part).mean(axis=(2, 4))
+    part = a.shape[2] // 8  # px
+    parts = (grey_b[rows] - grey_a[rows]).reshape(-1, 8, part, 8, part).mean(axis=(2, 4))
     rows = rows[np.abs(parts).max(axis=(1, 2)) <= CROWD_CHANGE]
-    scores[rows] = np.where(
-        _colour_change(colours_b[rows] - colours_a[rows]) <= MOST_COLOUR, unregistered[rows], 0
-    )
+    is_near = _colour_change(_colours(b[rows]) - _colours(a[rows])) <= MOST_COLOUR
+    scores[rows] = np.where(is_near, unregistered[rows], 0)
     rows = np.flatnonzero(~crowded & (unregistered >= LEAST_UNREGISTERED))
-    shifts = _shifts(a[rows], b[rows])
-    registered = _correlation(_without(shifts, a[rows], b[rows]))
-    difference = np.empty_like(colours_a[rows])
+    shifts = _shifts(grey_a[rows], grey_b[rows])
+    registered = _correlation(_without(shifts, grey_a[rows], grey_b[rows]))
+    colours_a, colours_b = _colours(a[rows]), _colours(b[rows])
+    difference = np.empty_like(colours_a)
     for plane in range(difference.shape[1]):
-        difference[:, plane] = _without(shifts, colours_a[rows, plane], colours_b[rows, plane])
+        difference[:, plane] = _without(shifts, colours_a[:, plane], colours_b[:, plane])
     is_near = (registered >= LEAST_CORRELATION) & (_colour_change(difference) <= MOST_COLOUR)
     scores[rows] = np.where(is_near, registered, 0)
     return scores
+
+
+def _colours(thumbnails: np.ndarray) -> np.ndarray:
+    return thumbnails[:, 1:].astype(np.float32)
 
 
 def _colour_change(difference: np.ndarray) -> np.ndarray:

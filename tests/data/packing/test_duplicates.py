@@ -97,7 +97,7 @@ def brute_force(a: np.ndarray, b: np.ndarray | None) -> list[list[int]]:
 @settings(deadline=None)
 @given(MANY, st.none() | MANY)
 def test_near_is_brute_force_also_in_parts(a: np.ndarray, b: np.ndarray | None) -> None:
-    with patch.multiple(near_duplicates, TILE=30, BLOCK=7):
+    with patch.object(near_duplicates, "TILE", 30):
         found = near(a, b)
     expected = brute_force(a, b)
     assert found.pairs.tolist() == expected
@@ -327,7 +327,7 @@ def test_the_search_does_not_run_ahead_of_what_takes_its_pairs(monkeypatch):
     monkeypatch.setattr(near_duplicates, "TILE", 20)
     alike = np.full(20, 0b1111, np.uint64)
     with patch.object(near_duplicates.ThreadPoolExecutor, "submit", autospec=True, side_effect=submit) as compared:
-        tiles = near_duplicates._close(alike, alike, within=True)
+        tiles = near_duplicates._close(alike)
         next(tiles)
         assert compared.call_count == 3
         assert sum(len(distances) for _, distances in tiles) == 20 * 19 // 2 - 19
