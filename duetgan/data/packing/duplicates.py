@@ -4,7 +4,6 @@ Exact duplicates have the same digest (data/lmdb/format.py); similar images are 
 demand (data/packing/near_duplicates.py).
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -86,16 +85,6 @@ class Report:
         }
 
 
-def exact(signatures: np.ndarray) -> list[np.ndarray]:
-    """Group images with the same pixels, by their signatures, SIGNATURE [n].
-
-    Returns the ascending indices of each group of two or more images, sorted by the first index.
-    """
-    _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
-    members = np.flatnonzero(counts[group] > 1)
-    return [members[indices] for indices in group_equal(group[members])]
-
-
 def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
     """Return the ascending indices of each group of equal numbers, sorted by the first index."""
     order = np.argsort(numbers, kind="stable")
@@ -115,33 +104,33 @@ def find(
 
     With `similar` near duplicates are searched for as well. Raises DamageError.
     """
-    second_reader = second or reader
-    signatures = reader.signatures()
-    second_signatures = second.signatures() if second else None
-    label_names, second_names = reader.meta.label_names, second_reader.meta.label_names
+    other = second or reader
+    classes, other_classes = _record_classes(reader), _record_classes(other)
 
-    def labels_differ(records: Sequence[int], second_records: Sequence[int]) -> bool:
+    def labels_differ(records: list[int], other_records: list[int]) -> bool:
         """Return True if class names of the records differ. Unlabelled images agree with all."""
-        names: set[str] = set()
-        if reader.classes:
-            names.update(label_names[label] for label in reader.labels()[records])
-        if second_reader.classes:
-            names.update(second_names[label] for label in second_reader.labels()[second_records])
-        return len(names) > 1
+        names = {*classes[records].tolist(), *other_classes[other_records].tolist()}
+        return len(names - {""}) > 1
 
-    count = len(signatures)
+    count = len(reader)
+    signatures = reader.signatures()
+    other_signatures = None if second is None else second.signatures()
+    digests = signatures["digest"]
+    if other_signatures is not None:
+        digests = np.concatenate([digests, other_signatures["digest"]])
     groups = []
     duplicates = 0
-    joined = signatures
-    if second_signatures is not None:
-        joined = np.concatenate([signatures, second_signatures])
-    for indices in exact(joined):
+    for indices in group_equal(digests):
         records = indices[indices < count].tolist()
-        second_records = (indices[indices >= count] - count).tolist()
-        if second is None or (records and second_records):
-            groups.append(Group(records, second_records, labels_differ(records, second_records)))
-            duplicates += len(second_records) if second else len(records) - 1
-    specs = (reader.meta.spec, second_reader.meta.spec)
+        other_records = (indices[indices >= count] - count).tolist()
+        if len(records) > 1 and second is None:
+            duplicates += len(records) - 1
+        elif records and other_records:
+            duplicates += len(other_records)
+        else:
+            continue
+        groups.append(Group(records, other_records, labels_differ(records, other_records)))
+    specs = (reader.meta.spec, other.meta.spec)
     report = Report(
         file=str(reader.path),
         images=count,
@@ -151,15 +140,15 @@ def find(
         exact_comparable=specs[0] == specs[1],
         exact=groups,
         names=(
-            _with_class(reader, item_name),
-            _with_class(second_reader, None if second else item_name),
+            _naming(reader, classes, item_name),
+            _naming(other, other_classes, None if second else item_name),
         ),
     )
     if similar:
-        candidates = near(signatures, second_signatures)
+        candidates = near(signatures, other_signatures)
         size = min(spec.side or 64 for spec in specs)
         pairs, correlations = confirm(
-            candidates, partial(visible_image, reader), partial(visible_image, second_reader), size
+            candidates, partial(visible_image, reader), partial(visible_image, other), size
         )
         report.near = []
         for row in np.argsort(-correlations, kind="stable"):
@@ -171,17 +160,37 @@ def find(
     return report
 
 
-def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
+def _record_classes(reader: LMDBReader) -> np.ndarray:
+    """Return the class name of each record, "" for unlabelled images: str [n]."""
+    return np.array(reader.meta.label_names or [""])[reader.labels()]
+
+
+def _naming(reader: LMDBReader, classes: np.ndarray, item_name: Name | None) -> Name:
     """Return a function that names a record and its class."""
-    labels = reader.labels()
-    classes = reader.meta.label_names
     stored = [] if item_name else reader.names()
 
     def name(record: int) -> str:
         text = item_name(record) if item_name else stored[record] or str(record)
-        return text + (f" ({classes[labels[record]]})" if classes else "")
+        return f"{text} ({classes[record]})" if classes[record] else text
 
     return name
+
+
+def look_alikes(count: int, report: Report) -> list[np.ndarray]:
+    """Group `count` records that are connected by a chain of exact and near duplicates.
+
+    Returns the ascending records of each group, sorted by the first record. A record without
+    duplicates is a group.
+    """
+    from scipy.sparse import coo_array  # slow to import
+    from scipy.sparse.csgraph import connected_components
+
+    edges = [(pair.record, pair.other_record) for pair in report.near or []]
+    for group in report.exact:
+        edges += [(group.records[0], record) for record in group.records[1:]]
+    rows, columns = np.array(edges, np.int64).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(rows), bool), (rows, columns)), shape=(count, count))
+    return group_equal(connected_components(graph, directed=False)[1])
 
 
 def lines(report: Report, limit: int | None = LISTED) -> list[str]:
@@ -189,15 +198,14 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     different labels first.
     """
     name, other_name = report.names
+    groups = []
+    for group in report.exact:
+        sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
+        shown = [listed(side, limit or len(side)) for side in sides if side]
+        groups.append((" = ".join(shown), group.labels_differ))
     head = _count(report.exact_duplicates, "exact duplicate")
     if report.other_file:
         head = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
-    groups, members = [], sys.maxsize if limit is None else LISTED
-    for group in report.exact:
-        sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
-        groups.append(
-            (" = ".join(listed(side, members) for side in sides if side), group.labels_differ)
-        )
     text = _listed(f"{head} in {_count(len(groups), 'group')}", groups, "group", limit)
     if not report.exact_comparable:
         text.append(
@@ -223,22 +231,6 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     return text
 
 
-def write_lines(path: Path, text: Sequence[str]) -> None:
-    """Write a text file. Names that are not UTF-8 are escaped."""
-    write_atomic(path, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
-
-
-def shortened(excerpt: list[str], everything: list[str], path: Path) -> list[str]:
-    """Return the excerpt. If it is not everything, write everything to `path` and add a line with
-    the path; otherwise remove the file of an earlier run.
-    """
-    if excerpt == everything:
-        path.unlink(missing_ok=True)
-        return excerpt
-    write_lines(path, everything)
-    return [*excerpt, f"all of them: {path}"]
-
-
 def _listed(head: str, items: list[tuple[str, bool]], noun: str, limit: int | None) -> list[str]:
     """Return a head line with the number of items with different labels, then `limit` items, those
     with different labels first.
@@ -259,11 +251,27 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def write_lines(path: Path, text: Sequence[str]) -> None:
+    """Write a text file. Names that are not UTF-8 are escaped."""
+    write_atomic(path, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
+
+
+def shortened(excerpt: list[str], everything: list[str], path: Path) -> list[str]:
+    """Return the excerpt. If it is not everything, write everything to `path` and add a line with
+    the path; otherwise remove the file of an earlier run.
+    """
+    if excerpt == everything:
+        path.unlink(missing_ok=True)
+        return excerpt
+    write_lines(path, everything)
+    return [*excerpt, f"all of them: {path}"]
+
+
 def save_sheet(report: Report, reader: LMDBReader, second: LMDBReader, path: Path) -> None:
     """Draw up to MAX_DRAWN pairs side by side with their records and classes.
 
-    Exact duplicates come first, those with different labels before others, then near duplicates in
-    descending order of correlation. There must be at least one pair. Raises DamageError.
+    Exact duplicates come first, those with different labels before others, then near duplicates
+    from the whole range of correlations. There must be at least one pair. Raises DamageError.
     """
     pairs = report.near or []
     groups = sorted(report.exact, key=lambda group: not group.labels_differ)

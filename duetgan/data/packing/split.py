@@ -15,7 +15,7 @@ from duetgan.data.lmdb.format import Meta, Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import Name, Report, find, group_equal, shortened
+from duetgan.data.packing.duplicates import Name, Report, find, look_alikes, shortened
 from duetgan.data.sources import Problem
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
@@ -78,23 +78,6 @@ def strata(
         return labels
     rare = np.bincount(labels, minlength=len(label_sets)) < float(1 / fraction)
     return np.where(rare[labels], len(label_sets), labels)
-
-
-def look_alikes(count: int, report: Report) -> list[np.ndarray]:
-    """Group records that are connected by a chain of exact and near duplicates.
-
-    Returns the ascending records of each group, sorted by the first record. A record without
-    duplicates is a group.
-    """
-    from scipy.sparse import coo_array  # slow to import
-    from scipy.sparse.csgraph import connected_components
-
-    edges = [(pair.record, pair.other_record) for pair in report.near or []]
-    for group in report.exact:
-        edges += [(group.records[0], record) for record in group.records[1:]]
-    rows, columns = np.array(edges, np.int64).reshape(-1, 2).T
-    graph = coo_array((np.ones(len(rows), bool), (rows, columns)), shape=(count, count))
-    return group_equal(connected_components(graph, directed=False)[1])
 
 
 def draw(

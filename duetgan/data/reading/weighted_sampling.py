@@ -1,20 +1,17 @@
 """Weighted sampling: how often each sample is drawn in an epoch, with weights of classes or from a
-file; and the choice of a few labelled images.
+file.
 """
 
 import hashlib
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.errors import ImageError
 from duetgan.data.values import npy_array
 from duetgan.utils import files
-from duetgan.utils.errors import UserError, explained
-from duetgan.utils.seeding import numpy_generator
+from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
 # An expected number of draws is rounded if a whole number is within this relative distance.
@@ -82,38 +79,31 @@ class WeightedEpochs:
 
 
 def weighted_epochs(
-    count: int, shuffle: bool, weights: np.ndarray | None, groups: np.ndarray | None
+    count: int, weights: np.ndarray | None, groups: np.ndarray | None
 ) -> WeightedEpochs | None:
     """Return the weighted epochs of `count` samples, or None if they are plain permutations.
 
-    Raises UserError for weights, and ValueError for groups, that do not fit `count` samples.
+    Raises UserError for weights that do not fit `count` samples.
     """
-    if groups is not None and (groups.shape != (count,) or groups.dtype.kind not in "iu"):
-        raise ValueError(f"groups are {groups.dtype} {groups.shape}, expected integers ({count},)")
     if weights is None:
         return None
     weights = np.asarray(weights, np.float64)
-    if weights.shape != (count,):
-        raise UserError(
-            f"weights have shape {weights.shape}, expected ({count},): one for each image"
-        )
-    _check_values(weights, "weights", "index")
-    if not shuffle:
-        raise ValueError("weights need shuffle=True")
+    _check(weights, "weights", count)
     return None if (weights == weights[0]).all() else WeightedEpochs(weights, groups)
 
 
-def _check_values(weights: np.ndarray, source: str, unit: str, first: int = 0) -> None:
-    """Raise UserError if a weight is negative or not finite, or if all are 0.
-
-    The message names the first wrong weight by `unit` ("index" or "line"), counted from `first`.
-    """
+def _check(weights: np.ndarray, source: str, count: int) -> None:
+    """Raise UserError unless there are `count` weights, finite, not negative and not all 0."""
+    if weights.shape != (count,):
+        raise UserError(
+            f"{source}: {weights.dtype} {list(weights.shape)}, expected {count} numbers, a weight"
+            " for each image"
+        )
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(bad):
-        value = weights[bad[0]]
         raise UserError(
-            f"{source}: {unit} {bad[0] + first} is {value}; a weight is a finite number of at least"
-            " 0"
+            f"{source}: weight number {bad[0] + 1} is {weights[bad[0]]}; a weight is a finite number"
+            " of at least 0"
         )
     if not weights.any():
         raise UserError(
@@ -173,14 +163,9 @@ def class_weights(
             raise UserError(
                 f"data.class_rates: there is no class {name!r}{did_you_mean(name, class_names)}"
             )
-        if not (math.isfinite(rate) and rate >= 0):
-            raise UserError(
-                f"data.class_rates: the rate of {name!r} is {rate}; give a finite number of at"
-                " least 0"
-            )
         by_class[class_names.index(name)] = rate
     weights = by_class[labels]
-    _check_values(weights, "data.class_rates", "index")
+    _check(weights, "data.class_rates", len(labels))
     return weights
 
 
@@ -188,74 +173,18 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
     """Read a weight for each of `count` images from a file, in the order of the packed file.
 
     A .npy file holds numbers [count]; any other file is text with one number per line. Returns
-    float64 [count]. Raises UserError with the file and line.
+    float64 [count]. Raises UserError with the file.
     """
     path = Path(path)
-    binary = path.suffix == ".npy"
-    with files.reading(path, "give a file with a weight for each image"):
-        weights = _array_weights(path) if binary else _text_weights(path)
-    if len(weights) != count:
-        raise UserError(
-            f"{path} has {len(weights)} weights, the data set {count} images: give one for each"
-            " image"
-        )
-    _check_values(weights, str(path), "index" if binary else "line", first=0 if binary else 1)
+    remedy = "give a file with a weight for each image"
+    with files.reading(path, remedy, ValueError):
+        content = files.read_file(path, files.TABLE)
+        if path.suffix == ".npy":
+            weights = npy_array(content).astype(np.float64, casting="same_kind")
+        else:
+            weights = np.array(content.decode("utf-8-sig").split(), np.float64)
+    _check(weights, str(path), count)
     return weights
-
-
-def _array_weights(path: Path) -> np.ndarray:
-    with explained(
-        ImageError,
-        lambda error: f"{path} is not a NumPy file of numbers ({error}); save it with numpy.save",
-    ):
-        array = npy_array(files.read_file(path, files.TABLE))
-    if array.ndim != 1:
-        raise UserError(
-            f"{path} holds {array.dtype} {list(array.shape)}; it must be numbers in one dimension"
-        )
-    return np.array(array, np.float64)
-
-
-def _text_weights(path: Path) -> np.ndarray:
-    weights = []
-    # Bytes that are not UTF-8 are replaced: they are no number either.
-    with io.TextIOWrapper(
-        files.open_file(path, files.TABLE), encoding="utf-8-sig", errors="replace"
-    ) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                weights.append(float(line))
-            except ValueError:
-                excerpt = line.rstrip("\n")[:40]
-                raise UserError(
-                    f"{path}: line {number}: {excerpt!r} is not a number; give one number a line"
-                ) from None
-    return np.array(weights, np.float64)
-
-
-def few_labels(
-    labels: np.ndarray, per_class: int, seed: int, names: Sequence[str] = ()
-) -> np.ndarray:
-    """Choose `per_class` images of each class; `labels` are int [n].
-
-    The images of class k are the first of a permutation with the key (seed, "labels", k), so that a
-    smaller choice is part of a larger one. Returns ascending record indices, int64. Raises
-    UserError for a number below 1, and for a class with fewer images; `names` are for its message.
-    """
-    if per_class < 1:
-        raise UserError(f"{per_class} labels a class: give 1 or more")
-    rows = []
-    for label, count in enumerate(np.bincount(labels, minlength=len(names)).tolist()):
-        if count < per_class:
-            name = names[label] if names else label
-            raise UserError(
-                f"{per_class} labels a class: class {name} has {count:,} images; give at most as"
-                " many"
-            )
-        members = np.flatnonzero(labels == label)
-        order = numpy_generator(seed, "labels", label).permutation(len(members))
-        rows.append(members[order[:per_class]])
-    return np.sort(np.concatenate(rows))
 
 
 def count_repeats(order: np.ndarray) -> np.ndarray:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.packing.duplicates import find
-from duetgan.data.packing.split import look_alikes
+from duetgan.data.packing.duplicates import find, look_alikes
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.intervals import wilson
 from duetgan.training.base.monitors import Fields
