@@ -70,7 +70,6 @@ class GlobalSampler:
     Raises:
         UserError: if the number of ranks does not divide the batch size, or if the weights are not
             `count` finite numbers of at least 0, or all 0.
-        ValueError: for groups of another shape or type, or weights with `shuffle=False`.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class GlobalSampler:
         self.world_size = world_size
         self._stream = () if stream is None else (stream,)
         self._weights_hash = ""
-        self._weighted = weighted_epochs(count, shuffle, weights, groups)
+        self._weighted = weighted_epochs(count, weights, groups)
         if self._weighted is not None:
             self._weights_hash = self._weighted.digest
         # A batch may span two epochs.

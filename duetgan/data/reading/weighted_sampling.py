@@ -177,7 +177,7 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
     """
     path = Path(path)
     remedy = "give a file with a weight for each image"
-    with files.reading(path, remedy, ValueError):
+    with files.reading(path, remedy, ValueError, TypeError):
         content = files.read_file(path, files.TABLE)
         if path.suffix == ".npy":
             weights = npy_array(content).astype(np.float64, casting="same_kind")

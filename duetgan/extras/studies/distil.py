@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.weighted_sampling import few_labels
+from duetgan.extras.studies.few_labels import few_labels
 from duetgan.extras.studies.images import (
     HELD_BACK,
     HELD_OUT,

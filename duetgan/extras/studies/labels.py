@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.weighted_sampling import few_labels
 from duetgan.extras.studies.baselines import before_training, readout, spread
+from duetgan.extras.studies.few_labels import few_labels
 from duetgan.extras.studies.images import HELD_OUT, TEST, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.extras.studies.results import Comparison, Result
 from duetgan.extras.studies.subject import Job, Settings, Subject

@@ -21,7 +21,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing import near_duplicates
-from duetgan.data.packing.duplicates import Report, exact, find, lines
+from duetgan.data.packing.duplicates import Report, find, group_equal, lines
 from duetgan.data.packing.near_duplicates import DISTANCE, Candidates, confirm, near
 from duetgan.data.records import add_image, pack_arrays, signature
 from duetgan.utils.image_spec import ImageSpec
@@ -110,10 +110,9 @@ def test_near_is_brute_force_also_in_parts(a: np.ndarray, b: np.ndarray | None) 
 
 
 @given(st.lists(st.integers(0, 8), max_size=20))
-def test_exact_is_brute_force(digests: list[int]) -> None:
-    groups = [[index for index, other in enumerate(digests) if other == digest] for digest in dict.fromkeys(digests)]
-    expected = [members for members in groups if len(members) > 1]
-    assert [group.tolist() for group in exact(signatures([0] * len(digests), digests))] == expected
+def test_groups_of_equal_numbers_are_brute_force(numbers: list[int]) -> None:
+    groups = [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
+    assert [group.tolist() for group in group_equal(np.array(numbers, np.int64))] == groups
 
 
 def test_the_limit_keeps_the_nearest_and_counts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,6 @@ def test_signatures_and_images_without_texture_that_are_counted_not_searched() -
     flat = [signature(np.full((16, 16, 3), shade, np.uint8))[0] for shade in (0, 0, 100, 255)]
     found = near(np.array(flat, SIGNATURE))
     assert (len(found.pairs), found.textureless) == (0, 3)  # of the exact duplicates one
-    assert [group.tolist() for group in exact(np.array(flat, SIGNATURE))] == [[0, 1]]
     cells = numpy_generator("test", "signature").integers(0, 256, (8, 9), dtype=np.uint8)
     pixels = cells.repeat(3, axis=0).repeat(2, axis=1)[:, :, None]
     bits = "".join(str(int(left < right)) for row in cells.tolist() for left, right in itertools.pairwise(row))

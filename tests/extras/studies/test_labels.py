@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.weighted_sampling import few_labels
+from duetgan.extras.studies.few_labels import few_labels
 from duetgan.extras.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.extras.studies.labels import (
     PSEUDO,
@@ -26,7 +26,8 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
-from tests.conftest import REPOSITORY
+from duetgan.utils.seeding import numpy_generator
+from tests.conftest import REPOSITORY, assert_raises
 from tests.metrics.conftest import classifier_run, gan_run, pack
 
 RECIPE = REPOSITORY / "configs/study_labels.yaml"
@@ -168,3 +169,18 @@ def test_a_tiny_study_of_teachers(tmp_path, tiny):
     assert found["runs"] == {"done": 9, "planned": 9}
     assert {row["figure"] for row in found["comparisons"]} == {"recognised", "frechet", "diversity"}
     assert shown.tags.count("img") == 9
+
+
+def test_each_class_keeps_as_many_labels_by_its_key() -> None:
+    labels = np.arange(90) % 3
+    found = few_labels(labels, 4, seed=5)
+    assert found.tolist() == sorted(set(found.tolist()))
+    assert np.bincount(labels[found]).tolist() == [4, 4, 4]
+    of_two = np.flatnonzero(labels == 2)[numpy_generator(5, "labels", 2).permutation(30)[:4]]
+    assert set(of_two.tolist()) == set(found[labels[found] == 2].tolist())
+    for call, message in (
+        (lambda: few_labels(labels, 31, 0, ["c", "b", "a"]), "class c has 30 images"),
+        (lambda: few_labels(np.array([0, 2]), 1, 0, ["a", "b", "c"]), "class b has 0 images"),
+        (lambda: few_labels(labels, 0, 0), "give 1 or more"),
+    ):
+        assert_raises(UserError, message, call)
