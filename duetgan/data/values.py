@@ -6,10 +6,8 @@ by alpha. The rules are in docs/lmdb.md.
 """
 
 import io
-import logging
 import math
-import zlib
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import cv2
@@ -17,25 +15,13 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import (
-    BOMB,
-    DAMAGED,
-    FORMATS,
-    MIN_SIDE,
-    PNG,
-    check_size,
-    has_16_bits,
-    has_another,
-    opened,
-)
+from duetgan.data.images import MIN_SIDE, PNG, check_size, has_16_bits, opened
+from duetgan.utils import extras
 from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
 
 NPY = b"\x93NUMPY"  # first bytes
-TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 EXACT = 1 << 24  # whole numbers up to this one are exact in float32
-STRAIGHT = (2,)  # TIFF's ExtraSamples with straight alpha
-DEFLATE = (1, 8, 32946)  # TIFF's Compression: none, or zlib
 GREY = ("1", "L", "LA", "La")  # Pillow's modes
 # depth -> type that holds the product of two values
 WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}
@@ -50,6 +36,10 @@ class Values(NamedTuple):
 
 # a file, or pixels [H, W, C]; Values for pixels with alpha
 Content: TypeAlias = bytes | np.ndarray | Values
+
+
+# first 4 bytes of a file -> function that reads it, and returns None for a file that Pillow reads
+READERS: dict[bytes, Callable[[bytes], Values | None]] = {}
 
 
 def decode_image(
@@ -67,7 +57,7 @@ def kind(content: Content) -> ImageSpec:
 
     Raises ImageError.
     """
-    if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
+    if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in READERS:
         with opened(content) as image:
             alpha = image.has_transparency_data
             if content[:8] == PNG:  # Pillow reports RGBA for 16-bit grey with alpha.
@@ -101,8 +91,9 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
         return Values(checked_pixels(content))
     if content[:6] == NPY:
         return Values(checked_pixels(channels_last(npy_array(content))))
-    if not plain and content[:4] in TIFF and (pages := _tiff(content)) is not None:
-        return pages
+    reader = READERS.get(content[:4])
+    if reader is not None and not plain and (values := reader(content)) is not None:
+        return values
     with opened(content, size) as image:
         if plain or image.mode.startswith("I") or content[:8] != PNG or not has_16_bits(content):
             return of_pillow(image)
@@ -220,120 +211,6 @@ def checked_pixels(array: np.ndarray) -> np.ndarray:
     return pixels
 
 
-# --- TIFF files
-
-
-def _tiff(content: bytes) -> Values | None:
-    """Read the pages of a TIFF file as channels. Returns None for one page that Pillow reads."""
-    # tifffile reads the files that Pillow refuses.
-    with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        few = set(image.tag_v2.get(258, (1,))) <= {1, 8}  # type: ignore[attr-defined]  # BitsPerSample
-        if (few or image.mode.startswith("I;16")) and not has_another(image):
-            return None
-    pages: list[Values] = []
-    with open_tiff(content) as file:
-        for page in file.pages:
-            if len(pages) == MOST_CHANNELS:
-                raise ImageError(f"has more than {MOST_CHANNELS} pages; a page is a channel here")
-            pages.append(page_values(page, len(content)))
-    return stacked(pages)
-
-
-def stacked(parts: list[Values]) -> Values:
-    """Stack images as the channels of one. Raises ImageError if their sizes or types differ."""
-    kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
-    if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
-        raise ImageError(
-            "has pages or channels of several sizes or kinds; save one of them as an image"
-        )
-    if len(parts) == 1:
-        return parts[0]
-    return Values(checked_pixels(np.dstack([part.pixels for part in parts])))
-
-
-def open_tiff(content: bytes | BinaryIO) -> Any:
-    """Return a tifffile.TiffFile of bytes or an open file.
-
-    Raises ImageError, and UserError if tifffile is not installed.
-    """
-    missing = (
-        "TIFF files of several pages or more than 8 bits need tifffile, which is not installed: "
-        "pip install tifffile"
-    )
-    with explained(ImportError, missing):
-        import tifffile
-    # Its errors become ImageErrors, so that its log would only repeat them.
-    logging.getLogger("tifffile").setLevel(logging.CRITICAL)
-    # Exception: tifffile raises many types for damaged files.
-    with explained(
-        Exception,
-        lambda error: ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})"),
-    ):
-        # tifffile needs a text as name; that of an open file may be its descriptor, a number.
-        return tifffile.TiffFile(
-            io.BytesIO(content) if isinstance(content, bytes) else content, name="it"
-        )
-
-
-def page_values(page: Any, size: int) -> Values:
-    """Decode a page of a TIFF file of `size` bytes.
-
-    Raises ImageError, before decoding if the page is too large.
-    """
-    try:
-        shape, dtype = tuple(page.shape), page.dtype
-        described = page.axes in ("YX", "YXS", "SYX") and dtype is not None
-        # photometric: 1 is grey with 0 as black, 2 is RGB
-        if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):
-            raise ImageError(
-                f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values"
-            )
-        check_shape(
-            page.imagelength,
-            page.imagewidth,
-            math.prod(shape) // max(1, page.imagelength * page.imagewidth),
-        )
-        if page.tags.get(274) is not None and page.tags[274].value != 1:
-            raise ImageError("is stored turned (orientation); save it upright")
-        _check_segments(page, size)
-        values = page.asarray(maxworkers=1)
-    except ImageError:
-        raise
-    except Exception as error:
-        raise ImageError(
-            f"is truncated or damaged ({' '.join(str(error).split())[:120]})"
-        ) from None
-    extra = tuple(map(int, page.extrasamples))
-    if 1 in extra:
-        raise ImageError("has colours multiplied by alpha; save it with straight alpha")
-    values = values[:, :, None] if values.ndim == 2 else values
-    values = values.transpose(1, 2, 0) if page.axes == "SYX" else values
-    return Values(checked_pixels(values), extra == STRAIGHT)
-
-
-def _check_segments(page: Any, size: int) -> None:
-    """Raise ImageError if a strip or tile exceeds the file, or when decompressed its own size."""
-    if int(page.compression) not in DEFLATE:
-        name = getattr(page.compression, "name", page.compression)
-        raise ImageError(f"is compressed by {name}; save it without compression, or by deflate")
-    most = math.prod(page.chunks) * page.dtype.itemsize
-    for start, count in zip(page.dataoffsets, page.databytecounts, strict=True):
-        if (
-            start < 0
-            or count < 0
-            or start + count > size
-            or (page.compression == 1 and count > 2 * most + 64)
-        ):
-            raise ImageError("is truncated: a part lies beyond its end")
-        if page.compression != 1:
-            page.parent.filehandle.seek(start)
-            if (
-                len(zlib.decompressobj().decompress(page.parent.filehandle.read(count), most + 1))
-                > most
-            ):
-                raise ImageError("holds more than it declares")
-
-
 # --- conversion
 
 
@@ -394,3 +271,6 @@ def bring(values: Values, spec: ImageSpec) -> np.ndarray:
         return np.ascontiguousarray(colours)
     opacity = pixels[:, :, -1:] if alpha else np.full_like(pixels[:, :, :1], most)
     return np.ascontiguousarray(np.dstack([colours, opacity]))
+
+
+extras.attach(__name__)

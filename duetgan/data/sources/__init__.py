@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
-from duetgan.data.sources.arrays import StackSource, TiffSource, open_npy, open_npz
+from duetgan.data.sources.arrays import open_npy, open_npz
 from duetgan.data.sources.base import NO_LABELS, SPLITS, Problem, Source, SourceOptions, sharded
 from duetgan.data.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
 from duetgan.data.sources.lmdb_files import open_lmdb
@@ -19,17 +19,15 @@ from duetgan.data.sources.named import (
 )
 from duetgan.data.sources.path_tables import open_csv, open_json
 from duetgan.data.sources.remote import RemoteSource
-from duetgan.data.sources.tables import is_saved, open_arrow, open_table
+from duetgan.data.sources.tables import open_table
 from duetgan.data.sources.tars import TarSource
-from duetgan.utils import files
+from duetgan.utils import extras, files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Problem", "Source", "open_source"]
 
 PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
-ARCHIVES = (".7z", ".rar")
-
 
 # Data sets that are opened by a name. A folder with the same name is written ./NAME.
 NAMED: dict[str, Callable[[str, Path | None], Source]] = {
@@ -43,7 +41,7 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".lmdb": open_lmdb,
     ".mdb": open_lmdb,
     ".parquet": open_table,
-    ".arrow": open_arrow,
+    ".arrow": open_table,
     ".tar": TarSource,
     ".csv": open_csv,
     ".tsv": open_csv,
@@ -53,9 +51,9 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".zip": ZipSource,
     ".npz": open_npz,
     ".npy": open_npy,
-    ".tif": TiffSource,
-    ".tiff": TiffSource,
 }
+# The first of them combines the files of a source for --stack; an extra adds it.
+STACKS: list[Callable[[ListedSource, str], Source]] = []
 # Suffixes of files that may hold many images; in a folder each of these files is one image.
 IMAGES = (".npy", ".tif", ".tiff")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
@@ -65,7 +63,7 @@ WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # suffixes that sha
 def open_source(
     spec: str,
     *,
-    stack: str | None = None,  # name pattern of files with one channel each, see StackSource
+    stack: str | None = None,  # name pattern of files with one channel each
     split: str | None = None,  # see SourceOptions, also for the following parameters
     size: int | str | None = None,
     classes_from: str | None = None,
@@ -105,11 +103,11 @@ def open_source(
     values = options._asdict() | {"stack": stack}
     del values["split"], values["size"]  # These apply to every source.
     for name, value in values.items():
-        if value is not None and name not in source.takes:
+        if value is not None and (name not in source.takes or (name == "stack" and not STACKS)):
             source.__exit__()
             raise UserError(f"--{name.replace('_', '-')} does not apply to {spec}: leave it out")
     if stack is not None and isinstance(source, ListedSource):
-        return StackSource(source, stack)
+        return STACKS[0](source, stack)
     return source
 
 
@@ -165,8 +163,6 @@ def _open(spec: str, options: SourceOptions) -> Source:
         return open_lmdb(path / "data.mdb", options)
     if find_idx(path, "test") or find_idx(path, "train"):
         return open_idx(side, path)
-    if is_saved(path):
-        return open_arrow(path, options)
     suffix = sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
     return READERS.get(suffix, open_folder)(path, options)
 
@@ -186,8 +182,7 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
             f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as"
             " gunzip does"
         )
-    if path.name.lower().endswith(ARCHIVES):
-        raise UserError(
-            f"{path}: archives of this kind are not read; unpack it first or make a zip file of it"
-        )
     raise UserError(f"{path} is not a source of images; give {kinds()}")
+
+
+extras.attach(__name__)

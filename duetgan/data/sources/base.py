@@ -1,7 +1,7 @@
 """The interface of sources of images, and the rules for labels, splits and shards. A new kind of
 source is one new file and one line in data/sources/__init__.py.
 
-Shards, the files of one data set, are sorted by name. A shard whose name starts with a split
+Shards, the files of one data set, are sorted by name. A shard whose name has a split in it
 (`train-00000-of-00002.parquet`) belongs to that split; `-of-N` is the number of its shards.
 """
 
@@ -136,55 +136,39 @@ class Source(AbstractContextManager["Source"]):
             places: names of the images in messages, [n].
             whole: sort classes as numbers if all labels are whole numbers.
 
-        Raises UserError for a negative whole number, and for lists if one has an empty label or a
-        label twice, or if all are empty.
+        Raises UserError for a negative whole number, and if all lists are empty.
         """
         if any(isinstance(label, list) for label in labels):
-            numbers, remarks = self._take_label_lists(where, labels, places)
+            numbers = self._take_label_lists(where, labels, places)
         else:
-            texts = list(map(str, labels))
-            self.classes, numbers, remarks = numbered(where, texts, places, whole=whole)
-        self.remarks += remarks
+            self.classes, numbers = numbered(where, list(map(str, labels)), places, whole=whole)
         self._labels = np.array(numbers, np.int64)
 
     def _take_label_lists(
         self, where: str, labels: Sequence[str | list[str]], places: Sequence[str]
-    ) -> tuple[list[int], list[str]]:
-        """Set classes and `label_sets`. Return the index of each image's label set, and remarks."""
-        sizes = []
-        flat: list[str] = []
-        flat_places: list[str] = []
-        for place, label in zip(places, labels, strict=True):
-            if not isinstance(label, list):
-                label = [label] if label else []
-            if "" in label:
-                raise UserError(f"{place}: a label in its list is empty; remove it")
-            sizes.append(len(label))
-            flat += label
-            flat_places += [place] * len(label)
+    ) -> list[int]:
+        """Set classes and `label_sets`. Return the index of each image's label set."""
+        lists = [label if isinstance(label, list) else [label] for label in labels]
+        lists = [list(filter(None, label)) for label in lists]
+        flat = list(itertools.chain(*lists))
         if not flat:
             raise UserError(
                 f"{where}: no image has a label; give some, or pack without: --label-column"
                 f" {NO_LABELS}"
             )
-        self.classes, flat_numbers, remarks = numbered(where, flat, flat_places)
-        iterator = iter(flat_numbers)
-        numbered_sets = [tuple(sorted(itertools.islice(iterator, size))) for size in sizes]
-        for place, numbers in zip(places, numbered_sets, strict=True):
-            for first, second in itertools.pairwise(numbers):
-                if first == second:
-                    raise UserError(
-                        f"{place}: has the label {self.classes[first]} twice; remove one"
-                    )
+        repeated = map(itertools.repeat, places, map(len, lists))
+        self.classes, numbers = numbered(where, flat, list(itertools.chain(*repeated)))
+        iterator = iter(numbers)
+        numbered_sets = [tuple(sorted(set(itertools.islice(iterator, len(x))))) for x in lists]
         distinct = sorted(set(numbered_sets))
         self.label_sets = list(map(list, distinct))
-        index = {numbers: number for number, numbers in enumerate(distinct)}
-        several = sum(size > 1 for size in sizes)
+        several = sum(len(label_set) > 1 for label_set in numbered_sets)
         self.remarks.append(
-            f"{where}: lists of labels: {several:,} of {len(sizes):,} images have several,"
-            f" {sizes.count(0):,} none"
+            f"{where}: lists of labels: {several:,} of {len(lists):,} images have several,"
+            f" {numbered_sets.count(()):,} none"
         )
-        return [index[numbers] for numbers in numbered_sets], remarks
+        index = {numbers: number for number, numbers in enumerate(distinct)}
+        return [index[numbers] for numbers in numbered_sets]
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Convert the number of images per label to that per class."""
@@ -306,39 +290,22 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
 
 def numbered(
     where: str, labels: Sequence[str], places: Sequence[str] = (), *, whole: bool = True
-) -> tuple[list[str], list[int], list[str]]:
-    """Return the class names in labels, the class index of each label, and remarks.
+) -> tuple[list[str], list[int]]:
+    """Return the class names in labels, and the class index of each label.
 
     Classes are sorted as text. With `whole`, if all labels are whole numbers, they are sorted as
     numbers, and UserError is raised for a negative one, with the name of the image in `places`.
     Labels are compared in Unicode's form NFC: "é" may be one character, or two as macOS writes it.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
-    counts = Counter(spelled.values())
-    numeric = whole and all(map(NUMBER.fullmatch, counts))
+    names = set(spelled.values())
+    numeric = whole and all(map(NUMBER.fullmatch, names))
     if numeric and (odd := next((label for label in labels if label.startswith("-")), None)):
         place = places[labels.index(odd)] if places else where
         raise UserError(f"{place}: label {odd}; labels are names, or whole numbers from 0")
-    order = {
-        name: number for number, name in enumerate(sorted(counts, key=int if numeric else None))
-    }
-    similar = defaultdict(list)
-    for name in order:
-        similar[" ".join(name.casefold().replace("_", " ").split())].append(printable(name))
-    remarks = []
-    for names in similar.values():
-        if len(names) > 1:
-            remarks.append(
-                f"{where}: the classes {' and '.join(map(repr, names))} differ only by case or"
-                " spaces; are they one?"
-            )
-    if twice := sorted(name for name, count in counts.items() if count > 1):
-        remarks.append(
-            f"{where}: written in two ways that look the same, and taken as one class each:"
-            f" {listed(twice, LISTED)}"
-        )
-    numbers = [order[spelled[label]] for label in labels]
-    return list(map(printable, order)), numbers, remarks
+    classes = sorted(names, key=int if numeric else None)
+    order = {name: number for number, name in enumerate(classes)}
+    return list(map(printable, classes)), [order[spelled[label]] for label in labels]
 
 
 def with_slashes(name: str) -> str:
@@ -348,50 +315,34 @@ def with_slashes(name: str) -> str:
 
 # --- splits
 
-TRAIN = ("train", "training", "trainval", "trn")
-TEST = ("test", "testing", "tst", "privatetest")
-VAL = (
-    "val",
-    "valid",
-    "validation",
-    "dev",
-    "eval",
-    "evaluation",
-    "holdout",
-    "heldout",
-    "publictest",
-)
-# names of a split, in descending order of preference
-SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}
-SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
+SIDES = {
+    "train": ("train", "training", "trainval", "trn"),
+    "test": ("test", "testing", "tst", "privatetest"),
+    "val": (
+        *("val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "heldout"),
+        "publictest",
+    ),
+}
+SPLIT_NAMES = {name: side for side, names in SIDES.items() for name in names}
+# value of --split -> the splits that are taken for it, in descending order of preference
+SPLITS = {"train": ("train",), "test": ("test", "val"), "val": ("val", "test")}
 SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # kinds of shards
 NAMES = "|".join(sorted(SPLIT_NAMES, key=len, reverse=True))
-SPLIT_PREFIX = re.compile(rf"({NAMES})(?=[-_.]|$)")
 SPLIT_INSIDE = re.compile(rf"(?:^|[-_.])({NAMES})(?=[-_.]|$)")
 SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 
 
-def split_name(text: str) -> str:
-    """Return the one of SPLIT_NAMES that a text means (`Training_Set`: training), "" for none."""
+def side_of(text: str) -> str:
+    """Return the split that a text means (`Training_Set`: train): train, test, val, or ""."""
     name = re.sub(r"[\W_]", "", text.lower())
     name = re.sub(r"(set|images?|imgs|data|split|20[0-9]{2})$", "", name)
-    return name if name in SPLIT_NAMES else ""
-
-
-def side_of(text: str) -> str:
-    """Return the split that a text means: train, test, val, or "" for none."""
-    name = split_name(text)
-    for side, names in (("train", TRAIN), ("test", TEST), ("val", VAL)):
-        if name in names:
-            return side
-    return ""
+    return SPLIT_NAMES.get(name, "")
 
 
 def first_of(split: str, names: Iterable[str]) -> str | None:
     """Return the one of `names` that SPLITS prefers for a split; None if no name fits."""
-    preferences = SPLITS[split]
-    matching = sorted(name for name in names if split_name(name) in preferences)
-    return min(matching, key=lambda name: preferences.index(split_name(name)), default=None)
+    sides = {side_of(name): name for name in sorted(names, reverse=True)}
+    return next((sides[side] for side in SPLITS[split] if side in sides), None)
 
 
 def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
@@ -436,13 +387,11 @@ def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], li
     Returns also the names of files with other suffixes. Raises UserError if only some shards name a
     split.
     """
-    # A tar may have the split anywhere in its name: `imagenet1k-train-0000.tar`.
-    split_of = SPLIT_INSIDE.search if suffix == ".tar" else SPLIT_PREFIX.match
     groups: dict[str, list[Path]] = defaultdict(list)
     ignored = []
     for path in _visible(where) if where.is_dir() else [where]:
         if path.suffix.lower() == suffix:
-            match = split_of(path.stem.lower())
+            match = SPLIT_INSIDE.search(path.stem.lower())
             groups[match[1] if match else ""].append(path)
         else:
             ignored.append(path.name)

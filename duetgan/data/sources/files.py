@@ -5,16 +5,13 @@ docs/lmdb.md. In addition:
 
 - Images both at the top and in sub-folders are refused.
 - The names of split folders may have any case, and "set" at the end (`Test`, `training_set`). Other
-  folders next to a train and a test folder are omitted if they have no class folders. If the
-  meaning of the folders is unclear, UserError asks for the split or for `classes_from`. Without
-  split folders all images are used, unless the requested split is test.
+  folders next to a train and a test folder are omitted. Without split folders all images are used,
+  unless the requested split is test.
 - If there are class folders below each of several folders, UserError asks for `classes_from`: "top"
   (a class per folder at the top) or "parent" (a class per name of the folders with the images).
 """
 
 import os
-import re
-import stat
 import zipfile
 import zlib
 from abc import abstractmethod
@@ -30,7 +27,6 @@ from duetgan.data.images import SUFFIXES
 from duetgan.data.sources import stylegan
 from duetgan.data.sources.base import (
     SHARDED,
-    TRAIN,
     Problem,
     Source,
     SourceOptions,
@@ -39,7 +35,7 @@ from duetgan.data.sources.base import (
     first_of,
     names_look_like_labels,
     refuse_split,
-    split_name,
+    side_of,
     with_slashes,
 )
 from duetgan.utils import files
@@ -53,8 +49,6 @@ UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueErro
 CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # names of folders with unlabelled images
 ARRAY = ".npy"
-# names of folders that are no class
-CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")
 # suffixes of images that are not read, or not together with other kinds
 UNREAD_IMAGES = frozenset(
     {".npy", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr"}
@@ -92,26 +86,18 @@ def arrange(
     if stylegan.take_labels(source, ignored, options):
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
-    named = [name for name in images if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
-    if (
-        len(named) < len(images)
-        and options.classes_from != "top"
-        and any("/" in name for name in named)
-    ):
-        source.unlabelled = len(images) - len(named)
-        images = named
-        folders = [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
-        source.take_names(images)
-        source.remarks.append(
-            f"{where}: {source.unlabelled:,} images without labels are left out: --classes-from"
-            " none packs all "
-            "without, top makes them a class"
-        )
+    if options.classes_from != "top":
+        folders = _leave_unlabelled_out(source, folders)
     prefix = _enter(source, folders, options)
-    images = [name for name in images if name.startswith(prefix)]
+    images = [name for name in source.names if name.startswith(prefix)]
     source.take_names(images)
     paths = [name.removeprefix(prefix).split("/") for name in images]
     loose = [name for name, path in zip(images, paths, strict=True) if len(path) == 1]
+    tables = [
+        name
+        for name in ignored
+        if PurePosixPath(name).suffix.lower() in TABLES and "/" not in name.removeprefix(prefix)
+    ]
     if options.classes_from == "name":
         names = list(map(class_of_name, images))
         if "" in names:
@@ -120,23 +106,40 @@ def arrange(
                 " rename it"
             )
     elif len(loose) == len(images):
-        if tables := _tables(prefix, ignored):
-            source.remarks.append(
-                f"warning: {where}: packed without labels, although {tables[0]} lies there; if it"
-                " holds labels, give it as the source"
-            )
-        else:
-            source.remarks += names_look_like_labels(where, images)
-        return
+        names = []
     elif loose:
         raise UserError(
             f"{where} holds images both at the top ({loose[0]}) and in sub-folders;"
             " move the loose ones into class folders or away"
         )
     else:
-        _check_depth(where, prefix, paths, options.classes_from)
         names = _folder_classes(source, prefix, paths, folders, options.classes_from)
-    source.take_labels(where, names, whole=False)
+    if options.classes_from is None and len(set(names)) < 2 and tables:
+        source.remarks.append(
+            f"warning: {where}: packed without labels, although {tables[0]} lies there; if it"
+            " holds labels, give it as the source"
+        )
+    elif not names:
+        source.remarks += names_look_like_labels(where, images)
+    if names:
+        source.take_labels(where, names, whole=False)
+
+
+def _leave_unlabelled_out(source: "ListedSource", folders: list[str]) -> list[str]:
+    """Omit images in folders called unlabelled, if there are class folders. Return the other
+    folders.
+    """
+    named = [name for name in source.names if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
+    count = len(source.names) - len(named)
+    if not count or not any("/" in name for name in named):
+        return folders
+    source.unlabelled = count
+    source.take_names(named)
+    source.remarks.append(
+        f"{source.where}: {count:,} images without labels are left out: --classes-from none packs"
+        " all without, top makes them a class"
+    )
+    return [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
 
 
 def _folder_classes(
@@ -147,22 +150,27 @@ def _folder_classes(
     classes_from: str | None,
 ) -> list[str]:
     """Return each image's class by its folder. Class folders without images become problems.
-    Raises UserError if all images are in one folder and there is a table that may have the labels.
+    Raises UserError if there are class folders below each of several folders, unless
+    `classes_from` is set.
     """
-    where, parent = source.where, classes_from == "parent"
-    names = [path[-2 if parent else 0] for path in paths]
-    for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
+    if classes_from == "parent":
+        return [path[-2] for path in paths]
+    names = [path[0] for path in paths]
+    for name in sorted(_tops(prefix, folders) - set(names)):
         files = [file for file in source.ignored if file.startswith(f"{prefix}{name}/")]
         reason = f"is a class folder without images{_describe_files(files)}"
-        source.problems.append(Problem(f"{where}/{prefix}{name}", reason))
-    tables = _tables(prefix, source.ignored)
-    if not CONTAINER.fullmatch(names[0].lower()):
-        tables = [name for name in tables if name.startswith(f"{prefix}{names[0]}/")]
-    if classes_from is None and len(set(names)) == 1 and tables:
+        source.problems.append(Problem(f"{source.where}/{prefix}{name}", reason))
+    tops = sorted(set(names))
+    parents = sorted({tuple(path[:-1]) for path in paths})
+    is_nested = len(tops) > 1 and all(len(path) > 2 for path in paths)
+    if classes_from is None and is_nested and len(parents) > len(tops):
+        inner = sorted({parent[-1] for parent in parents})
         raise UserError(
-            f"{where}: all images lie in {prefix}{names[0]}, beside {tables[0]}: if that holds the"
-            " labels, give it"
-            f" as the source; else pass --classes-from top (one class, {names[0]}) or none"
+            f"{source.where}: there are folders of images below every folder"
+            f" ({prefix}{'/'.join(parents[0])}, ...): pass --classes-from top for the classes"
+            f" {listed(tops, LISTED)}, or --classes-from parent for the classes"
+            f" {listed(inner, LISTED)}; or give one folder alone, for example"
+            f" {source.where}/{prefix}{tops[0]}"
         )
     return names
 
@@ -176,39 +184,6 @@ def _unread_images(where: str, count: int, ignored: list[str]) -> list[str]:
         f"warning: {where}: {len(unread):,} of {count + len(unread):,} images are of kinds that are"
         f" not read{_describe_files(unread)}: convert them to PNG"
     ]
-
-
-def _tables(prefix: str, ignored: list[str]) -> list[str]:
-    """Return the ignored files that are tables in, below or above the folder `prefix`."""
-    tables = [name for name in ignored if PurePosixPath(name).suffix.lower() in TABLES]
-    return [name for name in tables if name.startswith(prefix) or prefix.startswith(_folder(name))]
-
-
-def _folder(name: str) -> str:
-    return name[: name.rfind("/") + 1]
-
-
-def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
-    """Raise UserError if there are class folders below each of several folders, unless
-    `classes_from` is set.
-    """
-    tops = sorted({path[0] for path in paths})
-    parents = sorted({tuple(path[:-1]) for path in paths})
-    if (
-        classes_from
-        or len(tops) < 2
-        or len(parents) == len(tops)
-        or any(len(path) == 2 for path in paths)
-    ):
-        return
-    inner = sorted({parent[-1] for parent in parents})
-    raise UserError(
-        f"{where}: there are folders of images below every folder ({prefix}{'/'.join(parents[0])},"
-        " ...): pass"
-        f" --classes-from top for the classes {listed(tops, LISTED)}, or --classes-from parent for"
-        " the classes"
-        f" {listed(inner, LISTED)}; or give one folder alone, for example {where}/{prefix}{tops[0]}"
-    )
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -272,12 +247,9 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
     while True:
         below = [name[len(prefix) :].split("/") for name in source.names if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
-        if (
-            all(len(path) > 1 for path in below)
-            and not splits
-            and _are_splits(where, below, tops, options)
-        ):
-            splits = tuple(sorted(filter(split_name, tops)))
+        in_folders = all(len(path) > 1 for path in below)
+        if in_folders and not splits and _are_splits({path[0] for path in below}, options):
+            splits = tuple(sorted(filter(side_of, tops)))
             chosen = choose_split(where, options.split, splits)
             if omitted := sorted({path[0] for path in below} - set(splits)):
                 source.remarks.append(f"left out: {listed(omitted)}, beside {' and '.join(splits)}")
@@ -293,31 +265,15 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
             return prefix
 
 
-def _are_splits(
-    where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions
-) -> bool:
-    """Return True if top-level folders are splits. Raises UserError if this is unclear."""
-    named = sorted(filter(split_name, tops))
-    if not named or (options.classes_from == "top" and options.split is None):
+def _are_splits(tops: Collection[str], options: SourceOptions) -> bool:
+    """Return True if top-level folders with images are splits: all, or a train and a test folder.
+
+    A single folder called train beside others is a class.
+    """
+    if options.classes_from == "top" and options.split is None:
         return False
-    unnamed = {path[0] for path in paths} - set(named)
-    complete = all(first_of(side, named) for side in ("train", "test"))
-    nested = {path[0] for path in paths if len(path) > 2}  # folders with class folders
-    if not unnamed:
-        return complete or len(named) == len(tops) or bool(nested)
-    if complete and nested and not unnamed & nested:
-        return True
-    # The named folder may be a class called "train".
-    if not complete and not (unnamed <= nested and nested & set(named)):
-        return False
-    if options.split is not None:
-        return True
-    side = "train" if split_name(named[0]) in TRAIN else "test"  # the value of --split
-    raise UserError(
-        f"{where}: {' and '.join(named)} may be splits, but there are other folders with images:"
-        f" {listed(sorted(unnamed), LISTED)}; pass --split {side} to take {named[0]} alone, or"
-        " --classes-from top if every folder is a class"
-    )
+    named = list(filter(side_of, tops))
+    return len(named) == len(tops) or all(first_of(side, named) for side in ("train", "test"))
 
 
 class ListedSource(Source):
@@ -421,31 +377,24 @@ class ZipSource(ListedSource):
             self._archive = zipfile.ZipFile(path)
         self._members: dict[str, zipfile.ZipInfo] = {}
         folders = []
-        counts = Counter[str]()
         for member in self._archive.infolist():
             name = with_slashes(member.filename)
             if name.endswith("/"):
                 folders.append(name)
+            elif name in self._members:
+                raise UserError(f"{path} holds {name} more than once: make the zip file again")
             else:
                 self._members[name] = member
-                counts[name] += 1
-        if len(self._members) < counts.total():
-            name, times = counts.most_common(1)[0]
-            raise UserError(f"{self.where} holds {name} {times} times: make the zip file again")
         arrange(self, self._members, folders, options)
 
     def read(self, name: str) -> bytes:
         member = self._members[name]
         with explained(OSError, read_error):
             files.refuse_large(member.file_size, kind_of(name))
-        if stat.S_ISLNK(member.external_attr >> 16):
-            raise ImageError("is a symbolic link; put the file itself into the zip file")
         if member.compress_type not in METHODS:
             raise ImageError(
                 "is not compressed by deflate; make the zip file again with an ordinary program"
             )
-        if member.flag_bits & 1:
-            raise ImageError("is encrypted; make the zip file without a password")
         damaged = explained(
             UNPACKING_ERRORS, lambda error: ImageError(f"cannot be unpacked ({error})")
         )

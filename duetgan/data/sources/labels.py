@@ -16,7 +16,7 @@ import numpy as np
 from duetgan.data.sources import base
 from duetgan.data.sources.base import NO_LABELS
 from duetgan.utils.errors import UserError
-from duetgan.utils.text import did_you_mean, listed
+from duetgan.utils.text import did_you_mean
 
 LABEL = "label"
 LABEL_COLUMNS = (
@@ -26,15 +26,14 @@ LABEL_COLUMNS = (
 # values of a one-hot column
 POSITIVE = frozenset(("1", "1.0", "true", "yes"))
 NEGATIVE = frozenset(("", "0", "0.0", "false", "no"))
-# means "no" in columns with 1 (CelebA), "uncertain" in columns with 0 and 1 (CheXpert)
+# means "no" in columns with 1 (CelebA)
 MINUS = frozenset(("-1", "-1.0"))
 NUMBERING = frozenset(("", "id", "index", "unnamed: 0"))  # columns that number the rows
 SPLIT_COLUMNS = frozenset(
     ("split", "set", "subset", "partition", "usage", "fold", "kfold", "phase")
 )
-SEPARATORS = ("|", ";")  # always separate labels
+SEPARATORS = ("|", ";")  # separate labels unless --label-separator says otherwise
 ONE = "one per image"
-POSSIBLE_SEPARATORS = (",", "/", "+", "&", " ")
 
 # column -> number of rows by value, see `count`
 Counts = Mapping[str, Counter[str]]
@@ -105,25 +104,20 @@ def choose_columns(
     """
     labels = _labels_by_name(where, counts, options.label_column, declared)
     remaining = {name: values for name, values in counts.items() if name not in (*labels, paths)}
-    is_decided = labels != [] or options.label_column is not None
-    split, sides = _split(where, remaining, options.split_column, is_decided)
-    if is_decided:
+    split, sides = _split(where, remaining, options.split_column)
+    if labels or options.label_column is not None:
         one_hot = len(labels) > 1 and all(_is_one_hot(counts[name]) for name in labels)
         assumed = options.label_column is None and labels[0].lower() != LABEL
         return Columns(labels, one_hot, assumed, split, sides)
     remaining.pop(split or "", None)
-    if labels := _one_hot_columns(where, remaining):
-        return Columns(labels, True, True, split, sides)
-    warnings = base.looks_like_labels(where, remaining)
-    if len(remaining) == 1 and paths is not None and warnings:
-        return Columns(list(remaining), False, True, split, sides)
-    source.remarks += warnings
-    near = next((name for name in remaining if did_you_mean(LABEL, [name.lower()])), None)
-    if near is not None and paths is not None:
-        raise UserError(
-            f"{where}: no column label (did you mean {near!r}?): pass --label-column {near}, or"
-            f" {NO_LABELS}"
-        )
+    binary = [
+        name
+        for name, values in remaining.items()
+        if name.lower() not in NUMBERING and len(values) > 1 and _is_one_hot(values)
+    ]
+    if len(binary) > 1:
+        return Columns(binary, True, True, split, sides)
+    source.remarks += base.looks_like_labels(where, remaining)
     return Columns(split=split, sides=sides)
 
 
@@ -147,48 +141,14 @@ def _labels_by_name(
 
 
 def _is_one_hot(values: Iterable[str]) -> bool:
-    return _lower(values) <= POSITIVE | NEGATIVE or _lower(values) <= POSITIVE | MINUS
-
-
-def _one_hot_columns(where: str, counts: Counts) -> list[str]:
-    """Return the columns of 0 and 1 if there are several. Raises UserError if it is unclear whether
-    they are the labels.
-    """
-    columns = {
-        name: values
-        for name, values in counts.items()
-        if name.lower() not in NUMBERING and {*values} != {""}
-    }
-    binary = [name for name, values in columns.items() if _is_one_hot(values)]
-    varying = [name for name in binary if len(columns[name]) > 1]
-    if len(binary) < 2 or not varying or (len(varying) == 1 and len(binary) < len(columns)):
-        return []
-    rivals = [name for name in columns if name not in binary]
-    unsure = [name for name in rivals if _lower(columns[name]) <= POSITIVE | NEGATIVE | MINUS]
-    if unsure or base.looks_like_labels(where, {name: columns[name] for name in rivals}):
-        reason = (
-            f"{unsure[0]} has -1 beside 0 and 1"
-            if unsure
-            else f"{listed(rivals, 4)} may hold them too"
-        )
-        raise UserError(
-            f"{where}: the columns {listed(binary, 4)} may be labels of 0 and 1, but {reason}: pass"
-            " --label-column"
-            f" {','.join(binary[:3])}{',...' * (len(binary) > 3)}, another column, or {NO_LABELS}"
-        )
-    return binary
-
-
-def _lower(values: Iterable[str]) -> set[str]:
-    return set(map(str.lower, values))
+    texts = set(map(str.lower, values))
+    return texts <= POSITIVE | NEGATIVE or texts <= POSITIVE | MINUS
 
 
 # --- splits
 
 
-def _split(
-    where: str, counts: Counts, option: str | None, labelled: bool
-) -> tuple[str | None, dict[str, str]]:
+def _split(where: str, counts: Counts, option: str | None) -> tuple[str | None, dict[str, str]]:
     """Return the name of the split's column, and the split that each of its values means. Raises
     UserError if it is unclear.
     """
@@ -197,31 +157,19 @@ def _split(
     if option is not None:
         return _split_by_name(where, counts, *option.partition("=")[::2])
     splits: dict[str, dict[str, str]] = {}
-    unclear = []
-    for column, all_values in counts.items():
-        usual, values = column.lower() in SPLIT_COLUMNS, all_values.keys() - {""}
-        if not usual and len(values) > base.MOST_VALUES:
-            continue
+    for column, values in counts.items():
         sides = _sides(column, values)
-        if sides and (usual or len(set(sides.values())) > 1):
+        is_usual = column.lower() in SPLIT_COLUMNS
+        if is_usual and not sides:
+            raise _unclear(where, column, values)
+        if sides and (is_usual or len(set(sides.values())) > 1):
             splits[column] = sides
-        elif sides is None:
-            meanings = set(map(base.side_of, values)) - {""}
-            if usual or ("train" in meanings and len(meanings) > 1):
-                unclear.append(column)
-    called_split = [column for column in splits if column.lower() == "split"]
-    if called_split:
-        splits = {column: splits[column] for column in called_split}
-    name: str | None = next(iter([*splits, *unclear]), None)
-    flags = [column for column in counts if column != name and _is_one_hot(counts[column])]
-    if len(splits) > 1 or (splits and base.side_of(name or "") and flags and not labelled):
+    if len(splits) > 1:
         raise UserError(
-            f"{where}: {' and '.join(splits)} may be a split: pass --split-column {name}, or"
-            f" {NO_LABELS}"
+            f"{where}: {' and '.join(splits)} may be a split: pass --split-column"
+            f" {min(splits)}, or {NO_LABELS}"
         )
-    if unclear and not splits:
-        raise _unclear(where, unclear[0], counts[unclear[0]].keys() - {""})
-    return name, splits.get(name or "", {})
+    return next(iter(splits.items()), (None, {}))
 
 
 def _split_by_name(
@@ -233,32 +181,29 @@ def _split_by_name(
         option = f"--split-column {name}="
         chosen = {find_name(where, option, value.strip(), values) for value in held_out.split(",")}
         return name, {value: "val" if value in chosen else "train" for value in values}
-    if (sides := _sides(name, values)) is None:
+    if not (sides := _sides(name, values)):
         raise _unclear(where, name, values)
     return name, sides
 
 
-def _sides(name: str, values: Iterable[str]) -> dict[str, str] | None:
+def _sides(name: str, values: Iterable[str]) -> dict[str, str]:
     """Return the split that each value of the column `name` means, as in `Usage: Training` and
-    `is_valid: True`. Returns None if it is unclear.
+    `is_valid: True`. Returns {} if a value means none.
     """
-    values = sorted(values)
+    values = sorted(set(values) - {""})
     flag = base.side_of(name.lower().removeprefix("is"))
     if flag and _is_one_hot(values):
         opposite = "test" if flag == "train" else "train"
         return {value: flag if value.lower() in POSITIVE else opposite for value in values}
     sides = {value: base.side_of(value) for value in values}
-    return sides if all(sides.values()) and len(sides) <= base.MOST_VALUES else None
+    return sides if all(sides.values()) else {}
 
 
 def _unclear(where: str, name: str, values: Iterable[str]) -> UserError:
-    value = min(value for value in values if not base.side_of(value))
-    hint = did_you_mean(value.lower(), sorted(base.SPLIT_NAMES))
+    value = min((value for value in values if not base.side_of(value)), default="")
     return UserError(
-        f"{where}: the column {name} may be a split, but {value!r} is no name of one{hint}; its"
-        " values are"
-        f" {listed(sorted(values), 4)}: pass --split-column {name}={value} if those rows are held"
-        " out, or"
+        f"{where}: the column {name} may be a split, but {value!r} is no name of one: pass"
+        f" --split-column {name}={value} if those rows are held out, or"
         f" --split-column {NO_LABELS}"
     )
 
@@ -267,16 +212,14 @@ def _unclear(where: str, name: str, values: Iterable[str]) -> UserError:
 
 
 def listed_labels(text: str) -> str | list[str]:
-    """Parse a list of labels in JSON or Python (`["cat", "dog"]`), or Label Studio's
-    `{"choices": [...]}`. Returns any other text unchanged.
+    """Parse a list of labels as Python or JSON writes it: `["cat", "dog"]`. Returns any other text
+    unchanged.
     """
-    if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                content = read(text)
-                content = content.get("choices", 0) if isinstance(content, dict) else content
-                if isinstance(content, list) and set(map(type, content)) <= {str, int}:
-                    return [str(label).strip() for label in content]
+    if (text[:1], text[-1:]) == ("[", "]"):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            content = ast.literal_eval(text)
+            if set(map(type, content)) <= {str, int}:
+                return [str(label).strip() for label in content]
     return text
 
 
@@ -289,45 +232,24 @@ def split_labels(
     whether a text is one label.
     """
     values = list(map(listed_labels, texts))
-    plain = {value for value in values if isinstance(value, str)} - {""}
-    separator = option.replace("\\t", "\t") if option is not None else _separator(where, plain)
+    plain = {value for value in values if isinstance(value, str)}
+    separator = option
+    if option is None:
+        separator = next((sign for sign in SEPARATORS if any(sign in text for text in plain)), "")
+        if not separator and (joined := min((text for text in plain if "," in text), default="")):
+            raise UserError(
+                f'{where}: labels such as "{joined}" may be one or several: pass --label-separator'
+                f' "," for several per image, or --label-separator {NO_LABELS} for one'
+            )
     if separator and separator != NO_LABELS:
+        separator = separator.replace("\\t", "\t")
         for index, value in enumerate(values):
-            if value:
-                parts = value.split(separator) if isinstance(value, str) else value
-                values[index] = [part.strip() for part in parts]
+            if value and isinstance(value, str):
+                values[index] = [part.strip() for part in value.split(separator)]
         return values, f'several per image separated by "{separator}"'
     if any(isinstance(value, list) for value in values):
         return values, "lists of several per image"
-    if option is None:
-        for sign in POSSIBLE_SEPARATORS:
-            if joined := sorted(value for value in plain if sign in value):
-                return values, f'{ONE} ("{joined[0]}" is one; several: --label-separator "{sign}")'
     return values, ONE
-
-
-def _separator(where: str, labels: set[str]) -> str:
-    """Return the separator of several labels in one text, "" if there is none. Raises UserError if
-    it is unclear.
-    """
-    for sign in (*SEPARATORS, *POSSIBLE_SEPARATORS):
-        parts = {
-            label: {part.strip() for part in label.split(sign)}
-            for label in labels
-            if sign in label.strip(sign)
-        }
-        if not parts:
-            continue
-        if sign in SEPARATORS or set.union(*parts.values()) <= labels - parts.keys():
-            return sign
-        times = Counter(part for label in labels for part in parts.get(label, {label}))
-        doubtful = sum(all(times[part] > 1 for part in several) for several in parts.values())
-        if sign == "," or 2 * doubtful >= len(parts):
-            raise UserError(
-                f'{where}: labels such as "{min(parts)}" may be one or several: pass --label-separator "{sign}" for'
-                f" several per image, or --label-separator {NO_LABELS} for one"
-            )
-    return ""
 
 
 def take_columns(
@@ -384,24 +306,20 @@ def _values(
     where: str, columns: Columns, rows: Sequence[Sequence[str]], separator: str | None
 ) -> tuple[list[str | list[str]], str]:
     """Return the label or labels of each row, and a description of assumptions for the user."""
-    width = len(columns.labels)
     if columns.one_hot:
-        label_sets = [_of_one_hot(columns.labels, row) for row in rows]
-        single = all(len(labels) == 1 for labels in label_sets)
-        absent = sorted(set(columns.labels) - set(itertools.chain(*label_sets)))
-        assumed = f"{ONE if single else 'several per image'} (1: has it)"
-        if absent:
-            assumed += f"; left out: {listed(absent)}, which no image has"
-        return [labels[0] if single else labels for labels in label_sets], assumed
+        label_sets = []
+        for row in rows:
+            pairs = zip(columns.labels, row, strict=True)
+            label_sets.append([name for name, text in pairs if text.lower() in POSITIVE])
+        if all(len(labels) == 1 for labels in label_sets):
+            return [labels[0] for labels in label_sets], f"{ONE} (1: has it)"
+        return list(label_sets), "several per image (1: has it)"
+    width = len(columns.labels)
     cells, assumed = split_labels(where, list(itertools.chain(*rows)), separator)
     if width == 1:
         return cells, assumed
     joined = [_joined(cells[row * width : (row + 1) * width]) for row in range(len(rows))]
     return list(joined), assumed + " and column" * (width > 1)
-
-
-def _of_one_hot(names: Sequence[str], row: Sequence[str]) -> list[str]:
-    return [name for name, text in zip(names, row, strict=True) if text.lower() in POSITIVE]
 
 
 def _joined(cells: Sequence[str | list[str]]) -> list[str]:

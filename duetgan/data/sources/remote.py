@@ -5,7 +5,6 @@ stored on disk. fsspec's drivers for object storage are separate packages, which
 credentials themselves.
 """
 
-import functools
 import re
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ FINAL = (
     IsADirectoryError,
     NotADirectoryError,
     PermissionError,
+    ImportError,
     NotImplementedError,
     MemoryError,
 )
@@ -37,31 +37,19 @@ class RemoteSource(ListedSource):
     """A "folder" below a URL: class folders, flat, or with StyleGAN's `dataset.json`."""
 
     def __init__(self, url: str, options: SourceOptions) -> None:
-        if "::" in url:
-            raise UserError(
-                f"{without_secrets(url)}: chained URLs are not read; copy the archive here and"
-                " unpack it"
-            )
         self.url = without_secrets(url).rstrip("/")
         super().__init__(self.url, self.url)
+        if "::" in url:
+            raise UserError(f"{self.url}: chained URLs are not read; copy the archive here")
         from fsspec.core import url_to_fs  # slow to import, for URLs only
 
         try:
             self._filesystem, root = url_to_fs(url)  # a driver may connect here
             entries = attempt(lambda: self._filesystem.find(root, withdirs=True, detail=True))
-        except ImportError as error:  # its text names the package
-            scheme = self.url.partition(":")[0]
-            raise UserError(f"{self.url}: the driver of {scheme} is missing: {error}") from None
-        except Exception as error:  # whatever the driver raises, see FINAL
+        except Exception as error:  # whatever the driver raises; an ImportError names its package
             raise UserError(
                 f"{self.url} cannot be listed ({_reason(error)}); check it and its credentials"
             ) from None
-        if not entries:
-            raise UserError(f"{self.url}: nothing is there; check the URL")
-        if list(entries) == [root] and entries[root].get("type") != "directory":
-            raise UserError(
-                f"{self.url} is a single file: give the URL of a folder of images, or copy it here"
-            )
         self._prefix = root.rstrip("/") + "/" if root else ""
         self._sizes: dict[str, object] = {}  # of files in bytes; no int if the driver has none
         folders: list[str] = []
@@ -78,7 +66,7 @@ class RemoteSource(ListedSource):
 
     def read(self, name: str) -> bytes:
         try:
-            return attempt(functools.partial(self._fetch, name, self._sizes.get(name)))
+            return attempt(lambda: self._fetch(name, self._sizes.get(name)))
         except files.Refused as error:
             raise ImageError(str(error)) from None
         except Exception as error:  # whatever the driver raises, see FINAL
@@ -106,17 +94,14 @@ def attempt(read: Callable[[], T]) -> T:
 
     Raises the error of the last call, and FINAL errors immediately.
     """
-    pauses = iter(PAUSES)
-    while True:
+    for pause in PAUSES:
         try:
             return read()
         except FINAL:
             raise
-        except Exception as error:  # see FINAL
-            if (pause := next(pauses, None)) is None:
-                error.add_note(f"after {len(PAUSES) + 1} attempts")
-                raise
+        except Exception:  # see FINAL
             time.sleep(pause)
+    return read()
 
 
 def without_secrets(text: str) -> str:
@@ -126,4 +111,4 @@ def without_secrets(text: str) -> str:
 
 def _reason(error: Exception) -> str:
     text = str(error).strip().splitlines() or [type(error).__name__]
-    return ", ".join([without_secrets(text[0]), *getattr(error, "__notes__", [])])
+    return without_secrets(text[0])

@@ -21,8 +21,7 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
     """Set the source's labels from its `dataset.json`; return False if there is none.
 
     A label is the number or name of a class, or a list of them. Raises UserError if the document
-    has another form, lies in a sub-folder with images outside it, does not name exactly the
-    images, or has invalid labels.
+    has another form, does not name exactly the images, or has invalid labels.
     """
     manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
     manifest = min(manifests, key=lambda name: name.count("/"), default="")
@@ -36,27 +35,15 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
         )
     source.ignored.remove(manifest)
     source.takes = source.takes | {"label_separator"}
-    if outside := [name for name in [*manifests, *source.names] if not name.startswith(prefix)]:
-        raise UserError(
-            f"{where} has no labels for {outside[0]}: give {prefix[:-1]} alone, or pass"
-            " --classes-from top (folders "
-            "are classes) or none"
-        )
     with explained(ImageError, lambda error: f"{where} {error}; fix it"):
         content = source.read(manifest)
     faults = (ValueError, TypeError, KeyError, RecursionError)
     form = '{"labels": [["name", class], ...]}'
-    with explained(faults, lambda error: f"{where} is not {form} ({error})"):
-        pairs = [
-            (prefix + with_slashes(str(name)), label)
-            for name, label in json.loads(content)["labels"] or []
-        ]
     by_name: dict[str, object] = {}
-    for name, label in pairs:
-        if by_name.setdefault(name, label) != label:
-            raise UserError(
-                f"{where} gives {name} the labels {by_name[name]} and {label}: remove one"
-            )
+    with explained(faults, lambda error: f"{where} is not {form} ({error})"):
+        for name, label in json.loads(content)["labels"] or []:
+            by_name[prefix + with_slashes(str(name))] = label
+    for name, label in by_name.items():
         for one in label if isinstance(label, list) else [label]:
             if not isinstance(one, int | str) or isinstance(one, bool):
                 raise UserError(

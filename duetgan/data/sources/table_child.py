@@ -3,14 +3,15 @@
 pyarrow trusts the sizes in a file. It therefore runs in a process with limited memory, whose crash
 does not end the program. This script imports nothing of the package.
 
-A request has: path, columns (None: describe the table), first row, maximal number of rows, maximal
-bytes of a row. The answer is one of:
+It receives one request and sends its answers:
 
-- "rows": the number of bytes, and the values column by column, of the next rows;
-- "table": the number of rows, the name, type and use of each column, and the metadata of Hugging
-  Face's library;
-- "large": the number of bytes of a row that is too large;
-- "error": a message.
+- `describe(paths)`: for each file the number of rows, the name, type and use of each column, and
+  the metadata of Hugging Face's library;
+- `read(paths, columns, start, rows, limit, remedy)`: the rows of the files from row `start` of the
+  first one on, at most `rows` at a time: their number of bytes, and the values column by column. A
+  row of more than `limit` bytes is an error, whose message ends with `remedy`.
+
+After an error it sends the message, a text, and ends.
 """
 
 import resource
@@ -27,12 +28,12 @@ BUFFER = 1 << 20  # bytes read at a time from a row group
 PIECE = 16 << 20  # bytes sent at a time, unless a row has more
 # first bytes of the Arrow file format, which contains a stream after them
 MAGIC = b"ARROW1\0\0"
-USES = {"binary": "bytes", "string": "text"}
 TYPE_CHECKS = {
     "number": pyarrow.types.is_integer,
     "real": pyarrow.types.is_floating,
     "flag": pyarrow.types.is_boolean,
 }
+USES = {"binary": "bytes", "string": "text"}
 Batches = Iterator[tuple[int, Any]]  # number of the first row, record batch
 
 
@@ -89,60 +90,42 @@ class ArrowTable:
                 first += batch.num_rows
 
 
+def open_table(path: str) -> ParquetTable | ArrowTable:
+    return ParquetTable(path) if path.lower().endswith(".parquet") else ArrowTable(path)
+
+
 def is_struct(schema: Any, name: str) -> bool:
     return bool(pyarrow.types.is_struct(schema.field(name).type))
 
 
-def pieces(batches: Batches, start: int, rows: int) -> Iterator[Any]:
-    """Yield the rows from `start` on in small batches. A struct becomes its field `bytes`."""
-    for first, batch in batches:
-        batch = batch.slice(min(batch.num_rows, max(0, start - first)))
-        names = batch.schema.names
-        arrays = [
-            compute.struct_field(column, "bytes") if is_struct(batch.schema, name) else column
-            for name, column in zip(names, batch.columns, strict=True)
-        ]
-        batch = pyarrow.record_batch(arrays, names)
-        while batch.num_rows:
-            piece = batch.slice(0, rows)
-            while piece.num_rows > 1 and piece.nbytes > PIECE:
-                piece = piece.slice(0, piece.num_rows // 2)
-            yield piece
-            batch = batch.slice(piece.num_rows)
+def describe(paths: list[str]) -> Iterator[object]:
+    for path in paths:
+        table = open_table(path)
+        columns = [(field.name, str(field.type), use_of(field.type)) for field in table.schema]
+        yield table.rows, columns, (table.schema.metadata or {}).get(b"huggingface")
 
 
-class Reader:
-    """Answers requests. A request for the rows after the previous ones continues the iteration."""
-
-    def __init__(self) -> None:
-        self._path = ""  # of the open table
-        self._table: ParquetTable | ArrowTable | None = None
-        self._next: object = None  # the request that continues `_pieces`
-        self._pieces: Iterator[Any] = iter(())
-
-    def answer(
-        self, path: str, columns: list[str] | None, start: int, rows: int, limit: int
-    ) -> tuple[str, object]:
-        continues = self._next == (path, columns, start, rows)
-        self._next = None
-        table = self._table
-        if table is None or columns is None or path != self._path:
-            self._path = ""
-            kind = ParquetTable if path.lower().endswith(".parquet") else ArrowTable
-            table = self._table = kind(path)
-            self._path = path
-        if columns is None:
-            schema = table.schema
-            described = [(field.name, str(field.type), use_of(field.type)) for field in schema]
-            return "table", (table.rows, described, (schema.metadata or {}).get(b"huggingface"))
-        if not continues:
-            self._pieces = pieces(table.batches(columns, start, rows), start, rows)
-        if (piece := next(self._pieces, None)) is None:
-            raise ValueError(f"it ends before row {start:,}")
-        if piece.nbytes > limit and piece.num_rows == 1:
-            return "large", piece.nbytes
-        self._next = (path, columns, start + piece.num_rows, rows)
-        return "rows", (piece.nbytes, [column.to_pylist() for column in piece.columns])
+def read(
+    paths: list[str], columns: list[str], start: int, rows: int, limit: int, remedy: str
+) -> Iterator[object]:
+    for path in paths:
+        for first, batch in open_table(path).batches(columns, start, rows):
+            # A struct becomes its field `bytes`.
+            arrays = [
+                compute.struct_field(column, "bytes") if is_struct(batch.schema, name) else column
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            ]
+            rest = pyarrow.record_batch(arrays, batch.schema.names)
+            rest = rest.slice(min(rest.num_rows, max(0, start - first)))
+            while rest.num_rows:
+                piece = rest.slice(0, rows)
+                while piece.num_rows > 1 and piece.nbytes > PIECE:
+                    piece = piece.slice(0, piece.num_rows // 2)
+                if piece.num_rows == 1 and piece.nbytes > limit:
+                    raise ValueError(f"a row has {piece.nbytes:,} bytes, more than {remedy}")
+                yield piece.nbytes, [column.to_pylist() for column in piece.columns]
+                rest = rest.slice(piece.num_rows)
+        start = 0
 
 
 def use_of(kind: Any) -> str:
@@ -164,19 +147,15 @@ def use_of(kind: Any) -> str:
 def main(descriptor: int, memory: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends this one.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    reader = Reader()
     with Connection(descriptor) as connection:
-        while True:
-            try:
-                request = connection.recv()
-            except EOFError:
-                return
-            try:
-                answer = reader.answer(*request)
-            except Exception as error:  # pyarrow raises many types
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                answer = "error", lines[0].rstrip(".")
-            connection.send(answer)
+        function, *arguments = connection.recv()
+        try:
+            answers = describe(*arguments) if function == "describe" else read(*arguments)
+            for answer in answers:
+                connection.send(answer)
+        except Exception as error:  # pyarrow raises many types
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            connection.send(lines[0].rstrip("."))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,16 @@
 folder.
 
 The files of a sample are contiguous, and its name ends at the first dot. The image is the file
-whose remaining name is an image's suffix. If that gives no image, the names end at the last dot
-(`a.left.png`). A tar whose images have no files with labels (NOTES) is arranged like a folder.
-Nothing is extracted: the positions of the images are listed once. Only regular files are read.
+whose remaining name is an image's suffix. A tar whose images have no files with labels (NOTES) is
+arranged like a folder. Nothing is extracted: the positions of the images are listed once. Only
+regular files are read.
 """
 
 import itertools
 import json
 import re
 import tarfile
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
 from duetgan.data.sources import labels
 from duetgan.data.sources.base import (
-    MOST_VALUES,
     NO_LABELS,
     Problem,
     SourceOptions,
@@ -36,9 +34,8 @@ SUFFIX = ".tar"
 NOTES = ("cls", "json", "txt")  # suffixes of files with labels
 # webdataset's rule: the name up to the first dot, and the suffix
 SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
-LAST_DOT = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)", re.DOTALL)
-FIELDS = ("cls", labels.LABEL, *labels.LABEL_COLUMNS)  # fields of `json` files that are labels
-INSPECTED = 10_000  # first samples, of which all fields of `json` files are read
+# fields of `json` files that are read, beside those of the options
+FIELDS = {"cls", labels.LABEL, *labels.LABEL_COLUMNS, *labels.SPLIT_COLUMNS, "is_valid"}
 META = re.compile(r"__[^/]*__(/|$)")  # webdataset's metadata
 NOTE_BYTES = 1 << 20
 
@@ -51,7 +48,6 @@ class Sample:
     images: list[Member] = field(default_factory=list)
     # texts that may be labels, by suffix of their file or field of a `json` file
     notes: dict[str, str] = field(default_factory=dict)
-    dotted: str = ""  # a file with several suffixes, of which the last is an image's
 
 
 class TarSource(ListedSource):
@@ -76,31 +72,19 @@ class TarSource(ListedSource):
             members += self._members(number)
         if not members and self.problems:
             raise UserError(str(self.problems[0]))
-        parts = _parts(members, SAMPLE)
-        if not any(_is_image(match[2]) for match, _ in parts):
-            parts = _parts(members, LAST_DOT)
-        with_notes = {match[1] for match, _ in parts if _kind(match[2]) in NOTES}
+        parts = [(match, member) for member in members if (match := SAMPLE.fullmatch(member.name))]
+        with_notes = {match[1] for match, _ in parts if match[2].lower() in NOTES}
         image_keys = {match[1] for match, _ in parts if _is_image(match[2])}
-        if options.label_column is not None or image_keys & with_notes:
-            if options.classes_from is not None:
-                raise UserError(
-                    f"--classes-from does not apply to {path}: its labels lie beside the images"
-                )
+        if options.label_column is None and not image_keys & with_notes:
+            self._take_folders(members, options)
+        elif options.classes_from is None:
             part_names = {member.name for _, member in parts}
             self.ignored += [member.name for member in members if member.name not in part_names]
-            self._take_samples(list(self._samples(parts, options.label_column)), options)
+            self._take_samples(list(self._samples(parts, options)), options)
         else:
-            self._by_name = {member.name: member for member in members}
-            if len(self._by_name) < len(members):
-                name = Counter(member.name for member in members).most_common(1)[0][0]
-                raise UserError(
-                    f"{self.where} holds {name} more than once: make the tar again, or give one tar"
-                    " alone"
-                )
-            if self.splits:
-                options = options._replace(split=None)
-            arrange(self, self._by_name, [], options)
-            self._images = [self._by_name[name] for name in self.names]
+            raise UserError(
+                f"--classes-from does not apply to {path}: its labels lie beside the images"
+            )
 
     def _members(self, number: int) -> Iterator[Member]:
         """Yield the regular files of a shard. Other members become problems."""
@@ -110,104 +94,92 @@ class TarSource(ListedSource):
                 name = with_slashes(member.name).removeprefix("./")
                 if member.isdir() or META.match(name):
                     continue
-                if not member.isreg() or member.issparse():
-                    kind = "a link" if member.islnk() or member.issym() else "not a regular file"
-                    self.problems.append(
-                        Problem(f"{shard}:{name}", f"is {kind}; put the file itself into the tar")
-                    )
-                    continue
-                yield Member(name, number, member.offset_data, member.size)
+                if member.isreg() and not member.issparse():
+                    yield Member(name, number, member.offset_data, member.size)
+                else:
+                    reason = "is not a regular file; put the file itself into the tar"
+                    self.problems.append(Problem(f"{shard}:{name}", reason))
         except (OSError, tarfile.TarError, ValueError, OverflowError) as error:
             self.problems.append(
                 Problem(str(shard), f"is damaged or was cut off ({error}); copy or get it again")
             )
 
+    def _take_folders(self, members: Sequence[Member], options: SourceOptions) -> None:
+        """Set images and classes by the rules of folders."""
+        self._by_name = {member.name: member for member in members}
+        if len(self._by_name) < len(members):
+            raise UserError(
+                f"{self.where} holds a name more than once: make the tar again, or give one tar"
+                " alone"
+            )
+        if self.splits:
+            options = options._replace(split=None)
+        arrange(self, self._by_name, [], options)
+        self._images = [self._by_name[name] for name in self.names]
+
     # --- webdataset
 
     def _take_samples(self, samples: list[Sample], options: SourceOptions) -> None:
+        """Set images and labels. Raises UserError if there are no images, or if it is unclear which
+        notes are the labels.
+        """
         for sample in samples:
             if len(sample.images) != 1:
-                images = f"{len(sample.images)} images" if sample.images else "no image"
-                reason = f"has {images}; a sample has one"
-                if sample.dotted:
-                    reason += f"; its name ends at the first dot of {sample.dotted}"
+                reason = f"has {len(sample.images)} images; a sample has one"
                 self.problems.append(Problem(f"{self.where}: sample {sample.key}", reason))
         samples = [sample for sample in samples if len(sample.images) == 1]
         if not samples:
             raise UserError(
                 f"{self.where} holds no images; supported are {' '.join(sorted(SUFFIXES))}"
             )
-        columns = self._choose_columns(samples, options)
+        names = list(dict.fromkeys(itertools.chain(*(sample.notes for sample in samples))))
+        notes = [[sample.notes.get(name, "") for name in names] for sample in samples]
+        counts = labels.count(names, notes)
+        if options.label_column is None and "cls" in counts:
+            options = options._replace(label_column="cls")
+        if self.splits:  # All shards belong to one split.
+            options = options._replace(split_column=options.split_column or NO_LABELS)
+        captions = {name: counts[name] for name in names if name == "txt"}
+        declared = captions if looks_like_labels(self.where, captions) else ()
+        columns = labels.choose_columns(self, self.where, counts, options, declared=declared)
         rows = [[sample.notes.get(name, "") for name in columns.names] for sample in samples]
         places = [self._place_name(sample.images[0]) for sample in samples]
         indices = labels.take_columns(self, self.where, columns, rows, places, options)
         self._images = [samples[index].images[0] for index in indices]
         self.take_names([member.name for member in self._images], self.labels().tolist())
 
-    def _choose_columns(self, samples: Sequence[Sample], options: SourceOptions) -> labels.Columns:
-        """Choose the notes that are the labels and the split, and add remarks. Raises UserError if
-        the choice is unclear.
-        """
-        counts: dict[str, Counter[str]] = defaultdict(Counter)
-        for sample in samples:
-            for name, text in sample.notes.items():
-                counts[name][text] += 1
-        if options.label_column is None and "cls" in counts:
-            options = options._replace(label_column="cls")
-        texts = counts.get("txt", Counter[str]())
-        declared = ["txt"] if looks_like_labels(self.where, {"txt": texts}) else []
-        if self.splits:  # All shards belong to one split.
-            options = options._replace(split_column=options.split_column or NO_LABELS)
-        return labels.choose_columns(self, self.where, counts, options, declared=declared)
-
     def _samples(
-        self, parts: list[tuple[re.Match[str], Member]], label_column: str | None
+        self, parts: list[tuple[re.Match[str], Member]], options: SourceOptions
     ) -> Iterator[Sample]:
+        fields = set(FIELDS)
+        for option in (options.label_column, options.split_column):
+            fields |= {name.strip().lower() for name in (option or "").partition("=")[0].split(",")}
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
-        field_values: dict[str, set[str]] = defaultdict(set)  # in the first samples
-        fields: set[str] | None = None
-        for number, ((key, _), files) in enumerate(groups):
+        for (key, _), files in groups:
             sample = Sample(key)
-            if number == INSPECTED:  # Fields with few values may be labels or splits.
-                fields = {*FIELDS, *(label_column or "").split(",")}
-                for name, values in field_values.items():
-                    if len(values) <= MOST_VALUES:
-                        fields.add(name)
             for match, member in files:
                 suffix = match[2].lower()
                 if _is_image(suffix):
                     sample.images.append(member)
-                elif _kind(suffix) in NOTES:
-                    self._take_note(sample, suffix, member, fields)
-                elif _is_image(_kind(suffix)):
-                    sample.dotted = member.name
-            if number < INSPECTED:
-                for name, text in sample.notes.items():
-                    field_values[name].add(text)
+                elif suffix in NOTES:
+                    for name, text in self._read_notes(suffix, member).items():
+                        if suffix != "json" or name.lower() in fields:
+                            sample.notes.setdefault(name, text)
             yield sample
 
-    def _take_note(
-        self, sample: Sample, suffix: str, member: Member, fields: Collection[str] | None
-    ) -> None:
-        """Add the content of a file to its sample's notes, of a `json` file only `fields` (None:
-        all).
-        """
+    def _read_notes(self, suffix: str, member: Member) -> dict[str, str]:
+        """Return the texts in a file of NOTES by its suffix, or by the fields of a `json` file."""
         try:
             if member.size > NOTE_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")
             text = self._files.read(member).decode().strip()
-            document = json.loads(text) if _kind(suffix) == "json" else None
-        except (ImageError, ValueError, RecursionError) as error:
+            if suffix != "json":
+                return {suffix: text}
+            document = dict(json.loads(text))
+            return {name: labels.as_text(value) for name, value in document.items()}
+        except (ImageError, ValueError, TypeError, RecursionError) as error:
             self.problems.append(Problem(self._place_name(member), f"cannot be read ({error})"))
-            return
-        if _kind(suffix) != "json":
-            sample.notes[suffix] = text
-        elif isinstance(document, dict):
-            for name, value in document.items():
-                if isinstance(value, (str, int, float, list)) and (
-                    fields is None or name in fields
-                ):
-                    sample.notes.setdefault(name, labels.as_text(value))
+            return {}
 
     def read(self, name: str) -> bytes:
         return self._files.read(self._by_name[name], kind_of(name))
@@ -237,15 +209,5 @@ class TarSource(ListedSource):
         self._files.close()
 
 
-def _parts(members: Sequence[Member], form: re.Pattern[str]) -> list[tuple[re.Match[str], Member]]:
-    """Return the members with names of the form NAME.SUFFIX, and the matches."""
-    return [(match, member) for member in members if (match := form.fullmatch(member.name))]
-
-
 def _is_image(suffix: str) -> bool:
     return f".{suffix.lower()}" in SUFFIXES
-
-
-def _kind(suffix: str) -> str:
-    """Return the last suffix: `png` for `seg.png`."""
-    return suffix.lower().rpartition(".")[2]

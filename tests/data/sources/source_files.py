@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 from PIL import Image
 
@@ -32,15 +31,6 @@ def refused(where: object, message: str, **options: Any) -> None:
 
 def item_refused(source: Source, index: int, message: str) -> None:
     assert_raises(ImageError, message, source.content, index)
-
-
-def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:
-    with lmdb.open(str(path), subdir=subdir, map_size=1 << 26) as environment, environment.begin(write=True) as txn:
-        for side in sides:
-            for index in range(count):
-                txn.put(f"{side}-{str(index).zfill(5)}".encode(), f"{side} {index}".encode())
-        txn.put(b"length", str(count).encode())
-    return path
 
 
 def manifest(folder: Path, text: str, encoding: str = "utf-8") -> str:

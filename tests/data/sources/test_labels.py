@@ -68,12 +68,12 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     refused(where, r"has no split folders: leave --split out .* or add --val-share 0\.1", split="test")
 
 
-@pytest.mark.parametrize("names", ["train/e test/f extra/g", "train/cat/a test/cat/b extra/cat/e extra/dog/f"])
-def test_other_folders_that_may_be_classes_are_asked_for(tmp_path: Path, names: str) -> None:
-    where = str(folder(tmp_path / "x", *(f"{name}.png" for name in names.split())))
-    refused(where, r"test and train may be splits.* extra; pass --split test .*--classes-from top")
-    assert len(open_source(where, split="train")) == 1
-    assert open_source(where, classes_from="top").classes == ["extra", "test", "train"]
+def test_folders_beside_splits_are_classes_if_asked_for(tmp_path: Path) -> None:
+    where = folder(tmp_path / "x", "train/e.png", "test/f.png", "extra/g.png")
+    with source_at(where) as source:
+        assert (source.classes, len(source)) == ([], 1)
+        assert source.remarks == ["left out: extra, beside test and train"]
+    assert source_at(where, classes_from="top").classes == ["extra", "test", "train"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
@@ -139,15 +139,18 @@ def test_a_column_that_looks_like_labels_is_a_warning(tmp_path: Path, capsys: py
     assert open_source(where, label_column="none").remarks == []
 
 
-def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path: Path) -> None:
-    where = folder(tmp_path / "x", "train/a.png", "test/b.png")
+@pytest.mark.parametrize("names", [("train/a.png", "test/b.png"), ("images/a.png", "images/b.png")])
+def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path: Path, names: tuple[str, str]) -> None:
+    where = folder(tmp_path / "x", *names)
     (where / "labels.csv").write_text("id,breed")
     for place in (where, zipped(where, tmp_path / "x.zip")):
         (remark,) = source_at(place).remarks
         told = f"warning: {place}: packed without labels, although labels.csv lies there; if it holds"
         assert remark.startswith(told)
-    folder(where, "train/cat/a.png")
-    (where / "train" / "a.png").unlink()
+    assert source_at(where, classes_from="top").remarks == []
+    folder(where, names[0].replace("/", "/cat/"), names[0].replace("/", "/dog/"))
+    (where / names[0]).unlink()
+    (where / "images" / "b.png").unlink(missing_ok=True)
     assert source_at(where).remarks == []
 
 
@@ -194,15 +197,13 @@ def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
         save(tmp_path / "x" / folder / f"{ord(folder[-1])}.png")
     source = source_at(tmp_path / "x")
     assert (source.classes, sorted(source.labels())) == ([one, "tea"], [0, 0, 1])
-    told = f"{tmp_path}/x: written in two ways that look the same, and taken as one class each: {one}"
-    assert source.remarks == [told]
     for name in (f"{one}.1", f"{two}.2", "tea.3"):
         save(tmp_path / "y" / f"{name}.png")
     assert source_at(tmp_path / "y", classes_from="name").classes == [one, "tea"]
     rows = "".join(f"x/{f}/{ord(f[-1])}.png,{f}\n" for f in (one, two, "tea"))
     (tmp_path / "list.csv").write_text(f"path,label\n{rows}")
     source = source_at(tmp_path / "list.csv")
-    assert (source.classes, source.labels().tolist(), len(source.remarks)) == ([one, "tea"], [0, 0, 1], 1)
+    assert (source.classes, source.labels().tolist()) == ([one, "tea"], [0, 0, 1])
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip", "tar"])

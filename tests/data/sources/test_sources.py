@@ -7,7 +7,6 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
 
@@ -20,8 +19,8 @@ from duetgan.data.sources.base import ArraySource, SourceOptions
 from duetgan.data.sources.files import LocalSource
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from tests.data.conftest import CLASSES, change, flip, sample_images, save, source_at
-from tests.data.sources.source_files import contents, item_refused, manifest, refused, rosinality
+from tests.data.conftest import CLASSES, flip, sample_images, save, source_at
+from tests.data.sources.source_files import contents, item_refused, manifest, refused
 
 
 def zipped(folder: Path, target: Path, extra: dict[str, bytes] | None = None) -> Path:
@@ -106,10 +105,9 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     (empty / "b.txt").write_text("text")
     refused(empty, r"holds no images \(only 2 \.txt\); supported are .*\.jpg")
     refused(empty / "a.txt", r"a.txt is not a source of images; give a folder, a file \(.lmdb, .mdb, .parquet")
-    instead = "archives of this kind are not read; unpack it first or make a zip"
-    for name, told in {"a.TAR.GZ": "its images cannot be found without", "a.7z": instead, "a.rar": instead}.items():
+    for name, told in (("a.TAR.GZ", ": its images cannot be found without"), ("a.rar", " is not a source of images")):
         (empty / name).write_bytes(b"archive")
-        refused(empty / name, f"{name}: {told}")
+        refused(empty / name, f"{name}{told}")
     refused(tmp_path / "photso", r"photso: no such folder.*did you mean 'photos'")
     refused("fashion-minst", "did you mean 'fashion-mnist'")
     save(photos / "loose.png")
@@ -158,10 +156,6 @@ def test_stylegan_zip(tmp_path: Path) -> None:
         (b'{"labels": [3]}', "is not"),
         (dataset_json([["img.png", 0.5]])["dataset.json"], "label of img.png is 0.5"),
         (dataset_json([["img.png", -1]])["dataset.json"], "img.png: label -1; labels are names, or whole"),
-        (
-            dataset_json([["img.png", 0], ["img.png", 1]])["dataset.json"],
-            "gives img.png the labels 0 and 1: remove one",
-        ),
     ],
 )
 def test_wrong_manifest(tmp_path: Path, content: bytes, message: str) -> None:
@@ -218,12 +212,6 @@ def patched(path: Path, offset: int, value: bytes) -> None:
     path.write_bytes(content)
 
 
-def link(name: str) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(name)
-    info.external_attr = 0o120777 << 16
-    return info
-
-
 @pytest.mark.parametrize(
     ("member", "method", "patch", "message"),
     [
@@ -231,8 +219,7 @@ def link(name: str) -> zipfile.ZipInfo:
         ("a.png", zipfile.ZIP_LZMA, None, "not compressed by deflate"),
         ("a.png", zipfile.ZIP_DEFLATED, (24, b"\x01\0\x10\0"), "1,048,577 bytes, more than the 1 MiB"),
         ("a.png", zipfile.ZIP_DEFLATED, (24, b"\x65"), "cannot be unpacked .100 of 101"),
-        ("a.png", zipfile.ZIP_DEFLATED, (8, b"\x01"), "is encrypted; make the zip file without"),
-        (link("cat/b.png"), zipfile.ZIP_STORED, None, "is a symbolic link"),
+        ("a.png", zipfile.ZIP_DEFLATED, (8, b"\x01"), "cannot be unpacked .*encrypted"),
     ],
 )
 def test_zip_members_that_are_refused(tmp_path, monkeypatch, member, method, patch, message):
@@ -244,45 +231,6 @@ def test_zip_members_that_are_refused(tmp_path, monkeypatch, member, method, pat
         patched(path, *patch)
     with source_at(path) as source, pytest.raises(ImageError, match=message):
         source.content(0)
-
-
-@pytest.mark.parametrize("subdir", [True, False])
-def test_rosinality(tmp_path: Path, subdir: bool) -> None:
-    path = rosinality(tmp_path / "faces", (8, 128, 1024, 16), subdir=subdir)
-    with source_at(path) as source:
-        assert (source.name, source.classes, source.spec) == ("faces", [], None)
-        assert contents(source) == [b"1024 0", b"1024 1", b"1024 2"]
-        assert source.labels().tolist() == [0, 0, 0]
-        assert source.item_name(2).endswith(": record 1024-00002")
-    for size, side in ((128, 128), (64, 1024)):
-        with source_at(path, size=size) as source:
-            assert source.content(0) == f"{side} 0".encode()
-    refused(path, "has no splits: leave --split out", split="test")
-
-
-def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
-    with source_at(rosinality(tmp_path / "x", (8,), 100_001)) as source:
-        assert source.content(100_000) == b"8 100000"
-        assert source.content(99_999) == b"8 99999"
-
-
-def test_rosinality_damage(tmp_path: Path) -> None:
-    path = rosinality(tmp_path / "x", subdir=False)
-    change(path, b"16-00001", None)
-    with source_at(path) as source, pytest.raises(ImageError, match="is missing"):
-        source.content(1)
-    for length, message in ((b"many", "not a number"), (b"0", "not a number"), (b"99", "but `length` is 99")):
-        change(path, b"length", length)
-        refused(path, message)
-    change(path, b"length", None)
-    refused(path, "no record `length`")
-    os.truncate(path, path.stat().st_size - 4096)
-    refused(path, "x is truncated")
-    with lmdb.open(str(tmp_path / "foreign")) as environment, environment.begin(write=True) as txn:
-        txn.put(b"__len__", b"3")
-    refused(tmp_path / "foreign", r"data\.mdb is an LMDB file of another program")
-    (tmp_path / "y.lmdb").write_bytes(b"text" * 10)
-    refused(tmp_path / "y.lmdb", r"y\.lmdb is not an LMDB file")
 
 
 def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed: Path, tmp_path: Path) -> None:
@@ -369,14 +317,13 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
     ("text", "message"),
     [
         ("", "has no rows below its header"),
-        ("a.png,x\nb.png,y\n", "line 1: a.png is no name of a column: add a header"),
+        ("a.png,x\nb.png,y\n", "no column path, its columns are a.png, x"),
         ("text,label\nzz,x\n", r"no column path, its columns are text, label; pass --path-column NAME"),
-        ("path,lable\na.png,x\n", r"no column label .did you mean 'lable'...*pass --label-column lable"),
-        ("path,path\na.png,x\n", "column path appears 2 times"),
+        ("path,path\na.png,x\n", "a column appears twice"),
         ("path,label\na.png,-1\nb.png,0\n", "line 2: label -1"),
-        ("path,label\na.png,x\na.png,y\n", "line 3: a.png has label y, in line 2 x"),
-        ("path,split\na.png,train\na.png,test\n", "line 3: a.png has split test, in line 2 train"),
-        ("path,split\na.png,trian\n", "the column split may be a split, but 'trian' .*.did you mean 'train'"),
+        ("path,label\na.png,x\na.png,y\n", "line 3: a.png has other values in line 2"),
+        ("path,split\na.png,train\na.png,test\n", "line 3: a.png has other values in line 2"),
+        ("path,split\na.png,trian\n", "the column split may be a split, but 'trian' "),
         ('path,label\n"a.png,x\n', "line 2 cannot be read"),
         ("path,label\na.png,ü\n", "is not UTF-8"),
     ],

@@ -9,19 +9,18 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from duetgan.commands.pack import main
 from duetgan.data.errors import ImageError
 from duetgan.data.packing.pack import pack
 from duetgan.data.sources import tables
 from duetgan.utils.errors import UserError
-from tests.data.conftest import flip, save, source_at, succeed
+from tests.data.conftest import flip, save, source_at
 from tests.data.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
 
 pa = pytest.importorskip("pyarrow")
@@ -85,14 +84,14 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None
     path = parquet(tmp_path / "y.parquet", {"image": cells(1)})
     refused(path, "has no splits: leave --split out", split="test")
     table = {"image": cells(1, 2), "label": [0, 2]}
-    refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "the label 2 is none of its 2 classes")
+    refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "a label is none of its 2 classes")
     bools = table | {"label": [False, True]}
-    refused(parquet(tmp_path / "x.parquet", bools, names=["a", "b"]), "the label True is none of its 2 classes")
+    refused(parquet(tmp_path / "x.parquet", bools, names=["a", "b"]), "a label is none of its 2 classes")
     parquet(tmp_path / "y" / "a.parquet", table, names=["a", "b", "c"])
     parquet(tmp_path / "y" / "b.parquet", table, names=["a", "c", "b"])
-    refused(tmp_path / "y", "name their classes differently")
+    refused(tmp_path / "y", "has other columns or class names than a.parquet")
     parquet(tmp_path / "y" / "b.parquet", {"image": cells(1), "label": ["a"]})
-    refused(tmp_path / "y", r"b\.parquet: the column label is string, in a\.parquet int64")
+    refused(tmp_path / "y", r"b\.parquet has other columns or class names than a\.parquet")
     (tmp_path / "hub").mkdir()
     parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", {"image": cells(1), "label": ["a"]})
     (tmp_path / "hub" / "README.md").write_text("about")
@@ -182,22 +181,16 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refused(tmp_path / "x.parquet", "Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow")
 
 
-def saved(folder: Path, *shards: dict[str, Any], names: Sequence[str] = ()) -> Path:
-    """A folder of `Dataset.save_to_disk`."""
-    files = [f"data-{n:05d}-of-{len(shards):05d}.arrow" for n in range(len(shards))]
-    for name, table in zip(files, shards, strict=True):
-        arrow(folder / name, table, names=names)
-    state = {"_data_files": [{"filename": name} for name in files], "_fingerprint": "0", "_split": "train"}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
-
-
 def test_a_saved_data_set(tmp_path: Path) -> None:
+    """Folders of `Dataset.save_to_disk`: one, and one for each split of a dictionary."""
     shards = [{"image": cells(*range(5)), "label": [0, 1, 1, 0, 0]}, {"image": cells(5, 6), "label": [1, 0]}]
-    folder = saved(tmp_path / "pets", *shards, names=["dog", "cat"])
+    folder = tmp_path / "pets" / "train"
+    for number, shard in enumerate(shards):
+        arrow(folder / f"data-{number:05d}-of-00002.arrow", shard, names=["dog", "cat"])
+    for name in ("state.json", "dataset_info.json", "../dataset_dict.json"):
+        (folder / name).write_text("{}")
     with source_at(folder) as source:
-        assert (source.name, source.classes, source.splits, source.ignored) == ("pets", ["dog", "cat"], (), [])
+        assert (source.name, source.classes, source.splits) == ("train", ["dog", "cat"], ())
         assert source.labels().tolist() == [0, 1, 1, 0, 0, 1, 0]
         for index in (0, 6, 3, 5, 2, 0):
             assert source.content(index) == content_of(index)
@@ -205,28 +198,10 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
         metas = [pack(source, tmp_path / f"{n}.lmdb", workers=n).meta for n in (0, 2)]
     assert metas[0].content_hash == metas[1].content_hash
     assert metas[0].histogram == [4, 3]
-    refused(folder, "pets has no splits: leave --split out", split="test")
+    refused(folder, "train has no splits: leave --split out", split="test")
+    refused(tmp_path / "pets", f"its Arrow files lie below: give {folder}$")
     os.remove(folder / "data-00001-of-00002.arrow")
-    refused(folder, r"data-00001-of-00002\.arrow is missing, which state\.json names")
-
-
-def test_a_dictionary_of_data_sets_says_which_split_is_packed(tmp_path, capsys):
-    root = tmp_path / "pets"
-    for split, labels in (("train", {1: "b", 2: "a"}), ("test", {3: "a"}), ("odd", {4: "a"})):
-        saved(root / split, {"image": cells(*labels), "label": list(labels.values())})
-    (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "odd"]}))
-    succeed(main, root, tmp_path / "x.lmdb", "--workers", "0")
-    assert (
-        "pets train: only its training images are packed; for the others run this again with --split (of odd, test, "
-        in capsys.readouterr().err
-    )
-    succeed(main, root, tmp_path / "y.lmdb", "--workers", "0", "--split", "test")
-    assert "its training" not in capsys.readouterr().err
-    with source_at(root, split="val") as source:  # test stands for it, as everywhere
-        assert (source.name, contents(source)) == ("pets test", [content_of(3)])
-    shutil.rmtree(root / "test")
-    (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
-    refused(root, "has no test split, only train: pass another --split", split="test")
+    refused(folder, r"data-00001-of-00002\.arrow is missing beside")
 
 
 def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
@@ -234,7 +209,6 @@ def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
     path = arrow(tmp_path / "x.arrow", table)
     with source_at(path) as source:
         assert (source.classes, source.labels().tolist()) == (["b", "caf\u00e9"], [1, 1, 0])
-        assert "written in two ways" in source.remarks[1]
         assert contents(source) == table["img"]
     assert source_at(path, label_column="none").classes == []
     made = pa.table(table)
@@ -245,23 +219,6 @@ def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
     for split in ("train", "validation"):
         shutil.copy(path, tmp_path / "cache" / f"{split}-00000-of-00001.arrow")
     assert source_at(tmp_path / "cache").splits == ("train", "validation")
-
-
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        ({}, "names no files in _data_files"),
-        ([], "is no JSON object"),
-        ({"_data_files": [{"filename": "../secret.arrow"}]}, "names no files"),
-        ({"_data_files": [{"filename": 3}]}, "names no files"),
-        ({"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i"}]}, "flatten_indices"),
-    ],
-)
-def test_a_state_that_cannot_be_followed(tmp_path: Path, state: Any, told: str) -> None:
-    arrow(tmp_path / "secret.arrow", {"image": cells(1)})
-    arrow(tmp_path / "x" / "a.arrow", {"image": cells(1)})
-    (tmp_path / "x" / "state.json").write_text(json.dumps(state))
-    refused(tmp_path / "x", told)
 
 
 def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +238,6 @@ def test_compressed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = arrow(tmp_path / "x.arrow", table, compression="zstd")
     with source_at(path) as source:
         assert (contents(source), source.classes) == ([content_of(1), content_of(2)], ["a", "b"])
-        monkeypatch.setattr(tables, "_child", tables._Child())
         monkeypatch.setattr(tables, "available_bytes", lambda: 300 << 20)
         bomb = arrow(tmp_path / "bomb.arrow", {"image": [bytes(32 << 20)] * 6}, compression="zstd", rows=6)
         assert bomb.stat().st_size < 100_000
