@@ -164,21 +164,11 @@ def crop_into(
     """Resize a part of a decoded image into `out`, channels first."""
     top, left, height, width = box
     pixels = pixels[top : top + height, left : left + width]
-    channels, down, across = out.shape
-    height, width = pixels.shape[:2]  # smaller than the box where it exceeds the image
-    if (height, width) == (down, across):
-        np.copyto(out.transpose(1, 2, 0), pixels)
-        return
-    method = cv2.INTER_AREA if height > 2 * down or width > 2 * across else cv2.INTER_LINEAR
-    if alpha or channels > 4:
-        np.copyto(out, resized(pixels, (down, across), method, alpha).transpose(2, 0, 1))
-        return
-    # OpenCV drops a third axis of length one.
-    target = out.transpose(1, 2, 0) if channels > 1 else out[0]
-    if target.flags.c_contiguous:
-        cv2.resize(pixels, (across, down), dst=target, interpolation=method)
-    else:
-        np.copyto(target, cv2.resize(pixels, (across, down), interpolation=method))
+    size = out.shape[1:]
+    if pixels.shape[:2] != size:
+        shrinks = pixels.shape[0] > 2 * size[0] or pixels.shape[1] > 2 * size[1]
+        pixels = resized(pixels, size, cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR, alpha)
+    np.copyto(out.transpose(1, 2, 0), pixels)
 
 
 def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | memoryview:

@@ -32,7 +32,7 @@ from duetgan.data.lmdb.format import (
 from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Problem, Source
-from duetgan.data.values import Content, Values, bits_of, decode_image, kind
+from duetgan.data.values import Content, Values, bits_of, bring, decode_image, kind, native
 from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
@@ -267,12 +267,9 @@ def make_plan(
         )
         image, mode = replace(form, height=height, width=width), "exact"
         if height != width:
-            example = "x".join(
-                str(max(1, round(side / image.side * 4)) * 16) for side in (width, height)
-            )
             raise UserError(
                 f"{source.name}: images are {width}x{height} px, not square: pass --size N, or"
-                f" {example}"
+                f" {width}x{height}"
             )
     elif shape == (image := ImageSpec.of(form.channels, size, form.pixel_format)).size:
         mode = "exact"
@@ -296,9 +293,8 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     """Return the channels, alpha and depth with which a source's images are packed, without a size.
 
     "auto" means RGB if an image has colours, alpha if an image has it, and the largest depth. Two
-    channels are grey and alpha, and four RGB and alpha, unless the first image has as many channels
-    without alpha. Raises UserError if "auto" meets floats and integers, or numbers of channels that
-    cannot be combined.
+    channels are grey and alpha, and four RGB and alpha. Raises UserError if "auto" meets floats and
+    integers, or numbers of channels that cannot be combined.
     """
     spec = source.spec
     if spec is not None:
@@ -310,14 +306,16 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
         channels, depth = channels or "auto", depth or "auto"
     else:
         channels, depth = channels or 3, depth or "8"
-    deepest = DEPTHS.get(depth, "uint8")
-    if channels in (1, 3) and depth != "auto":
-        return ImageSpec.of(int(channels), 0, {"depth": deepest})
-    looked_at = None if "auto" in (channels, depth) else 1  # None: all images
-    forms = Counter(itertools.islice(_map_images(source, kind), looked_at))
-    first, depths = next(iter(forms)), {form.depth for form in forms}
+    alpha = channels in (2, 4) and not source.as_is
+    if spec is not None:
+        alpha = spec.alpha and channels == spec.channels
+    if "auto" not in (channels, depth):
+        return ImageSpec.of(int(channels), 0, {"depth": DEPTHS[depth], "alpha": alpha})
+    forms = Counter(_map_images(source, kind))
     kinds = ", ".join(f"{count:,} of {form.title}" for form, count in forms.items())
+    deepest = DEPTHS.get(depth, "uint8")
     if depth == "auto":
+        depths = {form.depth for form in forms}
         if "float32" in depths and len(depths) > 1:
             raise UserError(
                 f"{source.name}: {kinds}: floats and whole numbers have no range in common: pass"
@@ -333,11 +331,8 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
             )
         alpha = any(form.alpha for form in forms)
         channels = max(colours) + alpha
-    else:
-        alpha = channels in (2, 4) and (first.channels, first.alpha) != (channels, False)
     form = ImageSpec.of(int(channels), 0, {"depth": deepest, "alpha": alpha})
-    if source.as_is or depth == "auto" or len(forms) > 1:
-        print(f"{source.name}: {kinds}: taken as {form.title}", file=sys.stderr)
+    print(f"{source.name}: {kinds}: taken as {form.title}", file=sys.stderr)
     return form
 
 
@@ -356,17 +351,14 @@ def _map_images(source: Source, function: Callable[[Content], T]) -> Iterator[T]
         )
 
 
-# first bytes of files that may be transparent: PNG, WebP, GIF
-WITH_ALPHA = (b"\x89PNG", b"RIFF", b"GIF8")
-
-
 def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
     layout = plan.layout
     payload: bytes | None = None
     codec = CODEC_RULES
     try:
         content = read()
-        image = pixels = decode_image(content, layout.spec)
+        values = native(content, layout.spec.plain)
+        image = pixels = bring(values, layout.spec)
         if layout.encoding != "source":
             image = fit(pixels, layout.spec.size, plan.mode, layout.spec.alpha)
         elif isinstance(content, bytes):
@@ -386,17 +378,12 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     cut = 0
     with suppress(ImageError):  # for files that only Pillow reads
         cut = bits_of(content) if payload is None and layout.spec.plain else 0
-    if isinstance(content, bytes):
-        transparent = content[:4] in WITH_ALPHA and kind(content).alpha
-    else:
-        transparent = isinstance(content, Values) and content.alpha
-    on_white = payload is None and not layout.spec.alpha and transparent
     return replace(
         record,
         digest=hashlib.sha256(original).digest(),
         enlarged=enlarged,
         cut=cut,
-        on_white=on_white,
+        on_white=payload is None and not layout.spec.alpha and values.alpha,
     )
 
 

@@ -53,19 +53,7 @@ def decode_image(
 
 
 def kind(content: Content) -> ImageSpec:
-    """Return channels, alpha and depth of an image, from a file's header if possible.
-
-    Raises ImageError.
-    """
-    if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in READERS:
-        with opened(content) as image:
-            alpha = image.has_transparency_data
-            if content[:8] == PNG:  # Pillow reports RGBA for 16-bit grey with alpha.
-                grey = content[25] in (0, 4)
-            else:
-                grey = image.mode in GREY or image.mode.startswith("I")
-            depth = "uint16" if has_16_bits(content) else "uint8"
-            return ImageSpec.of((1 if grey else 3) + alpha, 0, {"alpha": alpha, "depth": depth})
+    """Return channels, alpha and depth of an image. Raises ImageError."""
     pixels, alpha = native(content)
     return ImageSpec.of(pixels.shape[2], 0, {"alpha": alpha, "depth": pixels.dtype.name})
 

@@ -21,7 +21,7 @@ from duetgan.commands.inspect import main as inspect
 from duetgan.commands.pack import main as pack
 from duetgan.data.errors import ImageError
 from duetgan.data.sources import open_source, tables
-from duetgan.data.sources.remote import RemoteSource
+from duetgan.extras.urls.source import RemoteSource
 from duetgan.inference.inputs import Transform
 from duetgan.models.weights import read_state_dict
 from duetgan.utils import files
@@ -41,7 +41,7 @@ OWN = {  # what opens files otherwise, and why
     # bytes in memory
     *("data/images.py", "data/records.py", "data/values.py", "data/sources/named.py", "reporting/pictures.py"),
     # fsspec's files, read by files.read_stream
-    "data/sources/remote.py",
+    "extras/urls/source.py",
     # what the program itself writes or has just written: locks, logs, profiles, signs of life, films
     *("data/lmdb/writer.py", "data/packing/packed_files.py", "inference/interpolate.py", "metrics/figures.py"),
     *("training/engine/loop.py", "training/engine/run.py", "utils/checkpoint/writer.py", "utils/files.py"),

@@ -18,7 +18,6 @@ from duetgan.data.sources.named import (
     open_sample,
 )
 from duetgan.data.sources.path_tables import open_csv, open_json
-from duetgan.data.sources.remote import RemoteSource
 from duetgan.data.sources.tables import open_table
 from duetgan.data.sources.tars import TarSource
 from duetgan.utils import extras, files
@@ -52,6 +51,8 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".npz": open_npz,
     ".npy": open_npy,
 }
+# The first of them opens URLs; an extra adds it.
+URLS: list[Callable[[str, SourceOptions], Source]] = []
 # The first of them combines the files of a source for --stack; an extra adds it.
 STACKS: list[Callable[[ListedSource, str], Source]] = []
 # Suffixes of files that may hold many images; in a folder each of these files is one image.
@@ -147,8 +148,8 @@ def _open(spec: str, options: SourceOptions) -> Source:
                 f"{spec}: the data set of this name; for the folder give ./{spec}"
             )
         return source
-    if "://" in spec:
-        return RemoteSource(spec, options)
+    if "://" in spec and URLS:
+        return URLS[0](spec, options)
     path = Path(spec).expanduser()
     if not path.exists():
         names = list(NAMED)

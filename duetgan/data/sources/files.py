@@ -11,6 +11,7 @@ docs/lmdb.md. In addition:
   (a class per folder at the top) or "parent" (a class per name of the folders with the images).
 """
 
+import json
 import os
 import zipfile
 import zlib
@@ -24,7 +25,7 @@ import numpy as np
 
 from duetgan.data.errors import ImageError, read_error
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources import stylegan
+from duetgan.data.sources import labels
 from duetgan.data.sources.base import (
     SHARDED,
     Problem,
@@ -49,19 +50,14 @@ UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueErro
 CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # names of folders with unlabelled images
 ARRAY = ".npy"
-# suffixes of images that are not read, or not together with other kinds
-UNREAD_IMAGES = frozenset(
-    {".npy", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr"}
-    | {".dcm", ".nii", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw"}
-    | {".pcx", ".eps"}
-)
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # most folders in a message
+MANIFEST = "dataset.json"  # StyleGAN's labels: {"labels": [["name", class], ...]}
 
 
 def kind_of(name: str) -> files.FileLimit:
     """Return the size limit for a file by its name."""
-    return files.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else files.IMAGE
+    return files.TABLE if PurePosixPath(name).name == MANIFEST else files.IMAGE
 
 
 def arrange(
@@ -76,14 +72,13 @@ def arrange(
     images, ignored = _images(where, files)
     source.take_names(images)
     source.ignored += ignored
-    source.remarks += _unread_images(where, len(images), ignored)
     if options.classes_from == "none":  # all images at any depth
         if options.split:
             raise UserError(
                 f"{where}: --classes-from none takes the images of all splits; leave --split out"
             )
         return
-    if stylegan.take_labels(source, ignored, options):
+    if _take_manifest(source, ignored, options):
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     if options.classes_from != "top":
@@ -123,6 +118,54 @@ def arrange(
         source.remarks += names_look_like_labels(where, images)
     if names:
         source.take_labels(where, names, whole=False)
+
+
+def _take_manifest(source: "ListedSource", ignored: list[str], options: SourceOptions) -> bool:
+    """Set the source's labels from its `dataset.json`; return False if there is none.
+
+    A label is the number or name of a class, or a list of them. Raises UserError if the document
+    has another form, does not name exactly the images, or has invalid labels.
+    """
+    manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
+    manifest = min(manifests, key=lambda name: name.count("/"), default="")
+    prefix, where = manifest.removesuffix(MANIFEST), f"{source.where}: {manifest}"
+    if not manifest or (options.classes_from and prefix):
+        return False
+    refuse_split(source.where, options.split)
+    if options.classes_from:
+        raise UserError(
+            f"{source.where}: its classes are those of {manifest}; leave --classes-from out"
+        )
+    source.ignored.remove(manifest)
+    source.takes = source.takes | {"label_separator"}
+    with explained(ImageError, lambda error: f"{where} {error}; fix it"):
+        content = source.read(manifest)
+    faults = (ValueError, TypeError, KeyError, RecursionError)
+    form = '{"labels": [["name", class], ...]}'
+    by_name: dict[str, object] = {}
+    with explained(faults, lambda error: f"{where} is not {form} ({error})"):
+        for name, label in json.loads(content)["labels"] or []:
+            by_name[prefix + with_slashes(str(name))] = label
+    for name, label in by_name.items():
+        for one in label if isinstance(label, list) else [label]:
+            if not isinstance(one, int | str) or isinstance(one, bool):
+                raise UserError(
+                    f"{where}: the label of {name} is {label!r}; labels are names, or whole numbers"
+                    " from 0, or lists"
+                )
+    if not by_name:
+        return True
+    if odd := sorted(set(by_name) ^ set(source.names)):
+        problem = f"has no label for {odd[0]}"
+        if odd[0] in by_name:
+            problem = f"names {odd[0]}, which is not there"
+        raise UserError(f"{where} {problem}: they must name the same images")
+    texts = [labels.as_text(by_name[name]) for name in source.names]
+    values, form = labels.split_labels(where, texts, options.label_separator)
+    if form != labels.ONE:
+        source.remarks.append(f"{where}: labels, {form}")
+    source.take_labels(where, values, [f"{where}: {name}" for name in source.names])
+    return True
 
 
 def _leave_unlabelled_out(source: "ListedSource", folders: list[str]) -> list[str]:
@@ -173,17 +216,6 @@ def _folder_classes(
             f" {source.where}/{prefix}{tops[0]}"
         )
     return names
-
-
-def _unread_images(where: str, count: int, ignored: list[str]) -> list[str]:
-    """Return a list with a warning if files are images of kinds that are not read, else []."""
-    unread = [name for name in ignored if PurePosixPath(name).suffix.lower() in UNREAD_IMAGES]
-    if not unread:
-        return []
-    return [
-        f"warning: {where}: {len(unread):,} of {count + len(unread):,} images are of kinds that are"
-        f" not read{_describe_files(unread)}: convert them to PNG"
-    ]
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -28,12 +28,7 @@ BUFFER = 1 << 20  # bytes read at a time from a row group
 PIECE = 16 << 20  # bytes sent at a time, unless a row has more
 # first bytes of the Arrow file format, which contains a stream after them
 MAGIC = b"ARROW1\0\0"
-TYPE_CHECKS = {
-    "number": pyarrow.types.is_integer,
-    "real": pyarrow.types.is_floating,
-    "flag": pyarrow.types.is_boolean,
-}
-USES = {"binary": "bytes", "string": "text"}
+USES = {"binary": "bytes", "string": "text", "bool": "flag"}
 Batches = Iterator[tuple[int, Any]]  # number of the first row, record batch
 
 
@@ -51,15 +46,13 @@ class ParquetTable:
         first = 0
         for number in range(self._file.metadata.num_row_groups):
             group = self._file.metadata.row_group(number)
-            if first + group.num_rows <= start:
-                first += group.num_rows
-                continue
-            rows_per_piece = PIECE * group.num_rows // max(1, group.total_byte_size)
-            for batch in self._file.iter_batches(
-                max(1, min(rows, rows_per_piece)), [number], parts, use_threads=False
-            ):
-                yield first, batch
-                first += batch.num_rows
+            if first + group.num_rows > start:
+                most = max(1, min(rows, PIECE * group.num_rows // max(1, group.total_byte_size)))
+                row = first
+                for batch in self._file.iter_batches(most, [number], parts, use_threads=False):
+                    yield row, batch
+                    row += batch.num_rows
+            first += group.num_rows
 
 
 class ArrowTable:
@@ -130,14 +123,13 @@ def read(
 
 def use_of(kind: Any) -> str:
     """Return the possible use of a column of type `kind`: "bytes" of images, labels as "text",
-    "number", "flag" or "list", "real" numbers, or "" for none of these.
+    "number", "flag" or "list", or "" for none of these. Floats are numbers.
     """
     if pyarrow.types.is_struct(kind):
         has_bytes = any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind)
         return "bytes" if has_bytes else ""
-    for use, has_type in TYPE_CHECKS.items():
-        if has_type(kind):
-            return use
+    if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
+        return "number"
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         return "list" if use_of(kind.value_type) in ("text", "number") else ""
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import unicodedata
-from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
@@ -31,7 +30,6 @@ MEMORY_FRACTION = 0.5  # of the available memory, for the reading process
 LABEL_ROWS = 10_000  # rows received at a time of columns that may be labels
 IMAGE_ROWS = 16  # rows received at a time of images
 LABELS = ("text", "number", "flag", "list")  # uses of a column that may be labels
-READABLE = (*LABELS, "real")
 # number of bytes, and values column by column
 Pieces = Iterator[tuple[int, list[list[Any]]]]
 INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
@@ -43,10 +41,6 @@ class Table(NamedTuple):
     rows: int
     columns: list[tuple[str, str, str]]  # name, type and use
     metadata: bytes | None  # of Hugging Face's library
-
-    @property
-    def types(self) -> dict[str, str]:
-        return {name: kind for name, kind, _ in self.columns}
 
     def of_use(self, *uses: str) -> list[str]:
         return [name for name, _, use in self.columns if use in uses]
@@ -109,7 +103,7 @@ class Shards:
                 size = files.check(path, files.ARCHIVE).st_size
                 table = Table(*next(answers))
             tables.append(table)
-            names = {name: class_names(path, table, name) for name in table.of_use(*READABLE)}
+            names = {name: class_names(path, table, name) for name in table.of_use(*LABELS)}
             self.class_names = self.class_names or names
             if table.rows > size:  # An image has at least a byte.
                 raise UserError(
@@ -182,8 +176,8 @@ class TableSource(base.Source):
             reason = f"no column holds bytes{INSTEAD}"
             if images:
                 reason = f"{' and '.join(images)} could be images, call one image"
-            columns = ", ".join(f"{name} ({kind})" for name, kind in first.types.items())
-            raise UserError(f"{path}: {reason}; its columns are {columns}")
+            kinds = ", ".join(f"{name} ({kind})" for name, kind, _ in first.columns)
+            raise UserError(f"{path}: {reason}; its columns are {kinds}")
         self._image = images[0]
         if not shards.starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
@@ -201,16 +195,8 @@ class TableSource(base.Source):
         """
         shards, first = self.shards, self.shards.first
         counts = labels.count(shards.names, (row for _, row in shards.rows(shards.names)))
-        odd = (name for name in first.types if name in (labels.LABEL, options.label_column))
-        counts = {name: Counter[str]() for name in odd} | counts
         declared = [name for name in shards.names if shards.class_names[name]]
         columns = labels.choose_columns(self, where, counts, options, declared=declared)
-        for name in columns.names:
-            if name not in first.of_use(*LABELS) and not columns.one_hot:
-                raise UserError(
-                    f"{where}: the column {name} is {first.types[name]}; labels are whole numbers,"
-                    " text or lists"
-                )
         rows = [row for _, row in shards.rows(columns.names, files.TABLE.limit)]
         rows = rows or [[]] * len(self._rows)
         single = len(columns.labels) == 1 and not columns.one_hot

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from duetgan.commands.pack import main
 from duetgan.data.lmdb.format import multi_hot
 from duetgan.data.sources import Source
-from tests.data.conftest import save, source_at, succeed
+from tests.data.conftest import save, source_at
 from tests.data.sources.source_files import cells, content_of, parquet, refused
 from tests.data.sources.test_sources import zipped
 from tests.data.sources.test_tars import samples, tar
@@ -264,13 +263,3 @@ def test_places_of_labels_and_names(tmp_path: Path, case: int) -> None:
     with source_at(where, **options) as source:
         assert (" ".join(labels for _, labels in read(source)), source.problems) == (expected, [])
         assert isinstance(source.content(0), bytes)
-
-
-def test_d6_images_that_are_not_read_are_the_last_thing_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = arranged(tmp_path / "x", "folder", {"a.avif": "", "b.jxl": "x", "c.dng": "x", "d.jxl": "x", "e.txt": "x"})
-    save(where / "a.avif")
-    succeed(main, where, tmp_path / "x.lmdb")
-    told = f"warning: {where}: 3 of 4 images are of kinds that are not read (only 2 .jxl, 1 .dng): convert them to PNG"
-    assert capsys.readouterr().err.splitlines()[-1] == told

@@ -164,7 +164,7 @@ def test_parquet_labels_under_other_names(tmp_path: Path) -> None:
     assert open_source(named, label_column="none").classes == []
     plain = str(parquet(tmp_path / "c.parquet", table, rows=4))
     assert open_source(plain, label_column="size").classes == ["1", "2"]
-    refused(plain, "the column image is struct", label_column="image")
+    refused(plain, "--label-column image: no such column", label_column="image")
     columns = {"fine": [1, 0, 1, 1], "coarse": [1, 1, 0, 0]}
     two = parquet(tmp_path / "d.parquet", {"image": image} | columns, names=["pug", "lab"], columns=list(columns))
     refused(two, "fine and coarse could be labels: pass --label-column fine")

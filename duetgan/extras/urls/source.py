@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from duetgan.data.errors import ImageError
+from duetgan.data.sources import URLS
 from duetgan.data.sources.base import SourceOptions
 from duetgan.data.sources.files import ListedSource, arrange, kind_of
 from duetgan.utils import files
@@ -112,3 +113,6 @@ def without_secrets(text: str) -> str:
 def _reason(error: Exception) -> str:
     text = str(error).strip().splitlines() or [type(error).__name__]
     return without_secrets(text[0])
+
+
+URLS.append(RemoteSource)
