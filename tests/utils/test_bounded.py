@@ -39,7 +39,8 @@ OWN = {  # what opens files otherwise, and why
     *("extras/official/nvidia.py", "models/restore.py", "models/weights.py", "data/sources/arrays.py"),
     "utils/checkpoint/__init__.py",
     # bytes in memory
-    *("data/images.py", "data/records.py", "data/values.py", "data/sources/named.py", "reporting/pictures.py"),
+    *("data/images.py", "data/records.py", "data/sources/named.py", "reporting/pictures.py"),
+    "extras/microscopy/tiff.py",
     # fsspec's files, read by files.read_stream
     "extras/urls/source.py",
     # what the program itself writes or has just written: locks, logs, profiles, signs of life, films
