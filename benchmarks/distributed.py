@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import TASKS, build_run_config

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config

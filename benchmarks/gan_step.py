@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
-from duetgan.data.records import pack_arrays
 from duetgan.training.base.phases import UNMARKED, PhaseClock, listening, phase
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig

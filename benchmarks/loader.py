@@ -29,13 +29,13 @@ import torch
 from benchmarks.loading import first_batch, ours, packing, peers
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of, ratio, stream_rate
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.packing.sources import open_source
+from duetgan.data.packing.sources.named import CACHE
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.workers import choose_workers
-from duetgan.data.records import pack_arrays
-from duetgan.data.sources import open_source
-from duetgan.data.sources.named import CACHE
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError

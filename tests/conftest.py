@@ -140,8 +140,8 @@ def sample_images(split: str, per_class: int) -> tuple[Any, Any, list[str]]:
     import numpy as np
     import torch
 
-    from duetgan.data.sources import open_source
-    from duetgan.data.sources.base import ArraySource
+    from duetgan.data.packing.sources import open_source
+    from duetgan.data.packing.sources.base import ArraySource
 
     source = open_source("sample", split=split, root=None)
     assert isinstance(source, ArraySource)
@@ -155,7 +155,7 @@ def sample_images(split: str, per_class: int) -> tuple[Any, Any, list[str]]:
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.lmdb (200 images, 16 px) and test.lmdb (100), cut from the embedded sample."""
-    from duetgan.data.records import pack_arrays
+    from duetgan.data.packing.records import pack_arrays
 
     folder = tmp_path_factory.mktemp("packed")
     for split, per_class in (("train", 20), ("test", 10)):

@@ -21,7 +21,7 @@ from duetgan.commands import COMMANDS
 from duetgan.commands.planning.plan import FEW_LABELS, GAN, LAST, PAIRS, SCRATCH, STARTED, TUNED
 from duetgan.commands.planning.sizes import START
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import open_source
+from duetgan.data.packing.sources import open_source
 from duetgan.utils.config.recipes import recipe_file, shipped_file
 from tests.faults.conftest import run_command
 from tests.inference.conftest import gan_run, styled

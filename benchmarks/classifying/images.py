@@ -5,9 +5,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from duetgan.data.records import pack_arrays
-from duetgan.data.sources import open_source
-from duetgan.data.sources.base import ArraySource
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.packing.sources import open_source
+from duetgan.data.packing.sources.base import ArraySource
 
 SIDE = 32  # px
 

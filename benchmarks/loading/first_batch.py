@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.loading import ours
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.records import make_record
+from duetgan.data.packing.records import make_record
 from duetgan.utils.image_spec import ImageSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.loading.timing import Stream
 from duetgan.data.augment.transforms import Augment, draw_and_apply, to_float
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler

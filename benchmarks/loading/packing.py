@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import open_source
+from duetgan.data.packing.sources import open_source
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks.loading.images import jpeg_files
 from benchmarks.loading.timing import Stream, endless
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.reading.sampler import GlobalSampler, Position
 
 Transform = Callable[[Image.Image], torch.Tensor]

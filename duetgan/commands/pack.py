@@ -11,9 +11,9 @@ import cv2
 from duetgan.data.lmdb.format import ENCODINGS
 from duetgan.data.lmdb.writer import check_target
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.records import DEPTHS
+from duetgan.data.packing.sources import CLASSES_FROM, NAMED, SPLITS, open_source
 from duetgan.data.packing.split import summary_lines
-from duetgan.data.records import DEPTHS
-from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, open_source
 from duetgan.utils.config.cli import (
     TABLE_OPTIONS,
     Parser,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.packed_files import Paths, packed_files
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError

@@ -8,8 +8,8 @@ import numpy as np
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing.records import add_image
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import add_image
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import DATASET
 from duetgan.metrics.evaluate_classifier import classify

@@ -18,10 +18,7 @@ from torch import Tensor
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import fit, trained_mode
-from duetgan.data.sources import is_source, open_images
-from duetgan.data.sources.base import Source
-from duetgan.data.sources.files import LocalSource, read_file
-from duetgan.data.values import (
+from duetgan.data.images.values import (
     Content,
     Values,
     bring,
@@ -30,6 +27,9 @@ from duetgan.data.values import (
     decode_image,
     of_pillow,
 )
+from duetgan.data.packing.sources import is_source, open_images
+from duetgan.data.packing.sources.base import Source
+from duetgan.data.packing.sources.files import LocalSource, read_file
 from duetgan.utils import files
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError, explained

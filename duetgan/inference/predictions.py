@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
-from duetgan.data.values import kind, native
+from duetgan.data.images.values import kind, native
 from duetgan.inference.additions import ADDITIONS, Answer
 from duetgan.inference.inputs import Input, Inputs, Transform
 from duetgan.inference.settings import label_of

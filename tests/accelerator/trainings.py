@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.extras.paper import predictions as on_paper
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.base.monitors import MetricWindow

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.gpu import book, bundle, cifar, command, parts, steps, wheels
 from benchmarks.gpu.book import Book, NotThere, Setting
 from benchmarks.gpu.parts import PARTS, Part
-from duetgan.data.sources.base import ArraySource
+from duetgan.data.packing.sources.base import ArraySource
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 

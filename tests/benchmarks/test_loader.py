@@ -11,8 +11,8 @@ from benchmarks import loader
 from benchmarks.loading import first_batch, ours, peers, timing
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Window, stream_rate
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 

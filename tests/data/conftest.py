@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from duetgan.data.images.values import decode_image
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.records import pack_arrays
-from duetgan.data.sources import Source, open_source
-from duetgan.data.values import decode_image
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.packing.sources import Source, open_source
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_OK
 from duetgan.utils.image_spec import ImageSpec

@@ -14,8 +14,8 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing import inspect
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.sources.labels import listed_labels, split_labels
 from duetgan.data.packing.split import strata
-from duetgan.data.sources.labels import listed_labels, split_labels
 from duetgan.utils.errors import UserError
 from tests.data.conftest import save, source_at
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.task import ClassifierTask

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, untrained_classifier

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.checkpoint import point, save
 from duetgan.utils.seeding import forked

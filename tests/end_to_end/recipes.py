@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import open_source
+from duetgan.data.packing.sources import open_source
 
 CLASSES = ("cross", "dot", "stripe")
 STEPS, BATCH = 18, 8

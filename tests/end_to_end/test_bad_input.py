@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from duetgan.commands import train
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.utils.distributed.launch import VISIBLE
 from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import contents, write_config

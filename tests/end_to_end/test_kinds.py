@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from duetgan.data.values import native
+from duetgan.data.images.values import native
 from duetgan.inference.inputs import Input
 from duetgan.inference.predictions import sorter
 from duetgan.metrics.features.extractors import (

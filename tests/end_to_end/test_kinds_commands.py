@@ -11,8 +11,8 @@ import duetgan
 from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing.records import add_image
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import add_image
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.image_spec import ImageSpec
 from tests.end_to_end.test_kinds import spec_of, stored

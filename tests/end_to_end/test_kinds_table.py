@@ -12,7 +12,7 @@ import torch
 from duetgan.commands import evaluate, export, generate
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.records import add_image
+from duetgan.data.packing.records import add_image
 from duetgan.extras.explorer import models as explorer
 from duetgan.extras.studies.images import StudyData, make_parts
 from duetgan.models.classifier import Classifier, ModelConfig

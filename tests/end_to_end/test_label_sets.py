@@ -11,7 +11,7 @@ import torch
 import duetgan
 from duetgan.commands import evaluate, export, generate, train
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.metrics.features.selection import select
 from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, recognised

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from duetgan.commands import export
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve

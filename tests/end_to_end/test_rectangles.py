@@ -14,13 +14,13 @@ from PIL import Image
 from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.commands.pack import main as pack_main
 from duetgan.data.augment.transforms import Augment, draw_and_apply
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.inspect import verify
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.stages import at_resolution
-from duetgan.data.records import pack_arrays
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import generate as draw_samples
 from duetgan.models.gan import sizes_up_to

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.lr_find import Sweep, search

@@ -10,7 +10,7 @@ import pytest
 
 from duetgan.commands import evaluate
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import open_source
+from duetgan.data.packing.sources import open_source
 from duetgan.models.backbones import base
 from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.ranks import Notes, printed, run

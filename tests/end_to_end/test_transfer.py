@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from duetgan.commands import train
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.utils.checkpoint import file_sha256
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.end_to_end import ranks

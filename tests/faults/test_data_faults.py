@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import GlobalSampler
-from duetgan.data.records import pack_arrays
 from tests.conftest import REPOSITORY
 from tests.data.conftest import change, flip, sample_images, save, stored
 from tests.data.packing.test_inspect import change_entry

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.distributed import collectives

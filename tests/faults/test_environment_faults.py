@@ -17,8 +17,8 @@ from PIL import Image
 from duetgan.commands import train
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config import plugins
 from duetgan.utils.config.yaml_files import read_yaml

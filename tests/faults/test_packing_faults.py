@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data.decode import stored_image
 from duetgan.data.images import fit
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.stored_image import stored_image
 from tests.data.conftest import save
 from tests.faults.conftest import ended, own_process, start_python, with_mounts
 
@@ -197,7 +197,7 @@ def test_fault_18_a_class_of_broken_files_only(command, tmp_path):
 
 def write_kinds(folder: Path) -> dict[str, np.ndarray]:
     """Files that are converted, and one that is not; returns the pixels that docs/lmdb.md's rules make of each, uint8
-    [H, W, 3]. Of further kinds: tests/data/test_images.py.
+    [H, W, 3]. Of further kinds: tests/data/images/test_images.py.
     """
     folder.mkdir(parents=True)
     colour, grey, alpha = NOISE[:40, :60], NOISE[:40, :60, 0], NOISE[40:80, :60, :1]

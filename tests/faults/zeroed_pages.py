@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.decode import stored_image
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.packing.inspect import verify
 from duetgan.utils.errors import UserError
 

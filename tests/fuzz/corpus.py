@@ -11,9 +11,9 @@ from PIL import Image
 
 from duetgan.commands import train
 from duetgan.data.packing.pack import pack
-from duetgan.data.records import pack_arrays
-from duetgan.data.sources import open_source
-from tests.data.sources.make_sample import idx_gz
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.packing.sources import open_source
+from tests.data.packing.sources.make_sample import idx_gz
 from tests.slim import slim_down
 
 SIDE = 16  # px

@@ -112,7 +112,7 @@ def tar(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
 
 def arrow(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A folder of `save_to_disk`: damaged bytes, or another state."""
-    from tests.data.sources.source_files import arrow as write_arrow
+    from tests.data.packing.sources.source_files import arrow as write_arrow
 
     images = cells(corpus)
     labels = [n % 3 if draw.random() < 0.95 else draw.choice((None, -1, 10**9)) for n in range(len(images))]

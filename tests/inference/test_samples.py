@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from duetgan.commands import train
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.inference import samples as tables
 from duetgan.inference.samples import Sampler, chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
 from duetgan.models.restore import generator_from

@@ -9,8 +9,8 @@ import pytest
 
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing.records import add_image
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import add_image
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.checkpoint import point, save

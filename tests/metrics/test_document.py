@@ -21,8 +21,8 @@ from scipy.stats import binomtest
 from sklearn import metrics as theirs
 
 from duetgan.commands import evaluate
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.metrics import evaluate_classifier
 from duetgan.metrics.classification.answers import halves
 from duetgan.metrics.features.extractors import fingerprint

@@ -6,8 +6,8 @@ import torch
 from tqdm import tqdm
 
 from duetgan.commands import evaluate
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.metrics.evaluate_classifier import (
     answers_of,
     classify,

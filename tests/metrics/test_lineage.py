@@ -8,8 +8,8 @@ from PIL import Image
 
 from duetgan.commands import evaluate
 from duetgan.data.lmdb.format import Split
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.metrics.lineage import TOLERATED, data_of, identities, lineage_of, provenance_of, training_images, unfit
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils import images as drawing
 from duetgan.utils.checkpoint import point

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from duetgan.commands import evaluate
 from duetgan.commands.pack import main as pack_main
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.inference.samples import Sampler
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
@@ -24,7 +24,7 @@ from duetgan.utils.checkpoint import load, point, resolve, save
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import REPOSITORY
-from tests.data.sources.test_named import write_idx
+from tests.data.packing.sources.test_named import write_idx
 from tests.end_to_end.helpers import write_config
 from tests.inference.conftest import sampler_of, styled
 from tests.metrics.conftest import CLASSES, SIDE, TINY, make_run, pack

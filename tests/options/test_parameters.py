@@ -17,7 +17,7 @@ import duetgan
 from duetgan import data, metrics, models, training
 from duetgan import hub as hubconf
 from duetgan.data.augment.transforms import to_float
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.reading.sampler import Position
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint

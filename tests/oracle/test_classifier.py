@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import TASKS, build_run_config

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.models.gan import generate
 from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import build_run_config

@@ -20,7 +20,7 @@ from PIL import Image
 from duetgan.commands.inspect import main as inspect
 from duetgan.commands.pack import main as pack
 from duetgan.data.errors import ImageError
-from duetgan.data.sources import open_source, tables
+from duetgan.data.packing.sources import open_source, tables
 from duetgan.extras.urls.source import RemoteSource
 from duetgan.inference.inputs import Transform
 from duetgan.models.weights import read_state_dict
@@ -30,16 +30,17 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.text import printable
 from tests.conftest import assert_raises
-from tests.data.sources.source_files import item_refused, parquet, refused
+from tests.data.packing.sources.source_files import item_refused, parquet, refused
 
 PACKAGE = Path(__file__).parents[2] / "duetgan"
 OWN = {  # what opens files otherwise, and why
     # a library opens them, after their check
-    *("data/lmdb/environment.py", "data/reading/weighted_sampling.py", "data/sources/files.py", "data/tar_files.py"),
-    *("extras/official/nvidia.py", "models/restore.py", "models/weights.py", "data/sources/arrays.py"),
+    *("data/lmdb/environment.py", "data/reading/weighted_sampling.py", "data/tar_files.py"),
+    "data/packing/sources/files.py",
+    *("extras/official/nvidia.py", "models/restore.py", "models/weights.py", "data/packing/sources/arrays.py"),
     "utils/checkpoint/__init__.py",
     # bytes in memory
-    *("data/images.py", "data/records.py", "data/sources/named.py", "reporting/pictures.py"),
+    *("data/images/__init__.py", "data/packing/records.py", "data/packing/sources/named.py", "reporting/pictures.py"),
     "extras/microscopy/tiff.py",
     # fsspec's files, read by files.read_stream
     "extras/urls/source.py",
@@ -83,7 +84,7 @@ def test_nothing_else_opens_what_the_user_names() -> None:
     modules = [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
     found = {path.relative_to(PACKAGE).as_posix() for path in modules if _openers(path)}
     others = {name for name in found if name not in OWN}
-    assert others == {"data/sources/table_child.py"}, "it opens what data/sources/tables.py has checked"
+    assert others == {"data/packing/sources/table_child.py"}, "it opens what data/packing/sources/tables.py has checked"
     gone = [name for name in OWN if not (PACKAGE / name).is_file() and not name.startswith("extras/")]
     assert gone == [], "drop them from OWN"
 

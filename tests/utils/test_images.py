@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.inspect import save_grid
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.metrics.images import save_confusion
 from duetgan.utils import images as fonts
 from duetgan.utils.image_spec import ImageSpec

@@ -18,9 +18,9 @@ import numpy as np
 from duetgan.commands.planning.given import Machine, Speed, Survey, Weights
 from duetgan.commands.planning.plan import FEW_LABELS, HEAD_ALONE, Plan, choose
 from duetgan.data.errors import ImageError
-from duetgan.data.sources import open_source
-from duetgan.data.sources.base import first_of
-from duetgan.data.values import decode_image, kind
+from duetgan.data.images.values import decode_image, kind
+from duetgan.data.packing.sources import open_source
+from duetgan.data.packing.sources.base import first_of
 from duetgan.utils import machine
 from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
 from duetgan.utils.errors import UserError, require_same_classes
@@ -182,7 +182,7 @@ class ThisMachine(Machine):
         return self._speeds[key]
 
     def _noise(self, side: int, channels: int, classes: int) -> Path:
-        from duetgan.data.records import pack_arrays
+        from duetgan.data.packing.records import pack_arrays
 
         file = self.folder / f"{side}-{channels}-{classes}.lmdb"
         if not file.exists():

@@ -31,12 +31,6 @@ BLOCK_IMAGES = 4096  # images per block at most
 # bytes of pixels per raw block at most (an image larger than this has a block of its own)
 BLOCK_BYTES = 8 << 20
 
-# Decoders of a payload, an image's stored bytes: the rules of data/values.py, or a faster decoder
-# if the file needs no rule.
-CODEC_RULES = 0
-CODEC_JPEG = 1
-CODEC_PNG = 2
-
 # One image's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of
 # the entry's other 24 bytes followed by the payload. An entry is stored in the index of its block,
 # and before the payload of an encoded image.
@@ -296,9 +290,7 @@ def check_encoding(image: ImageSpec, encoding: str) -> None:
         raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")
 
 
-def make_entry(
-    payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES
-) -> np.ndarray:
+def make_entry(payload: bytes, label: int, height: int, width: int, codec: int) -> np.ndarray:
     """Return the entry of an image, an array of shape [1] and type ENTRY."""
     entry = np.array([(0, len(payload), label, height, width, codec)], ENTRY)
     entry["checksum"] = entry_checksum(entry[0], payload)

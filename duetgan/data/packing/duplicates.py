@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.decode import visible_image
 from duetgan.data.images import thumbnail
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.stored_image import visible_image
 from duetgan.data.packing.near_duplicates import confirm, near
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import save_captioned

@@ -15,6 +15,8 @@ from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.duplicates import LISTED, Name, Report, find, lines, shortened
+from duetgan.data.packing.records import Converted, Plan, converted, make_plan, thread_count
+from duetgan.data.packing.sources import Problem, Source
 from duetgan.data.packing.split import (
     Summary,
     Written,
@@ -26,8 +28,6 @@ from duetgan.data.packing.split import (
     write_parts,
     write_without,
 )
-from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
-from duetgan.data.sources import Problem, Source
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar
 
@@ -120,7 +120,7 @@ def pack(
     seed: int = 0,  # for drawing the held-out images
     # advice in the message about an image that cannot be used
     remedy: str = "pass --on-error skip to leave it out",
-    **plan_options: Any,  # see data.records.make_plan
+    **plan_options: Any,  # see data.packing.records.make_plan
 ) -> Summary:
     """Pack a source into the file `dest`, or with `val_share` into two files.
 

@@ -18,17 +18,17 @@ from pathlib import Path
 from duetgan.data.lmdb.format import Shard
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import PACKED_TARS, open_source
-from duetgan.data.sources.base import (
+from duetgan.data.packing.sources import PACKED_TARS, open_source
+from duetgan.data.packing.sources.base import (
     Source,
     SourceOptions,
     check_complete,
     sharded,
     shards_by_split,
 )
-from duetgan.data.sources.files import walk
-from duetgan.data.sources.named import CACHE, cache_folder
-from duetgan.data.sources.tars import SUFFIX, TarSource
+from duetgan.data.packing.sources.files import walk
+from duetgan.data.packing.sources.named import CACHE, cache_folder
+from duetgan.data.packing.sources.tars import SUFFIX, TarSource
 from duetgan.data.tar_files import OPEN, state_of
 from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained

@@ -16,7 +16,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.duplicates import Name, Report, find, look_alikes, shortened
-from duetgan.data.sources import Problem
+from duetgan.data.packing.sources import Problem
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import columns, listed

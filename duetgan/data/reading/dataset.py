@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from duetgan.data.decode import Box, RandomCrop, Size, crop_into, decode_crop, stored_image
 from duetgan.data.errors import DamageError
 from duetgan.data.images import centre_box
+from duetgan.data.images.decode import Box, RandomCrop, Size, crop_into, decode_crop
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.shards import combined_meta
 from duetgan.utils.errors import UserError

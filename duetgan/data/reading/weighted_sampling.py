@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.values import npy_array
+from duetgan.data.images.values import npy_array
 from duetgan.utils import files
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean

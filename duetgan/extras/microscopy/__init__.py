@@ -4,6 +4,6 @@ each (`duet pack --stack`).
 
 COMMANDS: dict[str, tuple[str, str]] = {}
 ATTACHES = {
-    "duetgan.data.values": "duetgan.extras.microscopy.tiff",
-    "duetgan.data.sources": "duetgan.extras.microscopy.sources",
+    "duetgan.data.images.values": "duetgan.extras.microscopy.tiff",
+    "duetgan.data.packing.sources": "duetgan.extras.microscopy.sources",
 }

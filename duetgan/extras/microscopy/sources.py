@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from duetgan.data.errors import ImageError, read_error
-from duetgan.data.sources import READERS, STACKS
-from duetgan.data.sources.base import Source, SourceOptions, refuse_split
-from duetgan.data.sources.files import ListedSource
-from duetgan.data.values import Values, native
+from duetgan.data.images.values import Values, native
+from duetgan.data.packing.sources import READERS, STACKS
+from duetgan.data.packing.sources.base import Source, SourceOptions, refuse_split
+from duetgan.data.packing.sources.files import ListedSource
 from duetgan.extras.microscopy.tiff import open_tiff, page_values, stacked
 from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained

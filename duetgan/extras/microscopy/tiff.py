@@ -14,7 +14,7 @@ from PIL import Image
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import BOMB, DAMAGED, FORMATS, has_another
-from duetgan.data.values import READERS, Values, check_shape, checked_pixels
+from duetgan.data.images.values import READERS, Values, check_shape, checked_pixels
 from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import MOST_CHANNELS
 

@@ -134,7 +134,7 @@ def _classifier(
         "config": {"model": model, "data": {"resolution": side}},
         "classes": _class_names(path, classes, labels),
         "shape": shape,
-        # data/images.py reads this entry.
+        # data/images/__init__.py reads this entry.
         "data": {"resize_filter": f"shorter-side-{shorter}+{resample}+centre-crop"},
         "lineage": weights_files.lineage_of(path, metadata).document(),
         "state": {

@@ -13,8 +13,8 @@ import numpy as np
 
 from duetgan.data.errors import ImageError, read_error
 from duetgan.data.lmdb.environment import Handle, acquire
-from duetgan.data.sources.base import Source, SourceOptions
-from duetgan.data.sources.lmdb_files import FORMATS
+from duetgan.data.packing.sources.base import Source, SourceOptions
+from duetgan.data.packing.sources.lmdb_files import FORMATS
 from duetgan.utils.errors import UserError, explained
 
 LENGTH_KEY = b"length"

@@ -16,8 +16,8 @@ from annotated_types import Ge, Interval
 
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.sources import open_source
 from duetgan.inference.dataset import write_labelled
 from duetgan.metrics.protocol import Document
 from duetgan.training.base.config import RunConfig

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.records import add_image
+from duetgan.data.packing.records import add_image
 from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.features.precision import full_float32
 from duetgan.metrics.lineage import provenance_of

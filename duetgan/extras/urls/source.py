@@ -1,6 +1,6 @@
 """Images below a URL (s3://, gs://, hf://, http://, file://, ...), with the library fsspec.
 
-Files are arranged by the rules of folders (data/sources/files.py) and read one by one; nothing is
+Files are arranged by the rules of folders (data/packing/sources/files.py) and read one by one; nothing is
 stored on disk. fsspec's drivers for object storage are separate packages, which find their
 credentials themselves.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources import URLS
-from duetgan.data.sources.base import SourceOptions
-from duetgan.data.sources.files import ListedSource, arrange, kind_of
+from duetgan.data.packing.sources import URLS
+from duetgan.data.packing.sources.base import SourceOptions
+from duetgan.data.packing.sources.files import ListedSource, arrange, kind_of
 from duetgan.utils import files
 from duetgan.utils.errors import UserError
 

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.opening import open_dataset
 from duetgan.data.packing.packed_files import open_at_once, shard_paths
 from duetgan.data.reading.dataset import Dataset

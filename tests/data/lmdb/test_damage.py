@@ -15,15 +15,15 @@ import lmdb
 import numpy as np
 import pytest
 
-from duetgan.data.decode import stored_image
 from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.lmdb.environment import acquire
 from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.stored_image import stored_image
+from duetgan.data.packing.records import make_plan, pack_arrays
+from duetgan.data.packing.sources import open_source
+from duetgan.data.packing.sources.base import ArraySource
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import make_plan, pack_arrays
-from duetgan.data.sources import open_source
-from duetgan.data.sources.base import ArraySource
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, value

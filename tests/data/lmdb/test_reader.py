@@ -12,12 +12,13 @@ import lmdb
 import numpy as np
 import pytest
 
+from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing.records import add_image, pack_arrays, pixel_sums
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import add_image, pack_arrays, pixel_sums
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
@@ -150,5 +151,5 @@ def test_sums_are_exact(channels: int, size: tuple[int, int]) -> None:
 
 
 def test_numbers_that_packed_files_store_stay():
-    codecs = (record_format.CODEC_RULES, record_format.CODEC_JPEG, record_format.CODEC_PNG)
+    codecs = (CODEC_RULES, CODEC_JPEG, CODEC_PNG)
     assert codecs == (0, 1, 2)

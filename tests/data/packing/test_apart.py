@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from duetgan.commands.pack import main
-from duetgan.data.decode import stored_image
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.packing.duplicates import find
 from duetgan.data.packing.inspect import verify
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import open_source
+from duetgan.data.packing.sources import open_source
 from tests.data.conftest import succeed
 from tests.data.packing.test_duplicates import photos as photo_like
 

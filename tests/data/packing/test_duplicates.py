@@ -23,7 +23,7 @@ from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing import near_duplicates
 from duetgan.data.packing.duplicates import Report, find, group_equal, lines
 from duetgan.data.packing.near_duplicates import DISTANCE, Candidates, confirm, near
-from duetgan.data.records import add_image, pack_arrays, signature
+from duetgan.data.packing.records import add_image, pack_arrays, signature
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
 from tests.data.conftest import CLASSES, succeed

@@ -16,7 +16,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.duplicates import find
 from duetgan.data.packing.inspect import verify
 from duetgan.data.packing.pack import pack
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.utils.errors import UserError
 from tests.data.conftest import change, sample_images, save, source_at, succeed
 from tests.data.packing.test_duplicates import photos as photo_like

@@ -10,7 +10,7 @@ import pytest
 from duetgan.data.opening import open_dataset
 from duetgan.data.packing import packed_files
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import open_source
+from duetgan.data.packing.sources import open_source
 from duetgan.utils.errors import UserError
 from tests.end_to_end.recipes import image_folders
 from tests.faults.conftest import Command, command  # noqa: F401  # the second is a fixture

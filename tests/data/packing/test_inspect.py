@@ -15,6 +15,7 @@ from duetgan.commands.inspect import main
 from duetgan.commands.pack import main as pack_main
 from duetgan.data.errors import DamageError
 from duetgan.data.images import encode
+from duetgan.data.images.decode import CODEC_PNG
 from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.format import META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
@@ -22,8 +23,8 @@ from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing import inspect as inspect_module
 from duetgan.data.packing.inspect import Damage, check_block, report, save_grid, verify
+from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.checkpoint.provenance import Lineage, Provenance, join, recorded
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_USER, UserError
@@ -166,7 +167,7 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
     path = tmp_path / "x.lmdb"
     pack_arrays(path, sample_images(4), [0, 1, 2, 0], CLASSES, encoding="png")
     payload = encode(sample_images(4)[1].transpose(1, 2, 0), "png")
-    relabelled = record_format.make_entry(payload, 2, 8, 8, record_format.CODEC_PNG)
+    relabelled = record_format.make_entry(payload, 2, 8, 8, CODEC_PNG)
     change(path, b"picture/0000000001/00008", relabelled.tobytes() + payload)
     assert verify(LMDBReader(path)).records == {1: "it differs from its index"}
     layout = Layout.of(ImageSpec(3, 0, 0), "source")

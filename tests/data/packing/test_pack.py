@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from duetgan.commands.pack import main
-from duetgan.data.lmdb.format import CODEC_JPEG
+from duetgan.data.images.decode import CODEC_JPEG
 from duetgan.data.packing import pack as pack_module
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.records import make_plan
+from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import make_plan
-from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from tests.conftest import REPOSITORY, assert_raises
 from tests.data.conftest import save

@@ -21,14 +21,14 @@ from PIL import Image
 
 from duetgan.commands.inspect import main as inspect
 from duetgan.commands.pack import main
-from duetgan.data import records
 from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout, Record
+from duetgan.data.packing import records
 from duetgan.data.packing.pack import pack
-from duetgan.data.records import Plan, converted, thread_count
-from duetgan.data.sources import open_source
-from duetgan.data.sources.base import ArraySource, Source
+from duetgan.data.packing.records import Plan, converted, thread_count
+from duetgan.data.packing.sources import open_source
+from duetgan.data.packing.sources.base import ArraySource, Source
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
 from duetgan.utils.image_spec import ImageSpec

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from duetgan.commands.pack import main
-from duetgan.data.decode import stored_image
 from duetgan.data.lmdb.format import Split
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.duplicates import find
 from duetgan.data.packing.inspect import verify
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.split import draw, quotas, to_fraction, val_path
-from duetgan.data.sources import open_source
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_USER, UserError
 from duetgan.utils.seeding import seed_of

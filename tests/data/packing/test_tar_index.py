@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 
 from duetgan.commands import train
-from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.opening import open_dataset
 from duetgan.data.packing import packed_files as shard_index
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.packed_files import MOST_FILES, expand_braces, shard_paths
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.sampler import GlobalSampler, Position
-from duetgan.data.records import pack_arrays
-from duetgan.data.sources import open_source
 from duetgan.data.tar_files import OPEN, TarFiles
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import sample_images
-from tests.data.sources.source_files import content_of
-from tests.data.sources.test_tars import samples, tar
+from tests.data.packing.sources.source_files import content_of
+from tests.data.packing.sources.test_tars import samples, tar
 from tests.end_to_end.recipes import image_folders, write_recipe
 
 COUNT = 20

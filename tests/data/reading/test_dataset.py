@@ -15,18 +15,17 @@ import pytest
 import torch
 from PIL import Image
 
-from duetgan.data.decode import RandomCrop, decode_crop
+from duetgan.data.images.decode import CODEC_JPEG, RandomCrop, decode_crop
 from duetgan.data.lmdb import environment
-from duetgan.data.lmdb.format import CODEC_JPEG
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.opening import dataset_for_model, open_dataset
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.records import add_image, make_record, pack_arrays
+from duetgan.data.packing.sources import open_source
 from duetgan.data.reading import dataset as dataset_module
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import SampleKeys
-from duetgan.data.records import add_image, make_record, pack_arrays
-from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator

@@ -11,13 +11,14 @@ import torch
 
 from duetgan.data.errors import DamageError
 from duetgan.data.images import encode
+from duetgan.data.images.decode import CODEC_PNG
 from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
-from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, stored
@@ -148,7 +149,7 @@ def test_lost_blocks_signatures_and_images(pack: Packer) -> None:
         open_dataset(paths).signatures()
     assert caught.value.records[0] == COUNT
     path = pack("png")
-    payloads = record_format.make_entry(b"no image", 2, 8, 8, record_format.CODEC_PNG).tobytes() + b"no image"
+    payloads = record_format.make_entry(b"no image", 2, 8, 8, CODEC_PNG).tobytes() + b"no image"
     change(path, b"picture/0000000005/00008", payloads)
     assert_raises(DamageError, "record 5 is damaged: cannot be decoded", open_dataset(path, "stop").read, [5])
     check_read(open_dataset(path), [5], [6])

@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader, alternating_flip_
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.reading.stages import StagedLoader, at_resolution, stages_text
-from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, flip, sample_images

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
+from duetgan.data.images.decode import RandomCrop
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights
-from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, flip, sample_images

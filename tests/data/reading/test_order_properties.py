@@ -18,12 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetgan.data.decode import RandomCrop
+from duetgan.data.images.decode import RandomCrop
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader, evaluation_batches
 from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights
-from duetgan.data.records import pack_arrays
 from duetgan.utils.seeding import numpy_generator
 from tests.data.conftest import sample_images
 from tests.data.reading.test_sampler import batches_of, take, weighted

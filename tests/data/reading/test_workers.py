@@ -7,11 +7,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading import workers as workers_module
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.workers import choose_workers, thread_counts
-from duetgan.data.records import pack_arrays
 from duetgan.utils import machine
 from tests.data.conftest import CLASSES, sample_images
 

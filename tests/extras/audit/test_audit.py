@@ -10,8 +10,8 @@ from scipy.stats import mannwhitneyu
 
 from duetgan.commands import evaluate
 from duetgan.data.augment.transforms import to_float
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.extras.audit.evaluate import Partners, audit_scores, choose_sides
 from duetgan.extras.audit.membership_inference import TOPS, attack, audit_table, verdict
 from duetgan.metrics.features import selection

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.extras.influence import command
 from duetgan.extras.influence.scores import (
     Snapshot,

@@ -16,9 +16,9 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import source_at
-from tests.data.sources.source_files import refused
-from tests.data.sources.test_arrays import IMAGES, packed
-from tests.data.values_files import NUMBERS, npy, png
+from tests.data.images.values_files import NUMBERS, npy, png
+from tests.data.packing.sources.source_files import refused
+from tests.data.packing.sources.test_arrays import IMAGES, packed
 from tests.extras.microscopy.tiff_files import ODD, pages
 
 

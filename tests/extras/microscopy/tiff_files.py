@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.values_files import NUMBERS
+from tests.data.images.values_files import NUMBERS
 
 
 def tiff(array: np.ndarray, **options: Any) -> bytes:

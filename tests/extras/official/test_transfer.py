@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.extras.official import convert
 from duetgan.utils.seeding import generator as keyed
 from tests.end_to_end.helpers import rows, state_of, train_in_process, write_config

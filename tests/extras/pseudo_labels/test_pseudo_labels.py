@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.extras.pseudo_labels import command
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.samples.spreading import UNKNOWN, spreading

@@ -8,7 +8,7 @@ import pytest
 
 from duetgan.data.errors import ImageError
 from tests.data.conftest import change, source_at
-from tests.data.sources.source_files import contents, refused
+from tests.data.packing.sources.source_files import contents, refused
 
 
 def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
-from duetgan.data.records import pack_arrays
 from duetgan.extras.studies.cas import CONTROL, NOISE, PLAIN, REAL, TOGETHER, Cas, CasConfig
 from duetgan.extras.studies.images import Recipe, StudyData
 from duetgan.extras.studies.results import Result

@@ -9,9 +9,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
-from duetgan.data.records import pack_arrays
 from duetgan.extras.studies.images import (
     HELD_BACK,
     HELD_OUT,

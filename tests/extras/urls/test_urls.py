@@ -9,12 +9,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from duetgan.data.sources import open_source
+from duetgan.data.packing.sources import open_source
 from duetgan.extras.urls import source as remote
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import FileLimit
 from tests.data.conftest import save
-from tests.data.sources.source_files import contents, item_refused, refused
+from tests.data.packing.sources.source_files import contents, item_refused, refused
 
 
 @pytest.fixture

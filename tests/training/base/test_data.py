@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
 from duetgan.data.images import encode
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.weighted_sampling import class_weights
-from duetgan.data.records import add_image, pack_arrays
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig
 from duetgan.training.classifier.config import ClassifierConfig

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.sampler import SampleKeys
-from duetgan.data.records import pack_arrays
 from duetgan.models.gan import generate
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.mixture import MixedDataset
-from duetgan.data.records import pack_arrays
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.data import label_frequencies, real_label_frequencies, synthetic_fraction

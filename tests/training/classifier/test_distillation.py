@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.training.base.data import open_training

@@ -9,8 +9,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from duetgan.commands import evaluate
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.training.classifier import probe
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.engine.lr_find import Sweep

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.models.classifier import Classifier, ModelConfig, read_out
 from duetgan.models.fast import fold_batchnorm
 from duetgan.training.engine.tasks import build_run_config

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from duetgan.commands import evaluate, export, predict
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.metrics.classification.labels import best_thresholds
 from duetgan.metrics.evaluate_classifier import answers_of, classify
 from duetgan.models.restore import classifier_from, read

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.training.base import data
 from duetgan.training.base.generated import GeneratedSamples
 from duetgan.training.classifier.task import ClassifierTask

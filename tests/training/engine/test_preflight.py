@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from duetgan.commands import train
 from duetgan.data.lmdb.format import COMPLETE_KEY, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuneConfig

@@ -25,9 +25,9 @@ import torch
 import yaml
 from tensorboard.util import tensor_util
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading import loader
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import pack_arrays
 from duetgan.reporting.pictures import number
 from duetgan.training.base import monitors
 from duetgan.training.engine.checkpoints import CheckpointManager

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing.records import pack_arrays
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.models.restore import discriminator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig

@@ -1,4 +1,4 @@
-"""The process that reads Parquet and Arrow files, for data/sources/tables.py.
+"""The process that reads Parquet and Arrow files, for data/packing/sources/tables.py.
 
 pyarrow trusts the sizes in a file. It therefore runs in a process with limited memory, whose crash
 does not end the program. This script imports nothing of the package.

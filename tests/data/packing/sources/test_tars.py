@@ -12,10 +12,10 @@ import pytest
 
 from duetgan.commands.pack import main
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import open_source, tars
+from duetgan.data.packing.sources import open_source, tars
 from duetgan.utils import files
 from tests.data.conftest import source_at
-from tests.data.sources.source_files import content_of, contents, item_refused, refused
+from tests.data.packing.sources.source_files import content_of, contents, item_refused, refused
 
 
 def tar(path: Path, members: Mapping[str, bytes | str], mode: str = "w") -> Path:

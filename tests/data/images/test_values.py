@@ -15,18 +15,18 @@ from PIL import Image
 from duetgan.commands.pack import main
 from duetgan.data.errors import ImageError
 from duetgan.data.images import fit
+from duetgan.data.images.values import Values, bring, kind, native
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
-from duetgan.data.sources import open_source
-from duetgan.data.values import Values, bring, kind, native
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file
-from tests.data.values_files import FLOATS, NUMBERS, ODD, npy, png
+from tests.data.images.values_files import FLOATS, NUMBERS, ODD, npy, png
 
 MOST = {"uint8": 255, "uint16": 65535, "float32": 1}
 

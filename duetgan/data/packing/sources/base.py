@@ -1,5 +1,5 @@
 """The interface of sources of images, and the rules for labels, splits and shards. A new kind of
-source is one new file and one line in data/sources/__init__.py.
+source is one new file and one line in data/packing/sources/__init__.py.
 
 Shards, the files of one data set, are sorted by name. A shard whose name has a split in it
 (`train-00000-of-00002.parquet`) belongs to that split; `-of-N` is the number of its shards.
@@ -22,8 +22,8 @@ import numpy as np
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
+from duetgan.data.images.values import Content
 from duetgan.data.lmdb.format import Shard, Split, multi_hot
-from duetgan.data.values import Content
 from duetgan.utils import files
 from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError
@@ -37,10 +37,10 @@ class SourceOptions(NamedTuple):
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
     # px, or WxH: the resolution to read, if the source has several; else the largest
     size: int | str | None = None
-    # "top", "parent", "name" or "none"; None: see data/sources/files.py
+    # "top", "parent", "name" or "none"; None: see data/packing/sources/files.py
     classes_from: str | None = None
     root: Path | None = None  # the folder of a named source, or of the images that a table names
-    # Columns of a table (data/sources/labels.py): "none" means no column; None: they are found by
+    # Columns of a table (data/packing/sources/labels.py): "none" means no column; None: they are found by
     # their names and values.
     label_column: str | None = None  # one or more names, separated by commas
     label_separator: str | None = None  # between several labels of an image

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources.base import (
+from duetgan.data.images.values import channels_last, npy_array, npy_header
+from duetgan.data.packing.sources.base import (
     ArraySource,
     SourceOptions,
     choose_split,
     refuse_split,
     side_of,
 )
-from duetgan.data.sources.files import METHODS, UNPACKING_ERRORS
-from duetgan.data.values import channels_last, npy_array, npy_header
+from duetgan.data.packing.sources.files import METHODS, UNPACKING_ERRORS
 from duetgan.utils import files
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import listed

@@ -1,7 +1,7 @@
 """Make data/sample/ from the full Fashion-MNIST: the first images of every class, in the order of the full set.
 
-`python -m tests.data.sources.make_sample [--root DIR] [--out DIR]` writes the four idx files bit for bit as they
-are in the repository (with zlib's own deflate; another implementation may compress the same content to other bytes).
+`python -m tests.data.packing.sources.make_sample [--root DIR] [--out DIR]` writes the four idx files bit for bit as
+they are in the repository (with zlib's own deflate; another implementation may compress to other bytes).
 """
 
 import gzip
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.sources.base import ArraySource
-from duetgan.data.sources.named import PREFIX, SAMPLE, open_fashion_mnist
+from duetgan.data.packing.sources.base import ArraySource
+from duetgan.data.packing.sources.named import PREFIX, SAMPLE, open_fashion_mnist
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 
@@ -47,7 +47,8 @@ def sample_files(root: Path | None) -> dict[str, bytes]:
 
 def main(argv: list[str]) -> None:
     """The command line."""
-    parser = Parser(prog="python -m tests.data.sources.make_sample", description="Make data/sample/ from the full set.")
+    name = "python -m tests.data.packing.sources.make_sample"
+    parser = Parser(prog=name, description="Make data/sample/ from the full set.")
     parser.add_argument("--root", type=Path, help="folder of the four idx files of the full set")
     parser.add_argument("--out", type=Path, default=SAMPLE, help="folder to write to")
     args = parser.parse_args(argv)

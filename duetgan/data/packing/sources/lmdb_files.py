@@ -7,13 +7,13 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from duetgan.data.decode import stored_image
 from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.images.values import Values
 from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.sources.base import Source, SourceOptions, refuse_split
-from duetgan.data.values import Values
+from duetgan.data.lmdb.stored_image import stored_image
+from duetgan.data.packing.sources.base import Source, SourceOptions, refuse_split
 from duetgan.utils import extras, files
 from duetgan.utils.errors import UserError, explained
 

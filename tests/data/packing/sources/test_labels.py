@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from duetgan.commands.pack import main
-from duetgan.data.sources import open_source
-from duetgan.data.sources.base import looks_like_labels
+from duetgan.data.packing.sources import open_source
+from duetgan.data.packing.sources.base import looks_like_labels
 from tests.data.conftest import save, source_at, succeed
-from tests.data.sources.source_files import cells, manifest, parquet, refused
-from tests.data.sources.test_sources import zipped
-from tests.data.sources.test_tars import tar
+from tests.data.packing.sources.source_files import cells, manifest, parquet, refused
+from tests.data.packing.sources.test_sources import zipped
+from tests.data.packing.sources.test_tars import tar
 
 
 def test_what_looks_like_labels() -> None:

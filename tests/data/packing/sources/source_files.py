@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources import Source, open_source
+from duetgan.data.packing.sources import Source, open_source
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file, save

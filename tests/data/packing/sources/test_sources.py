@@ -13,14 +13,14 @@ import pytest
 from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.pack import pack
-from duetgan.data.records import pack_arrays
-from duetgan.data.sources import READERS, Source, open_source
-from duetgan.data.sources.base import ArraySource, SourceOptions
-from duetgan.data.sources.files import LocalSource
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.packing.sources import READERS, Source, open_source
+from duetgan.data.packing.sources.base import ArraySource, SourceOptions
+from duetgan.data.packing.sources.files import LocalSource
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.data.conftest import CLASSES, flip, sample_images, save, source_at
-from tests.data.sources.source_files import contents, item_refused, manifest, refused
+from tests.data.packing.sources.source_files import contents, item_refused, manifest, refused
 
 
 def zipped(folder: Path, target: Path, extra: dict[str, bytes] | None = None) -> Path:

@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 from duetgan.data.packing.pack import pack
+from duetgan.data.packing.sources import named, open_source
+from duetgan.data.packing.sources.named import DEBIAN, SAMPLE, cache_folder, find_idx, read_idx
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.sources import named, open_source
-from duetgan.data.sources.named import DEBIAN, SAMPLE, cache_folder, find_idx, read_idx
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from tests.data.sources.make_sample import idx_gz, sample_files
-from tests.data.sources.source_files import refused
+from tests.data.packing.sources.make_sample import idx_gz, sample_files
+from tests.data.packing.sources.source_files import refused
 
 
 def write_idx(folder: Path, prefix: str, images: np.ndarray, labels: np.ndarray, suffix: str = ".gz") -> None:

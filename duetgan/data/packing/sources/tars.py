@@ -17,8 +17,8 @@ from pathlib import Path
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources import labels
-from duetgan.data.sources.base import (
+from duetgan.data.packing.sources import labels
+from duetgan.data.packing.sources.base import (
     NO_LABELS,
     Problem,
     SourceOptions,
@@ -26,7 +26,7 @@ from duetgan.data.sources.base import (
     looks_like_labels,
     with_slashes,
 )
-from duetgan.data.sources.files import ListedSource, arrange, kind_of
+from duetgan.data.packing.sources.files import ListedSource, arrange, kind_of
 from duetgan.data.tar_files import Member, TarFiles, read_members
 from duetgan.utils.errors import UserError
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from duetgan.data.errors import ImageError, read_error
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources import labels
-from duetgan.data.sources.base import (
+from duetgan.data.packing.sources import labels
+from duetgan.data.packing.sources.base import (
     SHARDED,
     Problem,
     Source,

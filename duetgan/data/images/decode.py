@@ -2,7 +2,7 @@
 
 libjpeg-turbo (simplejpeg) decodes JPEG as RGB, without the rows below the crop. A crop much larger
 than its target is decoded at 1/2, 1/4 or 1/8 of its size (scaled DCT), at least MARGIN times the
-target's. OpenCV decodes PNG. data/values.py decodes all other files.
+target's. OpenCV decodes PNG. data/images/values.py decodes all other files.
 """
 
 import math
@@ -14,11 +14,14 @@ import simplejpeg
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import PNG, check_size, resized
-from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG
-from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.values import decode_image
+from duetgan.data.images.values import decode_image
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.images import visible
+
+# Decoders of a payload, an image's stored bytes: the rules of data/images/values.py, or a faster
+# decoder if the file needs no rule.
+CODEC_RULES = 0
+CODEC_JPEG = 1
+CODEC_PNG = 2
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
@@ -98,31 +101,6 @@ def _decode_png(payload: bytes | memoryview, spec: ImageSpec, size: Size | None)
     if spec.plain or channels == 1:
         return pixels
     return pixels[:, :, [2, 1, 0, 3][:channels]]  # from OpenCV's BGR
-
-
-def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
-    """Return the image [H, W, C] of a record and its label, 0 if unlabelled.
-
-    Raises IndexError and DamageError.
-    """
-    if not 0 <= index < len(reader):
-        raise IndexError(f"record {index} of {len(reader)}")
-    if reader.meta.encoding == "raw":
-        return reader.raw_image(index), int(reader.labels()[index])
-    # The label of the record itself: the index of another block may be damaged.
-    with reader.encoded(index) as (entry, payload, size):
-        label = int(entry["label"])
-        if not 0 <= label < max(1, reader.meta.labels):
-            raise ImageError(
-                f"label {label} has no class, the file has {len(reader.classes)} classes"
-            )
-        return decode(payload, entry["codec"], reader.meta.spec, size), label
-
-
-def visible_image(reader: LMDBReader, index: int) -> np.ndarray:
-    """Return a record's image for display, uint8 [H, W, 1 or 3]. Raises DamageError."""
-    pixels, _ = stored_image(reader, index)
-    return np.asarray(visible(pixels.transpose(2, 0, 1), reader.spec)).transpose(1, 2, 0)
 
 
 def decode_crop(

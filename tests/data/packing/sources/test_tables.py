@@ -18,10 +18,10 @@ import pytest
 
 from duetgan.data.errors import ImageError
 from duetgan.data.packing.pack import pack
-from duetgan.data.sources import tables
+from duetgan.data.packing.sources import tables
 from duetgan.utils.errors import UserError
 from tests.data.conftest import flip, save, source_at
-from tests.data.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
+from tests.data.packing.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
 
 pa = pytest.importorskip("pyarrow")
 REPOSITORY = Path(__file__).parents[3]
@@ -246,7 +246,7 @@ def test_compressed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_damage_never_ends_the_process(tmp_path: Path) -> None:
     """Offsets that lead out of a batch are found before they are followed; 300 files in a process of their own."""
-    command = [sys.executable, "-m", "tests.data.sources.test_tables", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.data.packing.sources.test_tables", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)

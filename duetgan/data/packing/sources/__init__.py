@@ -6,20 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
-from duetgan.data.sources.arrays import open_npy, open_npz
-from duetgan.data.sources.base import NO_LABELS, SPLITS, Problem, Source, SourceOptions, sharded
-from duetgan.data.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
-from duetgan.data.sources.lmdb_files import open_lmdb
-from duetgan.data.sources.named import (
+from duetgan.data.packing.sources.arrays import open_npy, open_npz
+from duetgan.data.packing.sources.base import (
+    NO_LABELS,
+    SPLITS,
+    Problem,
+    Source,
+    SourceOptions,
+    sharded,
+)
+from duetgan.data.packing.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
+from duetgan.data.packing.sources.lmdb_files import open_lmdb
+from duetgan.data.packing.sources.named import (
     find_idx,
     open_cifar10,
     open_fashion_mnist,
     open_idx,
     open_sample,
 )
-from duetgan.data.sources.path_tables import open_csv, open_json
-from duetgan.data.sources.tables import open_table
-from duetgan.data.sources.tars import TarSource
+from duetgan.data.packing.sources.path_tables import open_csv, open_json
+from duetgan.data.packing.sources.tables import open_table
+from duetgan.data.packing.sources.tars import TarSource
 from duetgan.utils import extras, files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data.decode import RandomCrop, decode, decode_crop, first_rows
 from duetgan.data.errors import ImageError
 from duetgan.data.images import FORMATS, centre_box, encode, fit, has_16_bits
-from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
-from duetgan.data.records import plain_codec
-from duetgan.data.values import decode_image
+from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES, RandomCrop, decode, decode_crop, first_rows
+from duetgan.data.images.values import decode_image
+from duetgan.data.packing.records import plain_codec
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file, decode_file
-from tests.data.values_files import clear_png, png
+from tests.data.images.values_files import clear_png, png
 
 COLOUR, PLAIN = ImageSpec(3, 0, 0), ImageSpec(1, 0, 0)
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)

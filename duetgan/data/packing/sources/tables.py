@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from duetgan.data.errors import ImageError, read_error
-from duetgan.data.sources import base, labels
-from duetgan.data.sources.path_tables import PathTable
+from duetgan.data.packing.sources import base, labels
+from duetgan.data.packing.sources.path_tables import PathTable
 from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.machine import available_bytes

@@ -20,10 +20,9 @@ from PIL import ExifTags, Image
 
 from duetgan.data.errors import MOST_SIDE, ImageError
 from duetgan.data.images import RESIZE_FILTERS, encode, fit, formats, resized
+from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES
+from duetgan.data.images.values import Content, Values, bits_of, bring, decode_image, kind, native
 from duetgan.data.lmdb.format import (
-    CODEC_JPEG,
-    CODEC_PNG,
-    CODEC_RULES,
     SIGNATURE,
     Meta,
     check_encoding,
@@ -31,8 +30,7 @@ from duetgan.data.lmdb.format import (
 )
 from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.sources.base import ArraySource, Problem, Source
-from duetgan.data.values import Content, Values, bits_of, bring, decode_image, kind, native
+from duetgan.data.packing.sources.base import ArraySource, Problem, Source
 from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec

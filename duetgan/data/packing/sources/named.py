@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from duetgan.data.sources.base import ArraySource
+from duetgan.data.packing.sources.base import ArraySource
 from duetgan.utils import files
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import downloading
@@ -38,7 +38,7 @@ CLASSES = [
     "Ankle boot",
 ]
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
-SAMPLE = Path(__file__).parents[1] / "sample"
+SAMPLE = Path(__file__).parents[2] / "sample"
 CIFAR_CLASSES = [
     "airplane",
     "automobile",

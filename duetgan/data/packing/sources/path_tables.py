@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources import base, labels
-from duetgan.data.sources.files import LocalSource
+from duetgan.data.packing.sources import base, labels
+from duetgan.data.packing.sources.files import LocalSource
 from duetgan.utils import files
 from duetgan.utils.errors import UserError
 

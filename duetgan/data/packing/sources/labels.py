@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from duetgan.data.sources import base
-from duetgan.data.sources.base import NO_LABELS
+from duetgan.data.packing.sources import base
+from duetgan.data.packing.sources.base import NO_LABELS
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 

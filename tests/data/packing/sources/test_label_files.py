@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from duetgan.data.lmdb.format import multi_hot
-from duetgan.data.sources import Source
+from duetgan.data.packing.sources import Source
 from tests.data.conftest import save, source_at
-from tests.data.sources.source_files import cells, content_of, parquet, refused
-from tests.data.sources.test_sources import zipped
-from tests.data.sources.test_tars import samples, tar
+from tests.data.packing.sources.source_files import cells, content_of, parquet, refused
+from tests.data.packing.sources.test_sources import zipped
+from tests.data.packing.sources.test_tars import samples, tar
 
 AB = "a.png b.png"
 KINDS = ("folder", "zip", "tar")

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duetgan.data.images.values import channels_last
 from duetgan.data.packing.pack import pack
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.values import channels_last
 from tests.data.conftest import source_at
-from tests.data.sources.source_files import refused
-from tests.data.values_files import npy
+from tests.data.images.values_files import npy
+from tests.data.packing.sources.source_files import refused
 
 RNG = np.random.default_rng(2)
 IMAGES = RNG.integers(0, 4000, (6, 8, 10, 5)).astype(np.uint16)
