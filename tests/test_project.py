@@ -322,13 +322,13 @@ def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, show
 
 # wing -> room -> the rooms of the same wing whose modules it may import; "" is the wing's own files
 ROOMS = {
-    # opening -> packing -> records -> sources -> reading, lmdb -> decode -> values -> images -> errors: reading -> lmdb
+    # opening -> packing, reading -> lmdb -> images, tar_files -> errors
     "data": {
-        "lmdb": {"lmdb", "errors", "tar_files"},
-        "sources": {"sources", "lmdb", "decode", "values", "images", "errors", "tar_files"},
-        "reading": {"reading", "lmdb", "decode", "values", "images", "errors"},
+        "images": {"images", "errors"},
+        "lmdb": {"lmdb", "images", "errors", "tar_files"},
+        "reading": {"reading", "lmdb", "images", "errors"},
         "augment": {"augment"},
-        "packing": {"packing", "records", "sources", "lmdb", "decode", "images", "errors", "tar_files"},
+        "packing": {"packing", "lmdb", "images", "errors", "tar_files"},
     },
     # engine -> gan, classifier -> optim -> base: the engine knows no model, optimizer and EMA import none
     "training": {

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 if TYPE_CHECKING:  # torch takes seconds to import, and duet pack does not need it
     from torch import Tensor
@@ -92,7 +92,8 @@ class ImageSpec:
             )
         if pixels is None:
             return cls(channels, height, width)
-        form = PixelFormat.model_validate(pixels)
+        with explained(ValidationError, lambda error: ValueError(error.errors()[0]["msg"])):
+            form = PixelFormat.model_validate(pixels)
         return cls(channels, height, width, form.alpha, form.depth, *form.range)
 
     @classmethod

@@ -208,7 +208,6 @@ KINDS: dict[str, Make] = {
     "parquet": sources.parquet,
     "tar": sources.tar,
     "arrow": sources.arrow,
-    "rosinality": sources.rosinality,
     "manifest": sources.manifest,
     "idx": sources.idx,
     "image": sources.image,

@@ -10,8 +10,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import lmdb
-
 from tests.fuzz.corpus import CLASSES, FORMATS, SIDE, copy
 from tests.fuzz.mutate import TEXTS, mutated_bytes, mutated_json, mutated_text
 
@@ -124,27 +122,6 @@ def arrow(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     if not odd:
         path.write_bytes(mutated_bytes(draw, path.read_bytes(), most=2))
     return packing("set", *(["--on-error", "skip"] if draw.random() < 0.3 else []))
-
-
-def rosinality(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
-    """An LMDB file of another program: damaged pages of its tree, or bytes anywhere."""
-    path = folder / "faces.lmdb"
-    files = sorted((corpus / "images").rglob("*.*"))
-    with (
-        lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as environment,
-        environment.begin(write=True) as records,
-    ):
-        for number in range(100):
-            records.put(f"{SIDE}-{number:05d}".encode(), files[number % len(files)].read_bytes())
-        records.put(b"length", b"100")
-    content = path.read_bytes()
-    tree = [at for at in range(0, len(content), 4096) if content[at + 10] in (1, 2, 8)]
-    for _ in range(draw.randint(1, 3)):
-        at = draw.choice(tree)
-        page = mutated_bytes(draw, content[at : at + 4096], most=2)[:4096].ljust(4096, b"\0")
-        content = content[:at] + page + content[at + 4096 :]
-    path.write_bytes(mutated_bytes(draw, content) if draw.random() < 0.2 else content)
-    return packing("faces.lmdb", "--on-error", "skip")
 
 
 def manifest(draw: random.Random, corpus: Path, folder: Path) -> list[str]:

@@ -291,8 +291,9 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     """Return the channels, alpha and depth with which a source's images are packed, without a size.
 
     "auto" means RGB if an image has colours, alpha if an image has it, and the largest depth. Two
-    channels are grey and alpha, and four RGB and alpha. Raises UserError if "auto" meets floats and
-    integers, or numbers of channels that cannot be combined.
+    channels are grey and alpha, and four RGB and alpha, unless the first image has as many channels
+    without alpha. Raises UserError if "auto" meets floats and integers, or numbers of channels that
+    cannot be combined.
     """
     spec = source.spec
     if spec is not None:
@@ -304,9 +305,12 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
         channels, depth = channels or "auto", depth or "auto"
     else:
         channels, depth = channels or 3, depth or "8"
-    alpha = channels in (2, 4) and not source.as_is
+    alpha = channels in (2, 4)
     if spec is not None:
         alpha = spec.alpha and channels == spec.channels
+    elif alpha:
+        first = next(_map_images(source, kind))
+        alpha = first.alpha or first.channels != channels
     if "auto" not in (channels, depth):
         return ImageSpec.of(int(channels), 0, {"depth": DEPTHS[depth], "alpha": alpha})
     forms = Counter(_map_images(source, kind))

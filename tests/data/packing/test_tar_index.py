@@ -170,7 +170,7 @@ SPLIT: dict[str, bytes | str] = {
 }
 SHARDS: dict[str, dict[str, dict[str, bytes | str]]] = {  # else: one whole tar
     "broken image": {"a.tar": WHOLE | {"000002.jpg": content_of(2)[:60]}},
-    "unclear": {"a.tar": samples("{}", *('{"kind": "a"}', '{"kind": "b"}') * 2, suffix="json")},
+    "unclear": {"a.tar": {f"{name}.{n}.jpg": content_of(n) for name in ("cat", "dog") for n in range(2)}},
     "split inside": {"a.tar": SPLIT},
     "compressed": {"a.tar.gz": WHOLE},
     "splits": {"val-0.tar": WHOLE, "train-0.tar": WHOLE},
@@ -187,9 +187,9 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("link", r"a.tar:../../\x1b[31mevil\n.jpg is a link; put the file itself into the tar: fix it, or pack the"),
+        ("link", r"a.tar:../../\x1b[31mevil\n.jpg is not a regular file; put the file itself into the tar: fix it, or pack the"),
         ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
-        ("unclear", "pass --label-column kind: to go on, pack the images with duet pack, and train from"),
+        ("unclear", "pass --classes-from name: to go on, pack the images with duet pack, and train from"),
         ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
         ("compressed", "a.tar.gz is compressed, so that no image can be found in it: make it a .tar, as gunzip does"),
         ("splits", "shards of val and train: give a pattern, "),

@@ -244,7 +244,7 @@ def _places(
         suffixes = [[f".{options.suffix}" if options.suffix.isalnum() else options.suffix]]
     for added, folders in itertools.product(suffixes, ([folder], below)):
         places = [Place(column, inside, text) for inside in folders for text in added]
-        found = [place for place in places if any(map(os.path.isfile, map(place.file, values)))]
-        if found:
-            return found
+        fitting = [place for place in places if any(map(os.path.isfile, map(place.file, values)))]
+        if fitting:
+            return fitting
     return []

@@ -108,16 +108,16 @@ def read(
                 compute.struct_field(column, "bytes") if is_struct(batch.schema, name) else column
                 for name, column in zip(batch.schema.names, batch.columns, strict=True)
             ]
-            rest = pyarrow.record_batch(arrays, batch.schema.names)
-            rest = rest.slice(min(rest.num_rows, max(0, start - first)))
-            while rest.num_rows:
-                piece = rest.slice(0, rows)
+            batch_part = pyarrow.record_batch(arrays, batch.schema.names)
+            batch_part = batch_part.slice(min(batch_part.num_rows, max(0, start - first)))
+            while batch_part.num_rows:
+                piece = batch_part.slice(0, rows)
                 while piece.num_rows > 1 and piece.nbytes > PIECE:
                     piece = piece.slice(0, piece.num_rows // 2)
                 if piece.num_rows == 1 and piece.nbytes > limit:
                     raise ValueError(f"a row has {piece.nbytes:,} bytes, more than {remedy}")
                 yield piece.nbytes, [column.to_pylist() for column in piece.columns]
-                rest = rest.slice(piece.num_rows)
+                batch_part = batch_part.slice(piece.num_rows)
         start = 0
 
 

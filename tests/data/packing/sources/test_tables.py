@@ -24,7 +24,7 @@ from tests.data.conftest import flip, save, source_at
 from tests.data.packing.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
 
 pa = pytest.importorskip("pyarrow")
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 
 
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
