@@ -187,7 +187,7 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("link", r"a.tar:../../\x1b[31mevil\n.jpg is not a regular file; put the file itself into the tar: fix it, or pack the"),
+        ("link", r"a.tar:../../\x1b[31mevil\n.jpg is not a regular file; put the file itself into the tar: fix it, or"),
         ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
         ("unclear", "pass --classes-from name: to go on, pack the images with duet pack, and train from"),
         ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
