@@ -44,7 +44,7 @@ def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_si
         ("gan", ["--discriminator.channel_max=99999999", "--discriminator.channel_base=999999999"], "discriminator"),
         ("classifier", ["--batch-size", "1000000000"], "images of 16 px need .* GiB or more, but this machine has "),
         ("classifier", ["--model.head", "hidden", "--model.head-width", str(10**12)], "make the sizes in this section"),
-        ("classifier", ["--model.input-size", "1000000000"], "model.input_size 1000000000: must be less than or equal to"),
+        ("classifier", ["--model.input-size", "1000000000"], "model.input_size 1000000000: must be less than"),
     ],
 )
 def test_what_cannot_fit_is_refused_in_seconds(tmp_path, packed, task, options, told):
