@@ -4,7 +4,9 @@
 duration for the plan. On accelerators auto is bf16 if that is native, else fp16. On CPUs it is the
 faster of fp32 and bf16, and there is a thread for each core that other programs leave free, or
 fewer if that is faster. A separate task is built for the measured steps, so that the run's
-networks, statistics and draws are not touched. `ThreadCount` sets the threads before each step.
+networks, statistics and draws are not touched. `ThreadCount` sets the threads before each step
+(utils/machine.py counts free cores and sets torch's number), and `Precision` (optim/updater.py)
+applies the precision.
 """
 
 import gc

@@ -1,7 +1,8 @@
 """Start one process per GPU, or N on the CPU, on this machine, for `--gpus 0,1` and `--procs N`.
 
 Does not import torch, because `--gpus` must be applied before CUDA starts. The exit code is that of
-the processes, unlike torchrun's. torchrun works as well, for several machines or restarts.
+the processes, unlike torchrun's. torchrun works as well, for several machines or restarts. A signal
+is forwarded to all processes, and training/engine/signals.py says what they do with it.
 """
 
 import functools
