@@ -18,13 +18,11 @@ from duetgan.data.opening import dataset_for_model
 from duetgan.inference.inputs import Transform
 from duetgan.models import weights
 from duetgan.models.restore import classifier_from, generator_from
-from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import prepare
+from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.engine.transfer import find_donor, transfer
-from duetgan.training.gan.config import config_of
 from duetgan.utils.checkpoint import file_name, load
-from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -103,8 +101,7 @@ class Made:
         assert done == 0
         self.file = run / "checkpoints" / file_name(1)
         self.content: Content = torch.load(self.file, weights_only=True)
-        tree = read_yaml(run / "config.yaml")
-        self.config: Any = build(config_of() if task == "gan" else ClassifierConfig, tree)
+        self.config: Any = build_run_config(read_yaml(run / "config.yaml"), [], "config.yaml")
         self.loop: Loop = prepare(self.config, RunFolder(folder / "resumed"), CPU)
         self.loop.manager.folder.checkpoints.mkdir(parents=True)
         self.place = self.loop.manager.folder.checkpoints / file_name(1)

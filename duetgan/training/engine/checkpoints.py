@@ -234,7 +234,7 @@ class CheckpointManager:
         except FAULTS as error:
             # The text of a LookupError is only the key.
             kind = type(error).__name__ if isinstance(error, LookupError) else ""
-            problem = shorten(f"{kind} {error}", 160)
+            problem = shorten(" ".join(f"{kind} {error}".split()), 160)
             raise UserError(
                 f"{path}: the state of {name!r} does not fit ({problem}); data.resolution or "
                 "another setting of the networks has changed, or the file is damaged: give the "

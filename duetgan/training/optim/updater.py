@@ -10,7 +10,6 @@ from torch.optim.optimizer import StateDict
 from duetgan.training.base.config import PrecisionName
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer
-from duetgan.utils.checkpoint.state_schema import check_moments
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError
@@ -217,7 +216,6 @@ class Updater:
                 "the checkpoint's optimizer has other groups of parameters: the finetune section was changed since; "
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
-        check_moments(self.optimizer, state)
         for group, saved_group in zip(current, saved, strict=True):
             if isinstance(self.optimizer, ScheduleFree):
                 beta, saved_beta = group["betas"][0], saved_group["betas"][0]

@@ -1,11 +1,10 @@
-"""Compare the state in a checkpoint with the objects that would load it, before it is loaded.
+"""Compare the tensors in a checkpoint with the network that would load them, before they are loaded.
 
-A network, which may be on the meta device, is compared name by name. The state of another part must
-have the structure of that part's current state. All checks raise `Unfit` or another ValueError that
-names the first key that does not fit.
+The network may be on the meta device. All checks raise `Unfit` or another ValueError that names the
+first key that does not fit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,30 +15,6 @@ from duetgan.utils.errors import UserError
 
 # exceptions that loading an invalid state raises
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-# keys of a parameter group that torch does not fill in itself
-REQUIRED_KEYS = {
-    "params",
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "momentum",
-    "dampening",
-    "nesterov",
-    "counters",
-}
-# type of the current value, types that are accepted for it, their name in a message
-Types = type | tuple[type, ...]
-ACCEPTED: tuple[tuple[Types, Any, str], ...] = (
-    (dict, dict, "a mapping of names"),
-    ((list, tuple), (list, tuple), "a list"),
-    (bool, bool, "true or false"),
-    (str, str, "text"),
-    (int, int, "a whole number"),
-    (float, (int, float), "a number"),
-    (type(None), (type(None), int, float), "a number or nothing"),
-    (object, object, "anything"),
-)
 
 
 class HasState(Protocol):
@@ -122,84 +97,8 @@ def load_network(
 
 
 def check_part(name: str, part: HasState, state: object) -> None:
-    """Check the saved state of a part of a training: a network's tensors, or any other state's
-    structure.
-    """
+    """Check a network's saved tensors; other parts of a training check their state as they load it."""
     current = part.state_dict()
     is_network = isinstance(getattr(part, "model", part), nn.Module)
     if is_network and current and all(isinstance(value, Tensor) for value in current.values()):
         check_tensors(name, state, current)
-    elif isinstance(current, dict) and "param_groups" in current:
-        _check_optimizer(name, current["param_groups"], state)
-    else:
-        check_same_kind(name, current, state)
-
-
-def _check_optimizer(name: str, current_groups: Sequence[Mapping[str, object]], state: Any) -> None:
-    """Check the groups and tensors of a torch optimizer, not their match with its parameters."""
-    check_same_kind(name, {"": None}, state)
-    groups, tensors = state.get("param_groups"), state.get("state")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise Unfit(f"{name}.param_groups", groups, "a list of groups")
-    for index, (group, current) in enumerate(zip(groups, current_groups, strict=False)):
-        numbers = {}
-        for key, value in current.items():
-            if key in REQUIRED_KEYS and key not in group:
-                raise ValueError(f"{name}.param_groups[{index}].{key} is missing")
-            if key not in ("params", "param_names"):
-                numbers[key] = value
-        check_same_kind(f"{name}.param_groups[{index}]", numbers, group)
-    if not isinstance(tensors, dict) or not all(
-        isinstance(value, dict) for value in tensors.values()
-    ):
-        raise Unfit(f"{name}.state", tensors, "a mapping of numbers to tensors")
-
-
-def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Check that an optimizer's saved moments match its own; the groups must match already.
-
-    In earlier versions Adam had no moments of a parameter before its first gradient, and none at
-    all before the first step.
-    """
-    current = optimizer.state_dict()["state"]
-    saved = state["state"]
-    if current:  # an optimizer without moments ignores saved ones
-        check_same_kind("state", current, saved)
-    for number, moments in current.items() if saved else ():
-        saved_moments = saved.get(number, {})
-        if not saved_moments and isinstance(optimizer, torch.optim.Adam):
-            continue
-        if missing := moments.keys() - saved_moments.keys():
-            raise ValueError(f"state.{number}.{min(missing)} is missing")
-
-
-def check_same_kind(name: str, current: object, value: Any) -> None:
-    """Check that a value has the type and structure of the current value.
-
-    A dict may have other keys and lack some, because older versions had fewer.
-    """
-    if isinstance(current, Tensor):
-        check_tensor(name, value)
-        if value.shape != current.shape:
-            raise ValueError(
-                f"{name} has the shape {list(value.shape)}, but must have {list(current.shape)}"
-            )
-        return
-    accepted, words = next(row[1:] for row in ACCEPTED if isinstance(current, row[0]))
-    unfit_number = isinstance(value, int) and (
-        isinstance(value, bool) != isinstance(current, bool) or abs(value) >= 2**63
-    )
-    if not isinstance(value, accepted) or unfit_number:
-        raise Unfit(name, value, words)
-    if isinstance(current, dict):
-        for key, item in value.items():
-            if not current:
-                check_same_kind(f"{name}.{key}", 0.0, item)
-            elif key in current:
-                check_same_kind(f"{name}.{key}", current[key], item)
-    elif isinstance(current, (list, tuple)):
-        kinds = {type(item) for item in current} or {int, float, str}
-        kinds |= {int, float} if kinds & {int, float} else set()
-        for index, item in enumerate(value):
-            if type(item) not in kinds:
-                raise Unfit(f"{name}[{index}]", item, "of the type of the other items")

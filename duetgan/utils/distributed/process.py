@@ -107,7 +107,7 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
         try:
             code = main(argv) or EXIT_OK
         except SystemExit as end:  # raised by --help
-            code = EXIT_USER if end.code else EXIT_OK
+            code = int(end.code or EXIT_OK)
         sys.stdout.flush()  # flushed here, so that a closed pipe is noticed below
         if reason := stdout_error():
             print(
