@@ -4,13 +4,17 @@ torch's SyncBatchNorm does not train on CPUs.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from duetgan.models.backbones.base import in_turn
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -39,6 +43,21 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
         for norm, momentum, count in originals:
             norm.momentum = momentum
             norm.num_batches_tracked = count
+
+
+def recomputed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Return the output of modules, called in turn, which the backward pass computes again."""
+    function = partial(in_turn, modules)
+    if torch.compiler.is_compiling():
+        # A compiled graph updates BatchNorm's statistics once even if it computes them again.
+        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        function,
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (contextlib.nullcontext(), statistics_kept(*modules)),
+    )
 
 
 class _AllReduceSum(torch.autograd.Function):

@@ -2,10 +2,8 @@
 head for the data's classes.
 """
 
-import contextlib
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,18 +11,17 @@ import torch.fx
 import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from duetgan.models.backbones.base import Backbone, in_turn
-from duetgan.models.batchnorm import statistics_kept
+from duetgan.models.batchnorm import recomputed
 from duetgan.models.gan import ImageNetwork
+from duetgan.models.preparation import normalisation, scaled
 from duetgan.models.registry import TRAINED_BACKBONES, backbone_of
 from duetgan.utils import extras
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.model import Config, PositiveInt
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, refuse
-from duetgan.utils.image_spec import ImageSpec
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 
@@ -152,16 +149,7 @@ class Classifier(ImageNetwork):
         self.register_buffer("input_scale", scale, persistent=False)
         self.register_buffer("input_shift", shift, persistent=False)
         self.feature_dim: int = self.head.in_features
-        bias = self.backbone.head_bias or config.head == "readout"
-        if config.head == "readout":
-            with torch.no_grad():
-                self.feature_dim = self.eval().features(torch.zeros(1, *self.spec.shape)).shape[1]
-            self.train()
-        width = config.head_width if config.head == "hidden" else classes
-        head: nn.Module = nn.Linear(self.feature_dim, width, bias=bias)
-        if config.head == "hidden":
-            head = nn.Sequential(head, nn.ReLU(inplace=True), nn.Linear(config.head_width, classes))
-        self.network.set_submodule(self.backbone.head, head)
+        self.network.set_submodule(self.backbone.head, self._new_head())
         if not config.inplace:
             for module in self.network.modules():
                 if hasattr(module, "inplace"):
@@ -173,6 +161,21 @@ class Classifier(ImageNetwork):
         self.stages = list(
             dict.fromkeys(block.partition(".")[0] for block in self.block_of.values())
         )
+
+    def _new_head(self) -> nn.Module:
+        config, bias = self.config, self.backbone.head_bias
+        if config.head == "hidden":
+            return nn.Sequential(
+                nn.Linear(self.feature_dim, config.head_width, bias=bias),
+                nn.ReLU(inplace=True),
+                nn.Linear(config.head_width, self.classes),
+            )
+        if config.head == "readout":
+            with torch.no_grad():
+                self.feature_dim = self.eval().features(torch.zeros(1, *self.spec.shape)).shape[1]
+            self.train()
+            bias = True
+        return nn.Linear(self.feature_dim, self.classes, bias=bias)
 
     def add_thresholds(self) -> None:
         """Make the classifier multi-label: a class's probability is the sigmoid of its logit."""
@@ -238,57 +241,9 @@ class Classifier(ImageNetwork):
         return self.head(self.features(x))
 
     def _stage(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-        if not (self.config.activation_checkpointing and self.training and torch.is_grad_enabled()):
-            return in_turn(modules, x)
-        function = partial(in_turn, modules)
-        if torch.compiler.is_compiling():
-            # A compiled graph updates BatchNorm's statistics once even if it recomputes the stage.
-            return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-        return checkpoint(
-            function,
-            x,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), statistics_kept(*modules)),
-        )
-
-
-def normalisation(
-    channels: int, means: Sequence[float], stds: Sequence[float]
-) -> tuple[Tensor, Tensor]:
-    """Return scale and shift, each [1, channels, 1, 1], that normalise images x in [-1, 1].
-
-    scale x + shift = ((x + 1) / 2 - mean) / std. Grey images, with or without alpha, use the
-    averages of `means` and `stds`; a fourth channel uses their first values.
-    """
-    mean = torch.tensor(means, dtype=torch.float64)
-    std = torch.tensor(stds, dtype=torch.float64)
-    if channels < 3:
-        mean = mean.mean(0, keepdim=True)
-        std = std.mean(0, keepdim=True)
-    index = torch.arange(channels) % len(mean)
-    scale = 0.5 / std[index]
-    shift = (0.5 - mean[index]) / std[index]
-    dtype = torch.get_default_dtype()
-    return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
-
-
-def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
-    """Scale images [N, C, H, W] to `size` px, bilinearly with antialiasing.
-
-    `size` is (height, width), or the shorter side, which preserves the aspect ratio. It computes in
-    float32 at least, because torch has no bf16 kernel for CPUs.
-    """
-    height, width = map(int, images.shape[-2:])  # tensors while a graph is traced
-    if not isinstance(size, tuple):
-        shorter = min(height, width)
-        size = (round(height * size / shorter), round(width * size / shorter))
-    if (height, width) == size:
-        return images
-    wide = images.to(torch.promote_types(images.dtype, torch.float32))
-    return F.interpolate(wide, size=size, mode="bilinear", align_corners=False, antialias=True).to(
-        images.dtype
-    )
+        if self.config.activation_checkpointing and self.training and torch.is_grad_enabled():
+            return recomputed(modules, x)
+        return in_turn(modules, x)
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
@@ -300,20 +255,6 @@ def read_out(maps: Tensor, parts: int) -> Tensor:
 # models/fast.py traces the network. These functions depend on the size, so they stay calls.
 torch.fx.wrap("read_out")
 torch.fx.wrap("scaled")
-
-
-def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
-    """Convert images [N, C, H, W] in [-1, 1] to a classifier's `resolution` and `channels`.
-
-    It is differentiable. Images are scaled bilinearly, without preserving the aspect ratio; grey is
-    repeated, RGB becomes grey by the weights .299, .587, .114 (ITU-R 601).
-    """
-    images = scaled(images, ImageSpec.of(channels, resolution).size)
-    if channels == 1 and images.shape[1] == 3:
-        images = (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(
-            1, keepdim=True
-        )
-    return images.expand(-1, channels, -1, -1)
 
 
 extras.attach(__name__)

@@ -10,7 +10,8 @@ from torch import nn
 from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.batchnorm import CPUSyncBatchNorm2d, statistics_kept
-from duetgan.models.classifier import Classifier, ModelConfig, normalisation, scaled
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.preparation import normalisation, scaled
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.models.helpers import draw, gradients, kept_bytes, same
@@ -172,7 +173,7 @@ def test_checkpointing_keeps_less_and_is_for_training_only(monkeypatch):
         calls.append(function)
         return function(x)
 
-    monkeypatch.setattr("duetgan.models.classifier.checkpoint", checkpoint)
+    monkeypatch.setattr("duetgan.models.batchnorm.checkpoint", checkpoint)
     model = build(activation_checkpointing=True)
     x = draw(2, 3, 32, 32).float()
     model.eval()(x)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duetgan.data.augment.transforms import Augment, draw_and_apply
-from duetgan.models.classifier import fit_images
 from duetgan.models.layers import upsample_fir
+from duetgan.models.preparation import fit_images
 from duetgan.training.gan.ada import Ada, AdaConfig
 from duetgan.training.gan.draws import GanDraws
 from tests.oracle.optimizer import Optimizer, half_cosine, in_updates

@@ -25,8 +25,9 @@ from duetgan.inference.samples import Sampler, Start, truncated_styles, with_sty
 from duetgan.inference.settings import label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import full_float32
-from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.classifier import Classifier
 from duetgan.models.gan import StyledGenerator
+from duetgan.models.preparation import fit_images
 from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator as keyed_generator

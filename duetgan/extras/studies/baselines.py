@@ -16,7 +16,8 @@ from torch import Tensor
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.metrics.samples.spreading import UNKNOWN, spreading
-from duetgan.models.classifier import Classifier, ModelConfig, scaled
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.preparation import scaled
 from duetgan.models.registry import TRAINED_BACKBONES
 from duetgan.training.classifier.frozen import blocks, image_features
 from duetgan.training.classifier.probe import fit, scale_of

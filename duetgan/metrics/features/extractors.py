@@ -18,7 +18,8 @@ from duetgan.metrics.features.precision import device_of, evaluating, full_float
 from duetgan.metrics.features.selection import Selection
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
-from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.classifier import Classifier
+from duetgan.models.preparation import fit_images
 from duetgan.models.restore import classifier_from, fingerprint, read
 from duetgan.models.weights import file_hash, fit_state, read_state_dict
 from duetgan.utils.checkpoint import resolve

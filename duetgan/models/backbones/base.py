@@ -81,7 +81,6 @@ class Backbone:
             network = make(name, **self.options)
         else:
             network = self.network(name, channels)
-        self._check(name, network)
         if he_strides and not (self.he_strides and self.he_strides(network)):
             raise UserError(
                 f"model.he_strides is for bottlenecks (resnet50 and larger); {name} has none: "
@@ -102,27 +101,6 @@ class Backbone:
                 is_frozen = any(fnmatchcase(path, pattern) for pattern in self.frozen)
                 parameter.requires_grad_(not is_frozen)
         return network
-
-    def _check(self, name: str, network: nn.Module) -> None:
-        """Raise UserError, naming the family, if the description does not fit the network."""
-        modules = dict(network.named_modules())
-        paths = [self.first, self.head, self.maps, self.shrink or "", *self.pool]
-        paths += [path for stage in self.stages.values() for path in stage]
-        faults = [f"it has no {path}" for path in paths if path.removesuffix(".*") not in modules]
-        if not faults:
-            if self.stems and not isinstance(modules[self.first], nn.Conv2d):
-                faults.append(f"its {self.first} is no Conv2d")
-            if not isinstance(modules[self.head], nn.Linear):
-                faults.append(f"its {self.head} is no Linear")
-            block_of = self.block_of(network)
-            for path, _ in network.named_parameters():
-                if path not in block_of:
-                    faults.append(f"no stage holds its {path}")
-        if faults:
-            raise UserError(
-                f"the description of {', '.join(self.names)} (models/backbones/) does not fit "
-                f"{name}: {faults[0]}; mend it"
-            )
 
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
         """Return the modules of each block, from the images to the logits.

@@ -228,7 +228,7 @@ class RunConfig(Config):
     steps: Updates = 10_000
     batch_size: PositiveInt = 64  # samples per step, over all processes and micro-batches
     # largest number of samples in a forward pass of a process; null: its whole part of the batch;
-    # auto: its whole part, halved whenever memory runs out
+    # auto: its whole part, halved until a step fits into memory
     micro_batch: PositiveInt | Literal["auto"] | None = None
     # precision of convolutions and matrix products; weights stay in fp32. auto: the fastest on a
     # CPU, the native one of an accelerator; a resumed run keeps its precision

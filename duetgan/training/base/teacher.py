@@ -5,7 +5,7 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import fingerprint
-from duetgan.models.classifier import fit_images
+from duetgan.models.preparation import fit_images
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.checkpoint.provenance import Lineage

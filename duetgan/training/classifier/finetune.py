@@ -7,6 +7,7 @@ table of layers that `train.py --dry-run` prints.
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Literal, TypeVar
 
 import torch
@@ -104,19 +105,11 @@ class FineTuning:
             begin = self._last(starts, name, None if starts else 0)
             self.begins[name] = None if is_frozen else begin
             self.ends[name] = self._last(stops, name, None)
-        begins = [begin for begin in self.begins.values() if begin is not None]
-        if not begins:
-            raise UserError(
-                "finetune.freeze: nothing is left to train; leave a part out of it, e.g. head"
-            )
-        if min(begins) > 0:
-            raise UserError(
-                f"finetune.unfreeze: nothing trains before step {min(begins)}; let a part begin at 0, e.g. head: 0"
-            )
-        for step in sorted(filter(None, self.ends.values())):
+        for step in (0, *sorted(filter(None, self.ends.values()))):
             if not any(self.trains(name, step) for name in self.parameters):
                 raise UserError(
-                    f"finetune.freeze_at: nothing trains from step {step} on; leave a part out of it"
+                    f"finetune: nothing trains at step {step}; leave a part, such as head, out of "
+                    "freeze and freeze_at, or let it begin at 0: unfreeze {head: 0}"
                 )
         layers = model.block_of
         if config.layer_decay_by == "stage":
@@ -220,21 +213,20 @@ class FineTuning:
         """
         if not self.config.regrouped:
             return None
-        matrices: dict[tuple[float, int], list[tuple[str, Tensor]]] = {}
-        vectors: dict[tuple[float, int], list[tuple[str, Tensor]]] = {}
+        pairs: dict[tuple[float, int], tuple[Group, Group]] = {}
         for name, begin in self.begins.items():
             if begin is None:
                 continue
-            key, parameter = (self.factors[name], begin), self.parameters[name]
-            matrices.setdefault(key, [])
-            vectors.setdefault(key, [])
-            (matrices if parameter.ndim > 1 else vectors)[key].append((name, parameter))
-        groups: list[Group] = []
-        for key, members in matrices.items():
-            scale = key[0]
-            groups.append({"params": members, "weight_decay": weight_decay, "lr_scale": scale})
-            groups.append({"params": vectors[key], "weight_decay": 0.0, "lr_scale": scale})
-        return [group for group in groups if group["params"]]
+            scale, parameter = self.factors[name], self.parameters[name]
+            if (scale, begin) not in pairs:
+                pairs[scale, begin] = (
+                    {"params": [], "weight_decay": weight_decay, "lr_scale": scale},
+                    {"params": [], "weight_decay": 0.0, "lr_scale": scale},
+                )
+            matrices, vectors = pairs[scale, begin]
+            group = matrices if parameter.ndim > 1 else vectors
+            group["params"].append((name, parameter))
+        return [group for group in chain(*pairs.values()) if group["params"]]
 
     def describe(self) -> list[str]:
         """Return lines for the plan; empty if all parameters train with one learning rate."""

@@ -11,7 +11,8 @@ import torch
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
-from duetgan.models.classifier import Classifier, ModelConfig, scaled
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.preparation import scaled
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.resizing import Resizing, ResizingConfig, side_at
 from duetgan.training.classifier.task import ClassifierTask

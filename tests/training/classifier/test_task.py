@@ -1,6 +1,9 @@
 """The classifier's step with its settings on: resume to the bit, and what reaches what."""
 
+import re
 import shutil
+import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
+from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.training.classifier.test_frozen import train
 
@@ -85,6 +89,27 @@ def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
     mixed, plain = (task_of(packed, augment=augment).sample_grid(0) for augment in ({"mixup": 8.0}, {}))
     assert mixed.shape == plain.shape
     assert (mixed != plain).mean() > 0.2
+
+
+def test_the_step_is_that_of_the_documentation(packed):
+    text = (REPOSITORY / "docs/architecture.md").read_text().partition("The classifier's step")[2]
+    lines = re.findall(r"^( *)([A-Z]\w+\.\w+)", text.split("```")[1], re.MULTILINE)
+    expected = []
+    for is_repeated, group in groupby(lines, key=lambda line: bool(line[0])):
+        expected += [name for _, name in group] * (2 if is_repeated else 1)
+    task, calls = task_of(packed, micro_batch=24), []
+    loader = make_loader(task.config, task.dataset, CPU)
+
+    def note(frame, event, _argument):
+        if event == "call" and frame.f_code.co_qualname in expected:
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        task.step(loader, 0)
+    finally:
+        sys.setprofile(None)
+    assert calls == expected
 
 
 FROZEN = ["--finetune.freeze", "[backbone]"]
