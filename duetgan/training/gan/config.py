@@ -219,6 +219,12 @@ class GanConfig(RunConfig):
             for stage in self.stages(resolution).all
         ]
 
+    def schedule_images(self, resolution: int | str) -> int:
+        """Return the number of images after which scheduled settings reach their final values."""
+        if self.schedule_kimg is None:
+            return self.stages(resolution).images_at(self.steps)
+        return max(1, round(self.schedule_kimg * 1000))
+
     @property
     def schedule_steps(self) -> int:
         if self.schedule_kimg is None:

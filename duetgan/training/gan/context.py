@@ -1,16 +1,12 @@
-"""The parts that both halves of a GAN step share: real images, samples, the discriminator's output.
-
-`StepSlice` is the part of the global batch that this process computes.
-"""
+"""The parts that both halves of a GAN step share: real images, samples, the discriminator's output."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from duetgan.data.augment.transforms import draw_and_apply
+from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
 from duetgan.models.gan import (
     ImageDiscriminator,
@@ -19,103 +15,58 @@ from duetgan.models.gan import (
     conditioning_vectors,
 )
 from duetgan.training.base.compiled import Compiled
+from duetgan.training.base.data import label_frequencies
 from duetgan.training.gan.ada import Ada
+from duetgan.training.gan.batch import DiscriminatorOutput, Images, StepSlice
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.draws import GanDraws, Latents, mix_styles
 from duetgan.training.gan.growth import Growth
 from duetgan.training.optim.updater import Precision
-from duetgan.utils.distributed import collectives
 
 
-class StepSlice(NamedTuple):
-    """A step, and the slice of its global batch that this rank computes, in micro-batches.
-
-    `first` and the slices from `micro_batches` are row numbers of the global batch.
-    """
-
-    step: int
-    images_seen: int  # training images before this step
-    batch_size: int  # samples of all ranks
-    size: int  # samples of this rank
-    micro: int  # samples per forward pass
-    first: int  # this rank's first row
-    metrics: dict[str, Tensor]  # 0-d values that the step reports; they add up over the ranks
-
-    def micro_batches(self) -> list[slice]:
-        stop = self.first + self.size
-        return [
-            slice(start, min(start + self.micro, stop))
-            for start in range(self.first, stop, self.micro)
-        ]
-
-    def is_last(self, rows: slice) -> bool:
-        return rows.stop == self.first + self.size
-
-    def half(self) -> "StepSlice":
-        """Return the step with half the global batch, on every rank; micro-batches do not grow."""
-        size = self.size // 2
-        first = collectives.rank() * size
-        micro = min(self.micro, size)
-        return self._replace(batch_size=self.batch_size // 2, size=size, micro=micro, first=first)
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add a micro-batch's contribution, 0-d, to the metric `name`."""
-        value = value.detach()
-        self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
-
-
-class Images(NamedTuple):
-    """A micro-batch of real images or samples, before adaptive augmentation."""
-
-    images: Tensor  # float [n, C, H, W], mostly in [-1, 1]
-    labels: Tensor  # int64 [n]
-    ws: Tensor | None = None  # styles of samples [n, num_ws, w_dim]; None without styles
-    w: Tensor | None = None  # the first style of samples [n, w_dim]
-
-    def detached(self) -> "Images":
-        """Return the micro-batch without graphs, and without `ws`."""
-        w = None if self.w is None else self.w.detach()
-        return Images(self.images.detach(), self.labels, w=w)
-
-
-class DiscriminatorOutput(NamedTuple):
-    """Inputs and outputs of the discriminator for one micro-batch."""
-
-    name: str  # kind of the images, part of the seed keys of their draws: "real", "fake", ...
-    images: Tensor  # [n, C, H, W] before adaptive augmentation
-    labels: Tensor  # int64 [n]
-    hidden: Tensor  # [n, H]: the last activations
-    features: Tensor  # [n, F]: multiplied by the label's embedding for the logits
-    logits: Tensor  # [n]
-
-
-@dataclass
 class Context:
     """The networks in training, and the operations that both halves of a GAN step need."""
 
-    config: GanConfig
-    device: torch.device
-    generator: ImageGenerator
-    discriminator: ImageDiscriminator
-    precision: Precision
-    draws: GanDraws
-    ada: Ada
-    schedule_images: int  # images after which scheduled settings reach their final values
-    # float [labels, classes]: classes of each label set; None unless images have several classes
-    label_sets: Tensor | None = None
-    growth: Growth | None = None
-
-    def __post_init__(self) -> None:
-        self.styled = self.generator if isinstance(self.generator, StyledGenerator) else None
-        self.synthesis = self.styled.synthesis if self.styled else self.generator
+    def __init__(
+        self,
+        config: GanConfig,
+        dataset: Dataset,
+        generator: ImageGenerator,
+        discriminator: ImageDiscriminator,
+        device: torch.device,
+        growth: Growth | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.generator = generator
+        self.discriminator = discriminator
+        self.growth = growth
+        self.precision = Precision(config.precision, device)
+        self.draws = GanDraws(config.seed, device, label_frequencies(config.data, dataset))
+        # images after which scheduled settings reach their final values
+        self.schedule_images = config.schedule_images(dataset.resolution)
+        self.ada = Ada(
+            config.ada,
+            seed=config.seed,
+            channels=generator.spec.channels,
+            alpha=generator.spec.alpha,
+            device=device,
+            schedule_images=self.schedule_images,
+            transfer=config.init_from is not None,
+        )
+        # float [labels, classes]: classes of each label set; None: one class per image
+        self.label_sets: Tensor | None = None
+        if generator.label_sets is not None:
+            self.label_sets = torch.tensor(
+                dataset.meta.multi_hot, dtype=torch.float32, device=device
+            )
+        self.styled = generator if isinstance(generator, StyledGenerator) else None
+        self.synthesis = self.styled.synthesis if self.styled else generator
         self._compiled_synthesis = Compiled(
-            self.synthesis, "the generator", setting=self.config.compile, device=self.device
+            self.synthesis, "the generator", setting=config.compile, device=device
         )
         self._compiled_hidden = Compiled(
-            self.discriminator.hidden,
-            "the discriminator",
-            setting=self.config.compile,
-            device=self.device,
+            discriminator.hidden, "the discriminator", setting=config.compile, device=device
         )
 
     def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:

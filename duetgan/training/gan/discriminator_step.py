@@ -8,8 +8,9 @@ from torch import Tensor
 from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
 from duetgan.training.gan import losses
-from duetgan.training.gan.context import Context, DiscriminatorOutput, Images, StepSlice
-from duetgan.training.gan.label_losses import label_losses
+from duetgan.training.gan.batch import DiscriminatorOutput, Images, StepSlice
+from duetgan.training.gan.context import Context
+from duetgan.training.gan.terms import label_losses
 from duetgan.training.optim.config import cosine
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives

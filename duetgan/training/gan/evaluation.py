@@ -15,6 +15,7 @@ from duetgan.metrics.figures import GAN, history
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
 from duetgan.training.gan.config import GanConfig
 from duetgan.utils.distributed import collectives
+from duetgan.utils.images import grid
 from duetgan.utils.machine import upload
 
 LOGIT_IMAGES = 512  # largest number of images of each kind for the mean logits of an evaluation
@@ -67,6 +68,21 @@ class GanEvaluation:
             metrics[f"memorised/{copies['extractor']}"] = copies["share"]
             metrics[f"memorised_p/{copies['extractor']}"] = copies["p_value"]
         return metrics
+
+    def sample_grid(self, generator: ImageGenerator) -> np.ndarray:
+        """Return a uint8 image [H, W, C] of samples with fixed latents.
+
+        It has one row for each of the first 20 labels.
+        """
+        rows = columns = 8
+        labels = None
+        if generator.num_labels:
+            rows = min(20, generator.num_labels)
+            columns = 10
+            labels = generator.conditions(torch.arange(rows).repeat_interleave(columns))
+        count = range(rows * columns)
+        samples = generate(generator, labels=labels, indices=count, seed=self.config.seed)
+        return grid(samples, columns=columns, spec=generator.spec)
 
     def mean_logits(
         self, generator: ImageGenerator, discriminator: ImageDiscriminator, val_dataset: Dataset

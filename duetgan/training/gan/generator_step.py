@@ -1,33 +1,21 @@
 """The generator's half of a GAN step: losses, path-length penalty, update, and moving averages."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from duetgan.models.gan import label_loss
 from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
 from duetgan.training.base.teacher import Teacher
-from duetgan.training.gan import losses
-from duetgan.training.gan.context import Context, DiscriminatorOutput, Images, StepSlice
-from duetgan.training.gan.label_losses import auxiliary_loss
-from duetgan.training.gan.path_length import PathLength
+from duetgan.training.gan.batch import Images, StepSlice
+from duetgan.training.gan.context import Context
+from duetgan.training.gan.terms import Judged, PathLength, further_terms
 from duetgan.training.optim.config import cosine
 from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
-
-
-class Judged(NamedTuple):
-    """Samples with the discriminator's outputs for them and for real images."""
-
-    step_slice: StepSlice
-    fake: Images
-    output: DiscriminatorOutput
-    real_output: DiscriminatorOutput | None  # without a graph; None if no loss compares with it
 
 
 @contextmanager
@@ -53,14 +41,7 @@ class GeneratorStep:
         self.loss = context.config.loss
         self.objective = context.config.loss.functions
         self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
-        # The loss functions by name. To add a loss, add an entry.
-        self.terms: dict[str, Callable[[Judged], Tensor]] = {"adversarial": self._adversarial}
-        if teacher is not None and self.loss.classifier_weight:
-            self.terms["classifier"] = self._classifier
-        if self.loss.auxiliary_weight:
-            self.terms["auxiliary"] = self._auxiliary
-        if self.loss.feature_matching_weight:
-            self.terms["feature_matching"] = self._feature_matching
+        self.terms = {"adversarial": self._adversarial} | further_terms(context, teacher)
         self.compares = self.objective.paired or "feature_matching" in self.terms
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> list[Images]:
@@ -145,8 +126,6 @@ class GeneratorStep:
         beta = half_life_beta(batch, seen, kimg * 1000, rampup)
         self.ema.update(context.generator, beta, skipped)
 
-    # --- losses of a micro-batch, each weighted and divided by the global batch size
-
     def _adversarial(self, judged: Judged) -> Tensor:
         logits = judged.output.logits
         if self.objective.paired and judged.real_output is not None:
@@ -154,27 +133,3 @@ class GeneratorStep:
         loss = self.objective.generator(logits).sum() / judged.step_slice.batch_size
         judged.step_slice.add("loss/generator", loss)
         return loss
-
-    def _classifier(self, judged: Judged) -> Tensor:
-        """Return the cross entropy of a classifier that must recognise the samples' labels."""
-        assert self.teacher is not None
-        fake = judged.fake
-        with self.context.precision.autocast():
-            logits = self.teacher(fake.images)
-        loss = label_loss(logits.to(fake.images.dtype), fake.labels, self.context.label_sets)
-        loss = loss / judged.step_slice.batch_size
-        judged.step_slice.add("loss/classifier", loss)
-        return loss * self.loss.classifier_weight
-
-    def _auxiliary(self, judged: Judged) -> Tensor:
-        return auxiliary_loss(self.context, judged.output, judged.step_slice)
-
-    def _feature_matching(self, judged: Judged) -> Tensor:
-        """Return the distance of D's mean features of groups of samples and real images."""
-        assert judged.real_output is not None
-        group = self.loss.feature_matching_group
-        hidden = judged.output.hidden
-        distances = losses.feature_matching(hidden, judged.real_output.hidden, group)
-        distance = distances.sum() * (group / judged.step_slice.batch_size)
-        judged.step_slice.add("loss/feature_matching", distance)
-        return distance * self.loss.feature_matching_weight

@@ -8,15 +8,15 @@ is one stage.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from annotated_types import Ge
 from torch import Tensor
 
-from duetgan.models.growing import Alpha, GrowingDiscriminator, GrowingGenerator
+from duetgan.models.growing import Alpha, StageGenerator
 from duetgan.models.layers import upsample_fir
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
@@ -198,13 +198,16 @@ class Growth:
     def __init__(
         self,
         stages: Stages,
-        networks: Sequence[GrowingGenerator | GrowingDiscriminator],
+        generator: Any,  # a GrowingGenerator
+        average: Any,  # the moving average of `generator`
+        discriminator: Any,  # a GrowingDiscriminator
         *,
         is_compiled: bool,
         device: torch.device,
     ) -> None:
         self.stages = stages
-        self.networks = networks
+        self.networks = (generator, average, discriminator)
+        self.average = StageGenerator(average)
         self.is_compiled = is_compiled
         self.device = device
         self.stage = stages.at(0)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from duetgan.training.base.phases import phase
-from duetgan.training.gan.context import Images, StepSlice
+from duetgan.training.gan.batch import Images, StepSlice
 from duetgan.training.gan.discriminator_step import DiscriminatorStep
-from duetgan.training.gan.generator_step import GeneratorStep, Judged
+from duetgan.training.gan.generator_step import GeneratorStep
+from duetgan.training.gan.terms import Judged
 
 
 class JointStep:

@@ -9,34 +9,30 @@ from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
-from duetgan.models.gan import ImageGenerator, generate
-from duetgan.models.growing import StageGenerator
+from duetgan.models.gan import ImageGenerator
 from duetgan.models.registry import architecture_of
 from duetgan.training.base.compiled import is_compiled
 from duetgan.training.base.config import Shape
-from duetgan.training.base.data import check_same_classes, label_frequencies
+from duetgan.training.base.data import check_same_classes
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Stateful, Task
 from duetgan.training.base.teacher import Teacher
-from duetgan.training.gan.ada import Ada
+from duetgan.training.gan.batch import Images, StepSlice
 from duetgan.training.gan.config import GanConfig
-from duetgan.training.gan.context import Context, Images, StepSlice
+from duetgan.training.gan.context import Context
 from duetgan.training.gan.diagnostics import Watch
 from duetgan.training.gan.diagnostics.loss_gradients import LossGradients
 from duetgan.training.gan.discriminator_step import DiscriminatorStep
-from duetgan.training.gan.draws import GanDraws
 from duetgan.training.gan.evaluation import GanEvaluation
 from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.gan.growth import Growth
 from duetgan.training.gan.joint_step import JointStep
+from duetgan.training.gan.networks import build_networks
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
-from duetgan.training.optim.updater import Precision, Updater
+from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
-from duetgan.utils.images import grid
-from duetgan.utils.seeding import forked
 
 
 class GanTask(Task):
@@ -59,21 +55,25 @@ class GanTask(Task):
         self.val_dataset = val_dataset
         self.device = device
         self.shape = config.shape(dataset)
-        self.label_sets = dataset.meta.sets if self.shape["classes"] else None
         # The classes must agree because an evaluation draws samples with the validation labels.
         if val_dataset is not None and val_dataset.classes and self.shape["classes"]:
             check_same_classes(config.data, dataset, val_dataset)
-        self._build_networks()
+        self.generator, self.discriminator = build_networks(config, dataset, device)
+        self.ema = EMA(self.generator, buffers="copy")
         self.growth = None
         if self.stages.growing:
             self.growth = Growth(
                 self.stages,
-                [self.generator, self.ema.model, self.discriminator],
+                self.generator,
+                self.ema.model,
+                self.discriminator,
                 is_compiled=is_compiled(config.compile, device),
                 device=device,
             )
-        self.precision = Precision(config.precision, device)
-        self.context = self._context()
+        self.context = Context(
+            config, dataset, self.generator, self.discriminator, device, self.growth
+        )
+        self.precision = self.context.precision
         teacher = None
         if config.loss.classifier is not None:
             teacher = Teacher("loss.classifier", config.loss.classifier, dataset, device)
@@ -94,37 +94,6 @@ class GanTask(Task):
         self.best_metric = f"frechet/{config.evaluation.extractor}"
         # Built before training, so that an error does not wait until the first evaluation.
         self.evaluation = GanEvaluation(config, dataset, device)
-
-    def _context(self) -> Context:
-        config, spec = self.config, self.generator.spec
-        schedule_images = self.stages.images_at(config.steps)
-        if config.schedule_kimg is not None:
-            schedule_images = max(1, round(config.schedule_kimg * 1000))
-        ada = Ada(
-            config.ada,
-            seed=config.seed,
-            channels=spec.channels,
-            alpha=spec.alpha,
-            device=self.device,
-            schedule_images=schedule_images,
-            transfer=config.init_from is not None,
-        )
-        label_sets = None
-        if self.label_sets is not None:
-            multi_hot = self.dataset.meta.multi_hot
-            label_sets = torch.tensor(multi_hot, dtype=torch.float32, device=self.device)
-        return Context(
-            config,
-            self.device,
-            self.generator,
-            self.discriminator,
-            self.precision,
-            GanDraws(config.seed, self.device, label_frequencies(config.data, self.dataset)),
-            ada,
-            schedule_images,
-            label_sets,
-            self.growth,
-        )
 
     def _updater(self, network: nn.Module, optimizer: OptimizerConfig) -> Updater:
         return Updater(
@@ -147,35 +116,6 @@ class GanTask(Task):
         discriminator = networks.network("discriminator", config.discriminator, **shape)
         return {"generator": (generator, 4), "discriminator": (discriminator, 3)}
 
-    def _build_networks(self) -> None:
-        """Build the generator, its moving average and the discriminator.
-
-        Each network is initialised from its own seed key.
-        """
-        config = self.config
-        networks = architecture_of(config.architecture)
-        if self.stages.growing:
-            assert networks.growing is not None  # The config refuses other architectures.
-            networks = networks.growing
-        with forked(config.seed, "init", "generator"):
-            generator = networks.network("generator", config.generator, **self.shape)
-        with forked(config.seed, "init", "discriminator"):
-            discriminator = networks.network("discriminator", config.discriminator, **self.shape)
-        if config.loss.auxiliary_weight:
-            if self.shape["classes"] < 2:
-                raise UserError(
-                    "loss.auxiliary_weight needs images of two classes or more: leave it out"
-                )
-            with forked(config.seed, "init", "auxiliary"):
-                discriminator.add_auxiliary()
-        layout = torch.channels_last if config.channels_last else torch.contiguous_format
-        if self.label_sets is not None:
-            order = np.argsort(np.negative(self.dataset.meta.histogram), kind="stable")
-            generator.label_sets = [self.label_sets[label] for label in order]
-        self.generator = generator.to(self.device, memory_format=layout)
-        self.discriminator = discriminator.to(self.device, memory_format=layout)
-        self.ema = EMA(self.generator, buffers="copy")
-
     def images_at(self, step: int) -> int:
         return self.stages.images_at(step)
 
@@ -194,7 +134,7 @@ class GanTask(Task):
             "teachers": self.teacher_lineage.teachers,
             "stage": [stage.resolution, stage.alpha],
         }
-        if self.label_sets is not None:
+        if self.generator.label_sets is not None:
             provenance["sets"] = self.generator.label_sets
         return provenance
 
@@ -272,28 +212,13 @@ class GanTask(Task):
         """Return the moving average of the generator, at the current stage of growth."""
         if self.growth is None or self.growth.is_complete:
             return self.ema.model
-        return StageGenerator(self.ema.model)
+        return self.growth.average
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         return self.watch.observe(step, row)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """Return a uint8 image [H, W, C] of samples with fixed latents.
-
-        It has one row for each of the first 20 labels.
-        """
-        rows = columns = 8
-        labels = None
-        if self.generator.num_labels:
-            rows, columns = min(20, self.generator.num_labels), 10
-            labels = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
-        samples = generate(
-            self.average_generator(),
-            labels=labels,
-            indices=range(rows * columns),
-            seed=self.config.seed,
-        )
-        return grid(samples, columns=columns, spec=self.generator.spec)
+        return self.evaluation.sample_grid(self.average_generator())
 
     def evaluate(self) -> dict[str, float]:
         metrics = self.evaluation.metrics(self.average_generator(), self.val_dataset)

@@ -12,8 +12,8 @@ from duetgan.data.packing.records import pack_arrays
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.models.restore import discriminator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.training.gan.batch import StepSlice
 from duetgan.training.gan.config import config_of
-from duetgan.training.gan.context import StepSlice
 from duetgan.training.gan.draws import GanDraws
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked

@@ -13,8 +13,8 @@ from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.joint_step import JointStep
-from duetgan.training.gan.path_length import PathLength
 from duetgan.training.gan.task import GanTask
+from duetgan.training.gan.terms import PathLength
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.distributed.test_oracle import CLASSES, untrained_classifier

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from duetgan.models.layers.convolution import penalised
-from duetgan.training.gan.context import Images, StepSlice
+from duetgan.training.gan.batch import Images, StepSlice
 from duetgan.training.gan.generator_step import GeneratorStep, frozen
 from duetgan.utils.distributed import collectives
 
