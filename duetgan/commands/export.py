@@ -75,7 +75,7 @@ def parser() -> Parser:
     add(
         "--no-benchmark",
         action="store_true",
-        help="skip the timing, and the comparison with folded and bf16 networks; the file is checked anyway",
+        help="skip the timing; the file is checked anyway",
     )
     add(
         "--repeats",

@@ -53,10 +53,8 @@ class Program(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden = [network]  # in a list, so that torch does not register it as a submodule
-        self.names: dict[str, str] = {}
-        for name in network.state_dict():
-            if stored := stored_name(name):
-                self.names[name] = stored
+        stored = {name: stored_name(name) for name in network.state_dict()}
+        self.names = {name: stored[name] for name in stored if stored[name]}
         self.inputs = inputs
 
     def forward(self, weights: list[Tensor], *inputs: Tensor | list[Tensor]) -> Tensor:
@@ -133,7 +131,7 @@ def write(subject: Subject, path: Path) -> None:
     for name, program in programs(subject).items():
         program.write(path / f"{name}.pt2")
         program_names[name] = list(program.names.values())
-    interface_entries: Document = {"programs": program_names}
+    entries: Document = {"programs": program_names}
     seed = None
     if isinstance(subject.network, Drawing):
         seed, generator = 0, subject.network.generator
@@ -141,10 +139,14 @@ def write(subject: Subject, path: Path) -> None:
         chosen = range(min(generator.num_labels, most))
         count = min(8, most // max(1, len(chosen))) * len(chosen) or most
         draw_grid(Sampler(generator=generator, chosen=chosen), path / "samples.png", count=count)
-        interface_entries |= {"z_dim": generator.z_dim, "noise": []}
+        entries |= {"z_dim": generator.z_dim, "noise": []}
         if generator.has_styles:
-            interface_entries |= _noise_entries(cast(StyledGenerator, generator))
-    config = described(subject.checkpoint, licence=subject.licence, entries=interface_entries)
+            styled: Any = generator
+            names = {id(buffer): name for name, buffer in styled.named_buffers()}
+            # the stored noise maps in the order of the layers, and the number of styles
+            entries["noise"] = [names[id(layer.noise_const)] for layer in styled.styled_layers()]
+            entries["num_ws"] = styled.num_ws
+    config = described(subject.checkpoint, licence=subject.licence, entries=entries)
     if not config["figures"]:
         say("note: the card has no metrics; run evaluate.py --checkpoint RUN, then export again")
     texts = {
@@ -154,18 +156,6 @@ def write(subject: Subject, path: Path) -> None:
     }
     for name, text in texts.items():
         (path / name).write_text(text, encoding="utf-8")
-
-
-def _noise_entries(generator: StyledGenerator) -> Document:
-    """Return config.json's entries for the stored noise maps, by name and in the order of the
-    layers, and for the number of styles.
-    """
-    names = {id(buffer): name for name, buffer in generator.named_buffers()}
-    layers = cast(Any, generator).styled_layers()
-    return {
-        "noise": [names[id(layer.noise_const)] for layer in layers],
-        "num_ws": generator.num_ws,
-    }
 
 
 def load(_subject: Subject, path: Path) -> Runner:
@@ -184,13 +174,11 @@ def evaluated(checkpoint: Checkpoint) -> Document:
     an empty dict.
     """
     path = run_folder(Path(checkpoint["file"])) / "eval" / "metrics.json"
-    try:
+    if not path.is_file():
+        return {}
+    with files.reading(path, "evaluate again", ValueError, RecursionError, AttributeError):
         document = json.loads(files.read_file(path, files.TABLE))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(document, dict):
-        return {}
-    is_same = all(document.get(key) == checkpoint[key] for key in ("task", "step"))
+        is_same = all(document.get(key) == checkpoint[key] for key in ("task", "step"))
     return document if is_same else {}
 
 
@@ -198,25 +186,27 @@ def figures(document: Document) -> list[Document]:
     """Return the metrics of an evaluation: `name`, `value`, `interval` (95 %) or null, the number
     of images `n`, `extractor` or null, and the `floor` of distances (between real images).
     """
-    groups: list[tuple[Document, Sequence[Figure], str]] = []
+    # (metrics, their table, extractor)
+    groups: list[tuple[Document, Sequence[Figure], str | None]] = []
     for distances in document.get("distances") or []:
         # The path of classifier:RUN is private.
         groups.append((distances, GAN, str(distances.get("extractor")).partition(":")[0]))
     if document.get("task") == "classifier":
-        groups.append((document, CLASSIFIER, ""))
+        groups.append((document, CLASSIFIER, None))
     else:
         groups.append((document, [row for row in GAN if row.by_judge], "classifier"))
     rows = []
     for group, table, extractor in groups:
-        for name in (row.key for row in table if row.key not in FLOORS.values()):
-            if not isinstance(group.get(name), (int, float)):
+        names = [row.key for row in table if isinstance(group.get(row.key), (int, float))]
+        for name in names:
+            if name in FLOORS.values():
                 continue
             row = {
                 "name": name,
                 "value": group[name],
                 "interval": group.get(f"{name}_interval"),
                 "n": group.get("n", document.get("n")),
-                "extractor": extractor or None,
+                "extractor": extractor,
             }
             floor = group.get(FLOORS.get(name, ""))
             if floor is not None:
@@ -329,24 +319,25 @@ USE = {  # task -> kind of model, and example code
 def metadata(name: str, config: Document) -> Document:
     """Return the model card's metadata for the Hugging Face hub."""
     task = TAGS[config["task"]]
-    tags = ["duet", config["architecture"]]
-    if config["classes"]:
-        tags.append("class-conditional")
     head: Document = {
         "license": config["licence"],
         "library_name": "pytorch",
         "pipeline_tag": task,
-        "tags": tags,
+        "tags": ["duet", config["architecture"]],
     }
+    if config["classes"]:
+        head["tags"].append("class-conditional")
     if config["figures"]:
         tested = str(config["data"]["tested_on"])
-        data = {"type": "duet-packed-images", "name": f"held-out images, {tested[:16]}"}
-        metrics = []
+        result = {
+            "task": {"type": task},
+            "dataset": {"type": "duet-packed-images", "name": f"held-out images, {tested[:16]}"},
+            "metrics": [],
+        }
         for row in config["figures"]:
             extractor = f", {row['extractor']}" if row["extractor"] else ""
             title = f"{row['name']} (n {row['n']}{extractor})"
-            metrics.append({"type": row["name"], "value": row["value"], "name": title})
-        result = {"task": {"type": task}, "dataset": data, "metrics": metrics}
+            result["metrics"].append({"type": row["name"], "value": row["value"], "name": title})
         head["model-index"] = [{"name": name, "results": [result]}]
     return head
 

@@ -2,7 +2,6 @@
 export is checked with.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -77,23 +76,6 @@ class Drawing(nn.Module):
                 centre = centre[labels]
         w = centre.lerp(generator.mapping(z, labels), self.psi)
         return generator.synthesis(w[:, None].expand(-1, generator.num_ws, -1), "const")
-
-
-class InBfloat16(nn.Module):
-    """A network in bfloat16 with float32 inputs and outputs: a copy with bfloat16 weights, or the
-    network itself under autocast.
-    """
-
-    def __init__(self, model: nn.Module, *, autocast: bool = False) -> None:
-        super().__init__()
-        self.autocast = autocast
-        self.model = model if autocast else copy.deepcopy(model).eval().to(torch.bfloat16)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
-            if not self.autocast:
-                inputs = tuple(x.to(torch.bfloat16) for x in inputs)
-            return self.model(*inputs).float()
 
 
 @dataclass(frozen=True, kw_only=True)
