@@ -22,11 +22,11 @@ from duetgan.models.gan import ImageGenerator, NoiseMode, TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.images import grid
-from duetgan.utils.machine import cores, ran_out
+from duetgan.utils.machine import cores
 
-BATCH = 64  # images of the first batch; halved when memory runs out
+BATCH = 64  # images
 # Generated images exceed [-1, 1] slightly; images beyond this magnitude are in another range.
 MAX_MAGNITUDE = 2.0
 
@@ -52,7 +52,6 @@ class Classifier(nn.Module):
         self.class_names: list[str] = list(checkpoint["classes"])
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
-        self._batch = BATCH
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [N, classes] of images float [N, C, H, H] in [-1, 1], the output of
@@ -75,21 +74,12 @@ class Classifier(nn.Module):
         items = _single_images(images)
         rows = [torch.empty(0, len(self.class_names), dtype=torch.float64)]
         with ThreadPoolExecutor(cores(), "decode") as pool:
-            while batch := list(itertools.islice(items, self._batch)):
+            while batch := list(itertools.islice(items, BATCH)):
                 pixels = torch.stack(list(pool.map(self.transform.pixels, batch)))
-                rows.append(self._probabilities(pixels))
+                rows.append(judge_images(self.network, pixels))
         probabilities = torch.cat(rows)
         labels = [self.class_names[i] for i in probabilities.argmax(1).tolist()]
         return Predictions(labels, probabilities)
-
-    def _probabilities(self, pixels: Tensor) -> Tensor:
-        try:
-            return judge_images(self.network, pixels)
-        except (RuntimeError, MemoryError) as error:
-            if len(pixels) == 1 or not ran_out(error):
-                raise
-        self._batch = len(pixels) // 2
-        return torch.cat([self._probabilities(part) for part in pixels.split(self._batch)])
 
 
 class Samples(NamedTuple):
@@ -131,13 +121,18 @@ class Generator(nn.Module):
 
         Raises UserError for another type or shape, and for labels out of range.
         """
-        if not z.is_floating_point() or z.ndim != 2 or z.shape[1] != self.z_dim:
-            raise UserError(f"z: {_kind(z)} was given; it is normal: torch.randn(N, {self.z_dim})")
         classes = len(self.class_names)
-        if (labels is None) != (classes == 0):
-            if classes:
-                raise UserError(f"labels: give int64 [N], 0 to {classes - 1}")
-            raise UserError("labels: give None: this generator is unconditional")
+        refuse(
+            (
+                not z.is_floating_point() or z.ndim != 2 or z.shape[1] != self.z_dim,
+                f"z: {_kind(z)} was given; it is normal: torch.randn(N, {self.z_dim})",
+            ),
+            (classes and labels is None, f"labels: give int64 [N], 0 to {classes - 1}"),
+            (
+                not classes and labels is not None,
+                "labels: give None: this generator is unconditional",
+            ),
+        )
         if labels is not None and not labels.is_floating_point() and len(labels):
             low, high = (int(value) for value in labels.aminmax())
             if not 0 <= low <= high < classes:

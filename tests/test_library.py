@@ -80,31 +80,13 @@ def test_predictions_are_those_of_the_network(classifier, runs, photo, monkeypat
     network = classifier_from(load(resolve(runs["classifier"])))
     images = [np.roll(photo, shift, axis=1) for shift in range(5)]
     expected = judge_images(network, torch.stack([classifier.transform.pixels(image) for image in images]))
-    monkeypatch.setattr(classifier, "_batch", 2)
+    monkeypatch.setattr("duetgan.library.BATCH", 2)
     for many in (images, iter(images), np.stack(images), [np.stack(images[:3]), *images[3:]]):
         labels, probabilities = classifier.predict(many)
         torch.testing.assert_close(probabilities, expected)
         assert labels == [CLASSES[i] for i in expected.argmax(1).tolist()]
     assert classifier.predict(photo).probabilities.shape == (1, len(CLASSES))
     assert classifier.predict([])[0] == []
-
-
-def test_a_batch_is_halved_where_memory_runs_out(classifier, photo, monkeypatch):
-    expected, sizes = classifier.predict([photo] * 7).probabilities, []
-
-    def tight(network, pixels):
-        sizes.append(len(pixels))
-        if len(pixels) > 2:
-            raise torch.OutOfMemoryError("out of memory")
-        return judge_images(network, pixels)
-
-    monkeypatch.setattr("duetgan.library.judge_images", tight)
-    monkeypatch.setattr(classifier, "_batch", 7)
-    torch.testing.assert_close(classifier.predict([photo] * 7).probabilities, expected)
-    assert max(sizes[1:]) < 7
-    monkeypatch.setattr("duetgan.library.judge_images", lambda *_: tight(None, pixels=[0] * 3))
-    with pytest.raises(torch.OutOfMemoryError):
-        classifier.predict(photo)
 
 
 @pytest.mark.parametrize(

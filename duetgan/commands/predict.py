@@ -1,7 +1,7 @@
 """Classify images with a trained classifier."""
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -85,13 +85,11 @@ def main(argv: list[str]) -> int:
     fast = faster(
         classifier, device, precision=options.precision, fold=options.fold, tta=options.tta
     )
-    failures = Counter[str]()
-    first_failures: dict[str, str] = {}
+    failures = defaultdict[str, list[str]](list)  # kind of failure -> names of images
 
     def note(answer: predictions.Answer, failure: str, name: str) -> None:
         if "error" in answer:
-            failures[failure] += 1
-            first_failures.setdefault(failure, name)
+            failures[failure].append(name)
 
     quiet = not (options.csv or options.sort_into)  # predictions are printed as they come
     with ExitStack() as stack:
@@ -136,7 +134,9 @@ def main(argv: list[str]) -> int:
             refresh(folder / "maps")
     for path in filter(None, (options.csv, options.errors)):
         print(f"wrote {path}", file=sys.stderr)
-    for failure, number in failures.items():
-        first = printable(first_failures[failure])
-        print(f"error: {number} of {count} images {failure}, the first: {first}", file=sys.stderr)
+    for failure, names in failures.items():
+        first = printable(names[0])
+        print(
+            f"error: {len(names)} of {count} images {failure}, the first: {first}", file=sys.stderr
+        )
     return EXIT_USER if failures else EXIT_OK

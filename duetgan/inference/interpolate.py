@@ -92,13 +92,13 @@ class Journey:
         generator, t = with_styles(sampler.generator, "interpolate"), t[:, None]
         if self.space == "w":
             ws = sampler.styles(z, labels)
-            ws = torch.lerp(ws[a], ws[b], t)
-        elif labels is None:
-            ws = sampler.styles(z_between, None)
+            ends = [ws[a], ws[b]]
         else:  # The mapping network takes no mixed labels, so the styles of both are mixed.
-            ws_a, ws_b = (sampler.styles(z_between, labels[rows]) for rows in (a, b))
-            ws = torch.lerp(ws_a, ws_b, t)
-        return generator.synthesis(ws, maps)
+            ends = []
+            for rows in (a, b):
+                condition = None if labels is None else labels[rows]
+                ends.append(sampler.styles(z_between, condition))
+        return generator.synthesis(torch.lerp(*ends, t), maps)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:

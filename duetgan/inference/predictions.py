@@ -75,33 +75,31 @@ def predict(
     transform = Transform.of(checkpoint, resize)
     with contextlib.closing(read_batches(inputs, transform, batch_size=batch_size)) as batches:
         for batch in batches:
-            answers: list[Answer] = []
-            pixels: list[Tensor] = []
-            files: list[Path] = []
-            for _, answer, image in batch:
-                file = next(maps.files) if maps else Path()
-                if image is not None:
-                    answers.append(answer)
-                    pixels.append(image)
-                    files.append(file)
-            if pixels:
-                images = torch.stack(pixels)
+            readable = [number for number, (*_, image) in enumerate(batch) if image is not None]
+            files = list(itertools.islice(maps.files, len(batch))) if maps else []
+            if readable:
+                images = torch.stack([batch[number].pixels for number in readable])
                 probabilities = judge_images(fast or classifier, images)
-                for answer, row, file in zip(answers, probabilities, files, strict=True):
-                    order = row.sort(descending=True, stable=True).indices.tolist()
-                    answer["label"] = classes[order[0]]
-                    if classifier.thresholds is not None:
-                        has_label = (row >= classifier.thresholds.cpu().double()).tolist()
-                        answer["labels"] = [classes[i] for i in order if has_label[i]]
-                        answer["label"] = ";".join(answer["labels"])
-                    answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
-                    if maps is not None:
-                        answer["gradcam"] = str(file)
+                for number, row in zip(readable, probabilities, strict=True):
+                    batch[number].answer.update(_answer(classifier, classes, row, top))
                 if maps is not None:
-                    batch_maps = maps._replace(files=iter(files))
-                    save_maps(classifier, classes, images, probabilities, batch_maps)
+                    readable_files = [files[number] for number in readable]
+                    save_maps(classifier, classes, images, probabilities, maps, readable_files)
+                    for number in readable:
+                        batch[number].answer["gradcam"] = str(files[number])
             for item, answer, _ in batch:
                 yield item, answer
+
+
+def _answer(classifier: Classifier, classes: list[str], probabilities: Tensor, top: int) -> Answer:
+    order = probabilities.sort(descending=True, stable=True).indices.tolist()
+    answer: Answer = {"label": classes[order[0]]}
+    if classifier.thresholds is not None:
+        has_label = (probabilities >= classifier.thresholds.cpu().double()).tolist()
+        answer["labels"] = [classes[i] for i in order if has_label[i]]
+        answer["label"] = ";".join(answer["labels"])
+    answer["probabilities"] = {classes[i]: float(probabilities[i]) for i in order[:top]}
+    return answer
 
 
 def read_batches(
@@ -130,14 +128,21 @@ def read_batches(
 
 
 def save_maps(
-    classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps
+    classifier: Classifier,
+    classes: list[str],
+    images: Tensor,
+    probabilities: Tensor,
+    maps: Maps,
+    files: Sequence[Path],
 ) -> None:
-    """Write a PNG for each of `images`, uint8 [n, C, H, W]: the image next to its Grad-CAM map."""
+    """Write a PNG for each of `images`, uint8 [n, C, H, W], into its file: the image next to its
+    Grad-CAM map.
+    """
     predicted = probabilities.argmax(1)
     labels = predicted if maps.label is None else torch.full_like(predicted, maps.label)
     heats = image_heat(classifier, images, labels, maps.layer)
     for image, heat, row, label, file in zip(
-        images, heats, probabilities, labels.tolist(), maps.files, strict=True
+        images, heats, probabilities, labels.tolist(), files, strict=True
     ):
         best = int(row.argmax())
         evidence = f"no evidence for {classes[label]}"
@@ -208,14 +213,11 @@ def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Si
 
         def write(item: Input, answer: Answer) -> None:
             row: list[object] = [item.name]
-            probabilities: dict[str, float] = answer.get("probabilities", {})
-            if probabilities:
+            if "error" not in answer:
+                probabilities: dict[str, float] = answer["probabilities"]
                 pairs = list(itertools.chain(*probabilities.items()))
-                row += [answer["label"], *pairs[1:2]]
-                if top:
-                    row += pairs[2:]
-                else:
-                    row += [probabilities[name] for name in classes if name in probabilities]
+                row += [answer["label"], pairs[1]]
+                row += pairs[2:] if top else [probabilities[name] for name in classes]
             add([*row, *[""] * (len(head) - len(row))])
 
         yield write

@@ -247,12 +247,11 @@ class Projector:
         if not isinstance(start.noise, str):
             maps = [noise_map.clone().requires_grad_() for noise_map in start.noise]
         optimizer = torch.optim.Adam([w, *maps], lr=self.config.lr, betas=(0.9, 0.999))
+        amplitude = 0.0 if refine else self.config.shake * self.spread
         for step in range(self.config.steps):
             optimizer.param_groups[0]["lr"] = self.config.lr * rate(step, self.config.steps)
-            shake = 0.0
-            if not refine:
-                fraction = step / self.config.steps
-                shake = self.config.shake * self.spread * max(0.0, 1 - fraction / NOISE_END) ** 2
+            fraction = step / self.config.steps
+            shake = amplitude * max(0.0, 1 - fraction / NOISE_END) ** 2
             key = keyed_generator(self.seed, "project", space, step)
             shaken = w + shake * torch.randn(w.shape, generator=key).to(self.device)
             with full_float32(self.device):

@@ -3,7 +3,8 @@
 A sample's number gives its class and the key of its random numbers, which give its latents.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import PADDING, save_image, save_rows, save_table
-from duetgan.utils.machine import available_bytes, upload
+from duetgan.utils.machine import upload
 from duetgan.utils.runlog.progress import Bar
 
 
@@ -178,8 +179,6 @@ def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) 
 # --- tables
 
 COLUMNS = 8  # columns of a grid without classes
-CELL = 64  # px; smaller images are enlarged to about this size
-COPIES = 3  # copies of a picture in memory: the array, Pillow's, and the samples with the file
 
 
 def draw_grid(
@@ -189,25 +188,19 @@ def draw_grid(
 
     The numbers of samples of two classes differ by one at most. Names and text chunks of single
     images hold the seed, the index (`Sampler.indices`) and the class's name from `names`. Returns
-    the number of samples. Raises UserError for a picture that does not fit into memory.
+    the number of samples.
     """
     num_classes, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * num_classes or GRID[1]
-    height, width = (max(side, CELL) for side in spec.size)  # approximate size of a cell
-    fits = available_bytes() // (COPIES * 3 * height * width)
     picture = out.suffix.lower() == ".png"
-    if picture and count > fits:
-        raise UserError(
-            f"--n {count}: memory holds a picture of about {fits:,}; --out FOLDER writes any number, one by one"
-        )
-    bar: Iterable[range] = Bar(sampler.batches(count), "samples", unit="batch", delay=1)
-    if not picture:
-        for numbers in bar:
-            _save_images(sampler, numbers, names, out)
-        return count
     images: list[Tensor] = []
-    for numbers in bar:
-        images += sampler.images(numbers)
+    for numbers in Bar(sampler.batches(count), "samples", unit="batch", delay=1):
+        if picture:
+            images += sampler.images(numbers)
+        else:
+            _save_images(sampler, numbers, names, out)
+    if not picture:
+        return count
     rows = [images]
     if num_classes:
         rows = [images[label::num_classes] for label in range(min(num_classes, count))]
@@ -402,15 +395,12 @@ def parse_layers(text: str, count: int) -> list[int]:
     """
     layers: set[int] = set()
     for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise UserError(
-                f"--layers {text}: {part.strip()!r} is neither a layer nor a range; write it like 0-3,6"
-            )
-        low, high = int(first), int(last or first)
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.replace(" ", ""))
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not low <= high < count:
             raise UserError(
-                f"--layers {text}: {part.strip()} is not within this generator's layers 0-{count - 1}"
+                f"--layers {text}: {part.strip()!r} is no layer or range within 0-{count - 1}, this "
+                "generator's layers; write it like 0-3,6"
             )
         layers.update(range(low, high + 1))
     return sorted(layers)

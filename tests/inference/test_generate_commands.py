@@ -186,7 +186,7 @@ def test_progress_comes_to_its_end(runs, tmp_path, monkeypatch):
     seen, close = {}, Bar.close
 
     def closed(bar):
-        seen[bar._description] = bar.total, bar.done
+        seen[bar.desc.removesuffix(": ")] = bar.total, bar.n
         close(bar)
 
     monkeypatch.setattr(Bar, "close", closed)

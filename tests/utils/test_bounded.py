@@ -56,7 +56,7 @@ OWN = {  # what opens files otherwise, and why
         "reporting/report.py",
     ),
     # runs elsewhere, in the folder that it came with; code of one's own, which is run
-    *("inference/export/page.py", "utils/config/plugins.py"),
+    *("extras/model_folder/page.py", "utils/config/plugins.py"),
     # the kernel's figures, the null device, the recipes, the place itself
     *("utils/machine.py", "utils/distributed/process.py", "utils/runlog/versions.py", "utils/config/recipes.py"),
     "training/base/monitors.py",

@@ -68,11 +68,5 @@ FORMATS = {
         task="classifier",
         several_labels=False,
     ),
-    "folder": Format(
-        module="duetgan.inference.export.folder",
-        help="weights, a model card and a page of Python that only needs torch and safetensors",
-        several_labels=False,
-        folder=True,
-    ),
 }
 extras.attach(__name__)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from duetgan.data.images import RESIZE_FILTERS, trained_mode
-from duetgan.inference.export import page
+from duetgan.extras.model_folder import page
 from duetgan.inference.export.subject import EXAMPLES, Drawing, Runner, Subject, as_runner
 from duetgan.inference.export.torch_export import traced
 from duetgan.inference.export.weights import contents, interface, write_weights

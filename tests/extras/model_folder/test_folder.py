@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from duetgan.commands import export as script
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.model_folder.folder import described, readme
 from duetgan.inference.export.check import CheckFailed
-from duetgan.inference.export.folder import described, readme
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.subject import classifier_subject, generator_subject
 from duetgan.inference.samples import Sampler
@@ -136,7 +136,7 @@ def test_a_generator_without_styles_is_one_program(runs, tmp_path, name):
 
 def test_nothing_in_it_names_this_machine_or_holds_images(folders, subjects):
     """Programs keep the stack of every operation, and the inputs they were traced with, unless told otherwise."""
-    here = [str(Path(__file__).parents[2]).encode(), str(folders.parent).encode(), sys.prefix.encode()]
+    here = [str(Path(__file__).parents[3]).encode(), str(folders.parent).encode(), sys.prefix.encode()]
     for path in folders.rglob("*.*"):
         parts = [path.read_bytes()]
         if path.suffix == ".pt2":
