@@ -124,17 +124,10 @@ def main(argv: list[str]) -> int:
         }
         print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
     else:
-        noun = "images" if subject.is_classifier else "samples"
-        speeds = "speeds against fp32 eager"
-        if options.no_benchmark:
-            speeds = "speeds not measured (--no-benchmark)"
-        print(f"checked on {checked} {noun}; {torch.get_num_threads()} threads; {speeds}")
+        print(f"checked on {checked} inputs; speeds with {torch.get_num_threads()} threads")
         print(table(rows, batch=options.batch_size))
     if failure is not None:
-        message = f"{options.out}: not written, {failure}"
-        if options.out.exists():
-            message += "; the existing file is unchanged"
-        message += "; choose another --format"
+        message = f"{options.out}: not written, {failure}; choose another --format"
         if FORMATS[options.format].quantized:
             message += ", or calibrate with more or other images (--calibration)"
         raise CheckFailed(message)

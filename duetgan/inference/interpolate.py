@@ -92,13 +92,14 @@ class Journey:
         generator, t = with_styles(sampler.generator, "interpolate"), t[:, None]
         if self.space == "w":
             ws = sampler.styles(z, labels)
-            ends = [ws[a], ws[b]]
+            first, last = ws[a], ws[b]
         else:  # The mapping network takes no mixed labels, so the styles of both are mixed.
-            ends = []
-            for rows in (a, b):
-                condition = None if labels is None else labels[rows]
-                ends.append(sampler.styles(z_between, condition))
-        return generator.synthesis(torch.lerp(*ends, t), maps)
+            first_labels, last_labels = (
+                None if labels is None else labels[rows] for rows in (a, b)
+            )
+            first = sampler.styles(z_between, first_labels)
+            last = sampler.styles(z_between, last_labels)
+        return generator.synthesis(torch.lerp(first, last, t), maps)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:

@@ -75,17 +75,17 @@ def predict(
     transform = Transform.of(checkpoint, resize)
     with contextlib.closing(read_batches(inputs, transform, batch_size=batch_size)) as batches:
         for batch in batches:
-            readable = [number for number, (*_, image) in enumerate(batch) if image is not None]
+            pixels = {n: image for n, (*_, image) in enumerate(batch) if image is not None}
             files = list(itertools.islice(maps.files, len(batch))) if maps else []
-            if readable:
-                images = torch.stack([batch[number].pixels for number in readable])
+            if pixels:
+                images = torch.stack([*pixels.values()])
                 probabilities = judge_images(fast or classifier, images)
-                for number, row in zip(readable, probabilities, strict=True):
+                for number, row in zip(pixels, probabilities, strict=True):
                     batch[number].answer.update(_answer(classifier, classes, row, top))
                 if maps is not None:
-                    readable_files = [files[number] for number in readable]
+                    readable_files = [files[number] for number in pixels]
                     save_maps(classifier, classes, images, probabilities, maps, readable_files)
-                    for number in readable:
+                    for number in pixels:
                         batch[number].answer["gradcam"] = str(files[number])
             for item, answer, _ in batch:
                 yield item, answer

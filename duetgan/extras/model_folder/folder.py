@@ -329,7 +329,7 @@ def metadata(name: str, config: Document) -> Document:
         head["tags"].append("class-conditional")
     if config["figures"]:
         tested = str(config["data"]["tested_on"])
-        result = {
+        result: Document = {
             "task": {"type": task},
             "dataset": {"type": "duet-packed-images", "name": f"held-out images, {tested[:16]}"},
             "metrics": [],
