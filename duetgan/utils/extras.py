@@ -8,13 +8,14 @@ PACKAGE = "duetgan.extras"
 
 
 def packages() -> list[ModuleType]:
-    """Return the extras of this installation, in the order of their names."""
+    """Return the extras of this installation that have what they need, by name."""
     try:
         folder = importlib.import_module(PACKAGE)
     except ModuleNotFoundError:
         return []
-    files = sorted(Path(folder.__path__[0]).glob("*/__init__.py"))
-    return [importlib.import_module(f"{PACKAGE}.{file.parent.name}") for file in files]
+    names = sorted(file.parent.name for file in Path(folder.__path__[0]).glob("*/__init__.py"))
+    modules = [importlib.import_module(f"{PACKAGE}.{name}") for name in names]
+    return [module for module in modules if set(getattr(module, "NEEDS", ())) <= set(names)]
 
 
 def commands() -> dict[str, tuple[str, str]]:

@@ -13,7 +13,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from duetgan.data.packing.records import pack_arrays
-from duetgan.extras.paper import predictions as on_paper
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.tasks import TASKS, build_run_config
@@ -152,6 +151,8 @@ def compared(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
 
 def held(folder: Path, name: str) -> dict[str, Any]:
     """Bytes of a training on `sim`: the estimate of the peak, the peak, and what is held after every 20 steps."""
+    from duetgan.extras.paper import predictions as on_paper
+
     config = config_of(folder, MEMORY[name])
     with open_training(config.data) as reader:
         estimate = on_paper.count(config, reader, config.batch_size).peak

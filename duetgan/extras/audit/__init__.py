@@ -1,4 +1,3 @@
 """Membership inference on a GAN: do its samples reveal training images? (docs/extras/audit.md)"""
 
-COMMANDS: dict[str, tuple[str, str]] = {}
 ATTACHES = {"duetgan.commands.evaluate": "duetgan.extras.audit.option"}

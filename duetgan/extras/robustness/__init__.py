@@ -1,6 +1,5 @@
 """A classifier on corrupted images and on images of other classes (docs/extras/robustness.md)."""
 
-COMMANDS: dict[str, tuple[str, str]] = {}
 ATTACHES = {
     "duetgan.commands.evaluate": "duetgan.extras.robustness.options",
     "duetgan.metrics.evaluate_classifier": "duetgan.extras.robustness.measure",
