@@ -130,7 +130,7 @@ def run(
             window.add(task.step(loader, step))
             if step:
                 found["waits"].append(dict(device.waits - before))
-            found["said"].append(window.take())
+            found["said"].append(window.take().means())
             after()
         loader.close()
     state = {name: part.state_dict() for name, part in task.registry().items()}

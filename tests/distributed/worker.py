@@ -99,7 +99,7 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
         named = [(f"{n}.{k}", p) for n, m in networks.items() for k, p in m.named_parameters()]
         record.append(
             {
-                "metrics": window.take(),
+                "metrics": window.take().means(),
                 "gradients": {k: p.grad.clone() for k, p in named if p.grad is not None},
                 "weights": {f"{n}.{k}": v.clone() for n, m in networks.items() for k, v in m.state_dict().items()},
                 "average": {k: v.clone() for k, v in task.ema.model.state_dict().items()},
