@@ -13,7 +13,6 @@ from duetgan.data.lmdb.writer import check_target
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.records import DEPTHS
 from duetgan.data.packing.sources import CLASSES_FROM, NAMED, SPLITS, open_source
-from duetgan.data.packing.split import summary_lines
 from duetgan.utils.config.cli import (
     TABLE_OPTIONS,
     Parser,
@@ -196,6 +195,6 @@ def main(argv: list[str]) -> None:
             if remark not in warnings:
                 print(printable(remark), file=sys.stderr)
         summary = pack(source, **options)
-    print("\n".join(summary_lines(summary, dest)), flush=True)
+    print("\n".join(summary.lines(dest)), flush=True)
     for warning in warnings:  # at the end, where users see them
         print(printable(warning), file=sys.stderr)

@@ -4,8 +4,6 @@ Therefore the readers of a process share one handle per file, which is closed wi
 reference, and a forked child opens its own.
 """
 
-import ctypes
-import errno
 import json
 import os
 import threading
@@ -14,7 +12,6 @@ import zlib
 from pathlib import Path
 
 import lmdb
-import numpy as np
 
 from duetgan.data.lmdb.format import (
     COMPLETE_KEY,
@@ -25,70 +22,14 @@ from duetgan.data.lmdb.format import (
     Completion,
     Meta,
 )
+from duetgan.data.lmdb.raw_blocks import RawBlocks
 from duetgan.data.lmdb.tree import check_tree
 from duetgan.data.tar_files import TarFiles
 from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
-# copied at a time: NumPy makes an intermediate copy, which should stay in the CPU's cache
-GATHER_BYTES = 512 << 10
 MAGIC = bytes.fromhex("dec0efbe")  # at byte 16 of an LMDB file, little-endian
-
-
-class RawBlocks:
-    """Addresses, in the mapped file, of the verified raw blocks of one resolution.
-
-    py-lmdb touches every page of a value at each `get`, so that a block should be fetched only
-    once.
-    """
-
-    def __init__(self, item: np.dtype, count: int) -> None:
-        self.item = item  # a whole image is one item, so that NumPy copies it at once
-        # address of the first byte of each block; -1: not verified yet
-        self.addresses = np.full(count, -1, np.int64)
-        # the records of a block that do not match their checksums
-        self.damaged: dict[int, frozenset[int]] = {}
-        # first address and end of the added blocks, and an image from each byte in between
-        self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))
-
-    def add(self, block: int, pixels: np.ndarray) -> None:
-        """Add a block: `pixels` is a view into the file, uint8 [bytes]."""
-        low, high, _ = self._view
-        address = pixels.ctypes.data
-        first, end = min(low or address, address), max(high, address + pixels.nbytes)
-        if (first, end) != (low, high):
-            # All blocks are in one mapping. In this view an image starts at each byte, so that a
-            # batch from any blocks is a single gather.
-            memory = np.frombuffer(
-                memoryview((ctypes.c_ubyte * (end - first)).from_address(first)), np.uint8
-            )
-            images = np.ndarray(
-                (end - first - self.item.itemsize + 1,), self.item, memory, strides=(1,)
-            )
-            images.setflags(write=False)
-            self._view = (first, end, images)
-        self.addresses[block] = address  # last, because other threads may use it from now on
-
-    def copy(
-        self,
-        blocks: np.ndarray,
-        rows: np.ndarray,
-        out: np.ndarray,
-        positions: np.ndarray | None = None,
-    ) -> None:
-        """Copy images of verified blocks into `out`, an array [n] of type `item`.
-
-        Image `rows[i]` of block `blocks[i]` is copied to `out[positions[i]]` (default: `out[i]`).
-        """
-        offsets = self.addresses[blocks] + rows * self.item.itemsize
-        # Read after the addresses: another thread may add a block in between.
-        first, _, images = self._view
-        offsets -= first
-        step = max(1, GATHER_BYTES // self.item.itemsize)
-        for start in range(0, len(offsets), step):
-            chosen = slice(start, start + step)
-            out[chosen if positions is None else positions[chosen]] = images[offsets[chosen]]
 
 
 class Handle:
@@ -146,19 +87,15 @@ def _status(path: Path) -> os.stat_result:
         raise UserError(
             f"{path} is a folder, not a packed file: pack it with `duet pack {path} DEST.lmdb`"
         )
+    if partial_path(path).exists() and not path.exists():
+        raise UserError(f"{path} was not finished: run duet pack again")
     try:
         return files.check(path, files.ARCHIVE)
     except FileNotFoundError:
-        if partial_path(path).exists():
-            raise UserError(f"{path} was not finished: run duet pack again") from None
-        hint = f", nor a folder {path.parent}"
-        if path.parent.is_dir():
-            hint = did_you_mean(path.name, [item.name for item in path.parent.glob("*.lmdb")])
+        hint = did_you_mean(path.name, [item.name for item in path.parent.glob("*.lmdb")])
         raise UserError(f"{path}: no such file{hint}; make it with duet pack") from None
     except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror or errno.errorcode.get(error.errno or 0)}; check the path"
-        ) from None
+        raise UserError(f"{path}: {error.strerror or error}; check the path") from None
 
 
 def partial_path(path: Path) -> Path:
@@ -187,19 +124,28 @@ def _open(path: Path, size: int) -> lmdb.Environment:
         environment = lmdb.open(
             str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead
         )
-    # A read beyond the end of a mapped file kills the process (SIGBUS), so that the size must be
-    # checked first.
-    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    if size < needed:
-        environment.close()
-        raise UserError(f"{path} is truncated: {size:,} of {needed:,} bytes; copy or pack it again")
     try:
-        with files.open_file(path, files.ARCHIVE) as file:
+        # A read beyond the end of a mapped file kills the process (SIGBUS), so that the size must
+        # be checked first.
+        needed = used_bytes(environment)
+        if size < needed:
+            raise UserError(
+                f"{path} is truncated: {size:,} of {needed:,} bytes; copy or pack it again"
+            )
+        with (
+            files.reading(path, "it is damaged: copy or make it again", ValueError),
+            files.open_file(path, files.ARCHIVE) as file,
+        ):
             check_tree(file.fileno(), environment.stat()["psize"], size)
-    except (OSError, ValueError) as error:
+    except UserError:
         environment.close()
-        raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
+        raise
     return environment
+
+
+def used_bytes(environment: lmdb.Environment) -> int:
+    """Return the size of a file up to its last page in use."""
+    return (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
 
 
 def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
@@ -238,9 +184,7 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
         meta = Meta.from_json(meta_record)
         if end.count not in (None, meta.count) or end.content_hash not in (None, meta.content_hash):
             raise ValueError("the completion record has another count or content_hash")
-        meta.check_room(
-            (environment.info()["last_pgno"] + 1) * environment.stat()["psize"], entries
-        )
+        meta.check_room(used_bytes(environment), entries)
         return meta
 
 

@@ -1,6 +1,5 @@
 """Read a packed data set: `LMDBReader`. The format is in data/lmdb/format.py and docs/lmdb.md."""
 
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import lmdb
 import numpy as np
+from pydantic import TypeAdapter
 
 from duetgan.data.errors import MOST_PIXELS, DamageError, ImageError
-from duetgan.data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
+from duetgan.data.lmdb.environment import Handle, acquire, read_meta
 from duetgan.data.lmdb.format import (
     ENTRY,
     IMAGE_KEY,
@@ -26,9 +26,12 @@ from duetgan.data.lmdb.format import (
     Shard,
     entry_checksum,
 )
+from duetgan.data.lmdb.raw_blocks import RawBlocks
 from duetgan.data.tar_files import Member, TarFiles
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
+
+NAMES = TypeAdapter(list[str])
 
 
 class LMDBReader(AbstractContextManager["LMDBReader"]):
@@ -121,14 +124,12 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """
         names: list[str] = []
         for records, value in self._read_groups(NAME_KEY, "names"):
-            try:
-                stored = json.loads(value) if value else [""] * len(records)
-                if not isinstance(stored, list) or not all(
-                    isinstance(name, str) for name in stored
-                ):
-                    raise ValueError("they must be a list of text")
-            except (ValueError, RecursionError) as error:
-                raise self.damage(records, f"its names are none ({error})") from None
+            stored = [""] * len(records)
+            if value:
+                try:
+                    stored = NAMES.validate_json(value)
+                except ValueError:
+                    raise self.damage(records, "its names are no list of text") from None
             if len(stored) != len(records):
                 raise self.damage(records, f"it has {len(stored)} names")
             names += stored

@@ -15,7 +15,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from duetgan.data.lmdb.environment import partial_path
+from duetgan.data.lmdb.environment import partial_path, used_bytes
 from duetgan.data.lmdb.format import (
     BLOCK_BYTES,
     BLOCK_IMAGES,
@@ -291,7 +291,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         }
         self._put(COMPLETE_KEY, json.dumps(complete, sort_keys=True).encode())
         self._commit()
-        needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
+        needed = used_bytes(self._environment)
         self._environment.close()
         with writing(self.path, lmdb.Error), self._partial.open("rb+") as file:
             # The last pages may be allocated but not written.

@@ -18,9 +18,6 @@ from duetgan.data.packing.duplicates import LISTED, Name, Report, find, lines, s
 from duetgan.data.packing.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.packing.sources import Problem, Source
 from duetgan.data.packing.split import (
-    Summary,
-    Written,
-    list_skipped,
     publish_both,
     strata,
     to_fraction,
@@ -28,6 +25,7 @@ from duetgan.data.packing.split import (
     write_parts,
     write_without,
 )
+from duetgan.data.packing.summary import Summary, Written, list_skipped
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar
 
@@ -148,8 +146,10 @@ def pack(
             metas, report = write_parts(whole.path, written.records, writers, fraction, seed, name)
             publish_both(writers)
         elif apart is not None:
-            metas = [write_without(whole.path, written, writers[0], apart, skipped.check)]
-        packed = time.perf_counter()
+            written.excluded = write_without(whole.path, written.records, writers[0], apart)
+            skipped.check(writers[0], written.excluded)
+            metas = [writers[0].finish()]
+        seconds = time.perf_counter() - started
         text = None
         if duplicates or similar:
             text = _find_duplicates(whole.path, targets[0], against, similar, name, report)
@@ -162,9 +162,8 @@ def pack(
         listed=list_skipped(skipped.problems, targets[0]),
         ignored=source.ignored,
         workers=workers,
-        seconds=packed - started,
+        seconds=seconds,
         duplicates=text,
-        search_seconds=time.perf_counter() - packed,
     )
 
 

@@ -1,11 +1,11 @@
-"""Split a packed file into training and held-out images (docs/lmdb.md), and summarise packing.
+"""Split a packed file into training and held-out images (docs/lmdb.md).
 
 The split is stratified by class, keeps similar images in one part, and depends on the images'
 content. It is the last step of `duet pack --val-share`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,13 +15,10 @@ from duetgan.data.lmdb.format import Meta, Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import Name, Report, find, look_alikes, shortened
-from duetgan.data.packing.sources import Problem
+from duetgan.data.packing.duplicates import Name, Report, find, look_alikes
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
-from duetgan.utils.text import columns, listed
 
-LISTED = 10  # most names in the summary
 LARGEST = Fraction(1, 2)  # largest held-out fraction
 
 
@@ -164,14 +161,10 @@ def write_parts(
 
 
 def write_without(
-    whole: Path,
-    written: "Written",
-    writer: LMDBWriter,
-    excluded: Path,
-    check: Callable[[LMDBWriter, int], None],
-) -> Meta:
+    whole: Path, records: Sequence[Record], writer: LMDBWriter, excluded: Path
+) -> int:
     """Copy the records of `whole`, except for images that are in the file `excluded` or similar to
-    one of its images. Calls `check` with the number of exceptions before the file is finished.
+    one of its images. Returns the number of exceptions.
     """
     with LMDBReader(whole) as reader, LMDBReader(excluded) as second:
         report = find(reader, second, similar=True)
@@ -180,10 +173,8 @@ def write_without(
             is_excluded[group.records] = 1
         for pair in report.near or []:
             is_excluded[pair.record] = 1
-        _copy(reader, written.records, [writer], is_excluded)
-    written.excluded = int(is_excluded.sum())
-    check(writer, written.excluded)
-    return writer.finish()
+        _copy(reader, records, [writer], is_excluded)
+    return int(is_excluded.sum())
 
 
 def _copy(
@@ -217,148 +208,3 @@ def publish_both(writers: Sequence[LMDBWriter]) -> None:
     training.path.unlink(missing_ok=True)
     held_out.publish()
     training.publish()
-
-
-@dataclass
-class Written:
-    """Facts about the written records that the file does not hold."""
-
-    rows: list[int] = field(default_factory=list)  # indices in the source
-    # without payloads; only if the file is to be split
-    records: list[Record] = field(default_factory=list)
-    enlarged: int = 0  # images that were smaller than the file's size and scaled up
-    cut: int = 0  # images of 16 bits of which 8 are stored
-    bits: int = 0  # most bits that the values of these images use
-    on_white: int = 0  # transparent images that are stored on white
-    excluded: int = 0  # images omitted because of --apart
-    dropped: int = 0  # omitted exact duplicates of earlier images
-    dropped_otherwise: int = 0  # dropped images with another label than the earlier image
-
-
-@dataclass(kw_only=True)
-class Summary:
-    """The result of packing."""
-
-    meta: Meta  # of the training file
-    held_out: Meta | None  # of the file of held-out images
-    held_out_path: Path | None
-    written: Written
-    problems: list[Problem]  # of skipped images
-    listed: list[str]  # lines about the skipped images
-    ignored: list[str]  # files that are no images by their name
-    workers: int  # converting threads besides this one
-    seconds: float  # until the file was complete
-    duplicates: list[str] | None  # lines of the report; None: not searched
-    search_seconds: float  # of the search for duplicates
-
-
-def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
-    """Return the summary's lines about skipped images, and write the full list to a file.
-
-    An error becomes a line too, because the data set is already complete.
-    """
-    text = list(map(str, problems))
-    try:
-        return shortened(first(text), text, dest.with_name(f"{dest.stem}.skipped.txt"))
-    except (UserError, OSError) as error:
-        return [*first(text), f"their list could not be written ({error})"]
-
-
-def first(lines: list[str]) -> list[str]:
-    """Return the first LISTED lines, and one with the number of the remaining lines."""
-    return lines if len(lines) <= LISTED else [*lines[:LISTED], f"and {len(lines) - LISTED:,} more"]
-
-
-def summary_lines(summary: Summary, dest: Path) -> list[str]:
-    """Return the summary of packing as aligned lines."""
-    meta, held_out = summary.meta, summary.held_out
-    written = summary.written
-    count = meta.count + (held_out.count if held_out else 0)
-    image, smaller = meta.spec, meta.resolutions[:-1]
-    side = f"{image.width}x{image.height}" if image.side else "sizes of their own"
-    speed = f"{summary.seconds:.1f} s, {count / summary.seconds:,.0f} images/s"
-    if summary.duplicates is not None:
-        speed += f"; search for duplicates {summary.search_seconds:.1f} s"
-    mean, std = (" ".join(f"{value:.4f}" for value in values) for values in (meta.mean, meta.std))
-    rows = [("packed", f"{dest} ({dest.stat().st_size:,} bytes)")]
-    if dest.is_symlink():
-        rows.append(("", f"a link: {dest.resolve()} was written"))
-    rows += _held_out_rows(summary, count)
-    rows += [
-        ("source", meta.source),
-        ("images", f"{meta.count:,}, {side}, {image.words}"),
-        ("time", speed),
-        ("workers", str(summary.workers) if summary.workers else "0, this thread alone"),
-        ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
-        ("mean, std", f"{mean}, {std}"),
-        ("content", meta.content_hash[:16]),
-        ("fingerprint", meta.fingerprint[:16]),
-    ]
-    if smaller:
-        sizes = ", ".join(str(image.at(side).resolution) for side in smaller[::-1])
-        rows.append(("pyramid", f"also at {sizes} px"))
-    rows += _conversion_rows(written, meta)
-    if not meta.classes:
-        rows.append(("classes", "none, unlabelled"))
-    if written.excluded:
-        text = "images that the file of --apart holds, or that look like one of its"
-        rows.append(("left out", f"{written.excluded:,} {text}"))
-    if written.dropped:
-        text = f"{written.dropped:,} exact duplicates of images that were kept"
-        if written.dropped_otherwise:
-            text += f", {written.dropped_otherwise:,} of them with another label"
-        rows.append(("dropped", text))
-    if meta.sets is not None:
-        rows.append(("labels", f"several an image, {len(meta.sets):,} sets of them"))
-    for label, name in enumerate(meta.classes):
-        part = f", {held_out.by_class[label]:,} held out" if held_out else ""
-        rows.append((f"  {name}", f"{meta.by_class[label]:,}{part}"))
-    lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
-    rows += [("" if index else "duplicates", line) for index, line in enumerate(lines)]
-    for title, number, listed_lines in (
-        ("skipped", len(summary.problems), summary.listed),
-        ("ignored", len(summary.ignored), first(summary.ignored)),
-    ):
-        if number:
-            rows.append((title, f"{number:,}"))
-        rows += [("", line) for line in listed_lines]
-    return columns(rows, "<").splitlines()
-
-
-def _held_out_rows(summary: Summary, count: int) -> list[tuple[str, str]]:
-    held_out, path = summary.held_out, summary.held_out_path
-    if not (held_out and held_out.split and path):
-        return []
-    part = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
-    rows = [
-        ("held out", f"{path} ({path.stat().st_size:,} bytes)"),
-        ("", f"{part}; seed {held_out.split.seed}"),
-    ]
-    numbers = zip(summary.meta.classes, held_out.by_class, strict=True)
-    if without := [name for name, number in numbers if not number]:
-        reason = "one image each, or all of a class look alike"
-        rows.append(("", f"none of {len(without):,} classes ({reason}): {listed(without)}"))
-    return rows
-
-
-def _conversion_rows(written: Written, meta: Meta) -> list[tuple[str, str]]:
-    """Return the lines about enlarged, colourless, deep and transparent images."""
-    rows = []
-    if written.enlarged:
-        rows.append(("enlarged", f"{written.enlarged:,} images were smaller than asked for"))
-    if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
-        rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
-    if written.cut:
-        title = "16 bits"
-        text = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
-        if 0 < written.bits < 16:
-            title, most = "warning", (1 << written.bits) - 1
-            text += (
-                f"; their values end at {most:,}, so they are dark: --depth 16 --range 0,{most} "
-                f"makes {most:,} white"
-            )
-        rows.append((title, text))
-    if written.on_white:
-        text = "transparent images are put on white; --channels 4 keeps alpha"
-        rows.append(("alpha", f"{written.on_white:,} {text}"))
-    return rows

@@ -171,7 +171,7 @@ def test_other_files_are_refused_and_opening_creates_nothing(tmp_path: Path, pac
         ("notes.lmdb", r"notes\.lmdb is not an LMDB file"),
         ("", "is a folder"),
         ("pakced.lmdb", r"pakced\.lmdb: no such file.*did you mean 'packed\.lmdb'"),
-        ("nowhere/packed.lmdb", "nor a folder"),
+        ("nowhere/packed.lmdb", "no such file; make it"),
     ):
         assert_raises(UserError, message, LMDBReader, tmp_path / name)
     assert sorted(tmp_path.iterdir()) == before

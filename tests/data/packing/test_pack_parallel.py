@@ -237,7 +237,7 @@ def test_h4_overwrite_replaces_regular_files_only(photos, tmp_path, refused):
     assert_raises(OSError, "is a named pipe, not a regular file", replace_file, tmp_path / "pipe.lmdb", b"")
 
 
-def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused, capsys):
+def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused):
     """Also one that points to nothing yet, and other files than data sets."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "real.lmdb").write_bytes(b"stale")
@@ -247,7 +247,6 @@ def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused, cap
             error = refused(main, photos, tmp_path / name, "--size", "8")
             assert "exists: choose another name or add --overwrite" in error
         succeed(main, photos, tmp_path / name, "--size", "8", "--overwrite")
-        assert f"a link: {tmp_path}/disk/{target} was written" in capsys.readouterr().out
         assert (tmp_path / name).is_symlink()
         with LMDBReader(tmp_path / "disk" / target) as reader:
             assert len(reader) == len(source_at(photos))

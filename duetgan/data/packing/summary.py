@@ -1,0 +1,140 @@
+"""The summary of packing as text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.lmdb.record import Record
+from duetgan.data.packing.duplicates import shortened
+from duetgan.data.packing.sources import Problem
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import columns
+
+LISTED = 10  # most names in the summary
+
+
+@dataclass
+class Written:
+    """Facts about the written records that the file does not hold."""
+
+    rows: list[int] = field(default_factory=list)  # indices in the source
+    # without payloads; only if the file is to be split
+    records: list[Record] = field(default_factory=list)
+    enlarged: int = 0  # images that were smaller than the file's size and scaled up
+    cut: int = 0  # images of 16 bits of which 8 are stored
+    bits: int = 0  # most bits that the values of these images use
+    on_white: int = 0  # transparent images that are stored on white
+    excluded: int = 0  # images omitted because of --apart
+    dropped: int = 0  # omitted exact duplicates of earlier images
+    dropped_otherwise: int = 0  # dropped images with another label than the earlier image
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """The result of packing."""
+
+    meta: Meta  # of the training file
+    held_out: Meta | None  # of the file of held-out images
+    held_out_path: Path | None
+    written: Written
+    problems: list[Problem]  # of skipped images
+    listed: list[str]  # lines about the skipped images
+    ignored: list[str]  # files that are no images by their name
+    workers: int  # converting threads besides this one
+    seconds: float  # until the file was complete
+    duplicates: list[str] | None  # lines of the report; None: not searched
+
+    def lines(self, dest: Path) -> list[str]:
+        """Return the summary as aligned lines."""
+        meta, held_out, written = self.meta, self.held_out, self.written
+        image = meta.spec
+        count = meta.count
+        rows = [("packed", f"{dest} ({dest.stat().st_size:,} bytes)")]
+        if held_out is not None:
+            count += held_out.count
+            text = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
+            rows.append(("held out", f"{self.held_out_path}: {text}"))
+        side = f"{image.width}x{image.height}" if image.side else "sizes of their own"
+        mean, std = (
+            " ".join(f"{value:.4f}" for value in values) for values in (meta.mean, meta.std)
+        )
+        rows += [
+            ("source", meta.source),
+            ("images", f"{meta.count:,}, {side}, {image.words}"),
+            ("time", f"{self.seconds:.1f} s, {count / self.seconds:,.0f} images/s"),
+            ("workers", str(self.workers)),
+            ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
+            ("mean, std", f"{mean}, {std}"),
+            ("content", meta.content_hash[:16]),
+        ]
+        if smaller := meta.resolutions[:-1]:
+            sizes = ", ".join(str(image.at(side).resolution) for side in smaller[::-1])
+            rows.append(("pyramid", f"also at {sizes} px"))
+        rows += _conversions(written, meta)
+        if written.excluded:
+            text = "images that the file of --apart holds, or that look like one of its"
+            rows.append(("left out", f"{written.excluded:,} {text}"))
+        if written.dropped:
+            text = f"{written.dropped:,} exact duplicates of images that were kept"
+            if written.dropped_otherwise:
+                text += f", {written.dropped_otherwise:,} of them with another label"
+            rows.append(("dropped", text))
+        if not meta.classes:
+            rows.append(("classes", "none, unlabelled"))
+        if meta.sets is not None:
+            rows.append(("labels", f"several an image, {len(meta.sets):,} sets of them"))
+        for label, name in enumerate(meta.classes):
+            part = f", {held_out.by_class[label]:,} held out" if held_out else ""
+            rows.append((f"  {name}", f"{meta.by_class[label]:,}{part}"))
+        rows += _list(
+            "duplicates", ["not searched"] if self.duplicates is None else self.duplicates
+        )
+        if self.problems:
+            rows += _list("skipped", [f"{len(self.problems):,}", *self.listed])
+        if self.ignored:
+            rows += _list("ignored", [f"{len(self.ignored):,}", *_first(self.ignored)])
+        return columns(rows, "<").splitlines()
+
+
+def _list(title: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [("" if index else title, line) for index, line in enumerate(lines)]
+
+
+def _first(lines: list[str]) -> list[str]:
+    """Return the first LISTED lines, and one with the number of the remaining lines."""
+    return lines if len(lines) <= LISTED else [*lines[:LISTED], f"and {len(lines) - LISTED:,} more"]
+
+
+def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
+    """Return the summary's lines about skipped images, and write the full list to a file.
+
+    An error becomes a line too, because the data set is already complete.
+    """
+    text = list(map(str, problems))
+    try:
+        return shortened(_first(text), text, dest.with_name(f"{dest.stem}.skipped.txt"))
+    except (UserError, OSError) as error:
+        return [*_first(text), f"their list could not be written ({error})"]
+
+
+def _conversions(written: Written, meta: Meta) -> list[tuple[str, str]]:
+    """Return the lines about enlarged, colourless, deep and transparent images."""
+    rows = []
+    if written.enlarged:
+        rows.append(("enlarged", f"{written.enlarged:,} images were smaller than asked for"))
+    if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
+        rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
+    if written.cut:
+        text = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
+        if 0 < written.bits < 16:
+            most = (1 << written.bits) - 1
+            text = (
+                f"warning: {text}; their values end at {most:,}, so they are dark: --depth 16"
+                f" --range 0,{most} makes {most:,} white"
+            )
+        rows.append(("16 bits", text))
+    if written.on_white:
+        text = "transparent images are put on white; --channels 4 keeps alpha"
+        rows.append(("alpha", f"{written.on_white:,} {text}"))
+    return rows
