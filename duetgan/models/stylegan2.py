@@ -45,6 +45,9 @@ from duetgan.models.layers.stylegan2 import (
 )
 from duetgan.utils.config.model import Decay, PositiveFloat, PositiveInt
 
+NoiseMaps = Sequence[Tensor | None]
+Clamp = float | None  # limit of convolutions' outputs
+
 
 class SizeConfig(Fp16Config):
     """Options of both networks: width, precision and memory."""
@@ -176,9 +179,7 @@ class StyledLayer(nn.Module):
         self.noise_strength = nn.Parameter(torch.zeros([]))
         self.noise_const = nn.Buffer(torch.randn(1, 1, size[0], size[-1]))
 
-    def forward(
-        self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: float | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: Clamp = None) -> Tensor:
         x, scale = self.conv(x, w, ACTIVATION_GAIN)
         bias = (self.bias * ACTIVATION_GAIN).to(x.dtype)[None, :, None, None]
         if noise is not None:
@@ -239,17 +240,12 @@ class SynthesisBlock(nn.Module):
         x: Tensor,  # [N, in_channels, H / 2, W / 2], or the constant [N, C, H, W]
         image: Tensor | None,  # [N, channels, H / 2, W / 2], None in the first block
         ws: Sequence[Tensor],  # [N, w_dim] for each layer and for ToRGB
-        noise: Sequence[Tensor | None],  # [N, 1, H, W] for each layer
+        noise: NoiseMaps,  # [N, 1, H, W] for each layer
     ) -> tuple[Tensor, Tensor]:
         return self.precision.call(self._forward, x, image, ws, noise)
 
     def _forward(
-        self,
-        x: Tensor,
-        image: Tensor | None,
-        ws: Sequence[Tensor],
-        noise: Sequence[Tensor | None],
-        clamp: float | None,
+        self, x: Tensor, image: Tensor | None, ws: Sequence[Tensor], noise: NoiseMaps, clamp: Clamp
     ) -> tuple[Tensor, Tensor]:
         for layer, w, layer_noise in zip(self.layers, ws[:-1], noise, strict=True):
             x = layer(x, w, layer_noise, clamp)
@@ -282,17 +278,15 @@ class Generator(StyledGenerator):
         self.constant = nn.Parameter(torch.randn(1, widths[0], *self.spec.at(sizes[0]).size))
         self.blocks = nn.ModuleList(
             self.block_class(
-                in_channels,
-                out_channels,
+                previous,
+                width,
                 config.w_dim,
                 self.spec.at(size).size,
                 channels,
                 LayerPrecision(config, size, self.spec.side),
                 is_first=size == sizes[0],
             )
-            for in_channels, out_channels, size in zip(
-                [widths[0], *widths[:-1]], widths, sizes, strict=True
-            )
+            for previous, width, size in zip([0, *widths[:-1]], widths, sizes, strict=True)
         )
         self.num_ws = 2 * len(sizes)  # one for each layer and one for the last ToRGB
         self.register_buffer("w_avg", torch.zeros(config.w_dim))
@@ -319,23 +313,17 @@ class Generator(StyledGenerator):
         maps = self._noise_maps(noise)
         x = self.constant.expand(ws.shape[0], -1, -1, -1)
         image: Tensor | None = None
+        recompute = self.config.activation_checkpointing
         layer = 0
         for block in self.used_blocks():
             stop = layer + len(block.layers)
             styles = ws[:, layer : stop + 1].unbind(1)
-            x, image = run(
-                block,
-                x,
-                image,
-                styles,
-                maps[layer:stop],
-                recompute=self.config.activation_checkpointing,
-            )
+            x, image = run(block, x, image, styles, maps[layer:stop], recompute=recompute)
             layer = stop
         assert image is not None
         return self.finished(image)
 
-    def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> Sequence[Tensor | None]:
+    def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> NoiseMaps:
         """Return a noise map, or None, for each layer. The model itself draws none."""
         layers = self.styled_layers()
         if noise == "none":

@@ -1,4 +1,4 @@
-"""What a GAN's step computes with: its slice of the global batch, images, the discriminator's output."""
+"""The data of a GAN's step: its slice of the global batch, images, the discriminator's output."""
 
 from typing import NamedTuple
 

@@ -258,35 +258,25 @@ class GanConfig(RunConfig):
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError unless each stage's batch divides into ranks, micro-batches and groups."""
-        groups = {"discriminator.minibatch_std_group": self.discriminator.group}
-        if self.loss.feature_matching_weight:
-            groups["loss.feature_matching_group"] = self.loss.feature_matching_group
+        matching = self.loss.feature_matching_group if self.loss.feature_matching_weight else 1
+        half = 2 if self.loss.path_length_weight else 1
         for stage in stages.all:
-            size, side = stage.batch_size, stage.resolution
-            name = f"batch_size {size}" + f" of the stage of {side} px" * stages.growing
-            if stages.growing and side in self.progressive.batch_sizes:
-                name = f"progressive.batch_sizes {side}: {size}"
-            if size % world_size:
-                raise UserError(
-                    f"{name} cannot be shared by {world_size} processes; make it a multiple of {world_size}"
-                )
-            rank_batch = size // world_size
+            name = f"batch_size {stage.batch_size} of the stage of {stage.resolution} px"
+            rank_batch = stage.batch_size // world_size
             micro = min(self.micro_limit or rank_batch, rank_batch)
-            if rank_batch % micro:
-                raise UserError(
-                    f"micro_batch {micro} does not divide the {rank_batch} samples a process holds ({name}); make it a "
-                    f"divisor of {rank_batch}"
-                )
-            if self.loss.path_length_weight and rank_batch % 2:
-                raise UserError(
-                    f"loss.path_length_weight (half a batch): a process must hold a multiple of 2 samples, but holds "
-                    f"{rank_batch} ({name}); make it a multiple of {2 * world_size}"
-                )
-            for key, group in groups.items():
-                if micro % group:
+            # what divides what, and the config key or option that says so
+            divisions = (
+                ("the number of processes", world_size, stage.batch_size),
+                ("micro_batch", micro, rank_batch),
+                ("loss.path_length_weight (half a batch):", half, rank_batch),
+                ("discriminator.minibatch_std_group", self.discriminator.group, micro),
+                ("loss.feature_matching_group", matching, micro),
+            )
+            for key, divisor, samples in divisions:
+                if divisor == 0 or samples % divisor:
                     raise UserError(
-                        f"{key} {group} does not divide the {micro} samples of a forward pass ({name}); make the "
-                        f"batch size / processes or micro_batch a multiple of {group}"
+                        f"{name}: {key} {divisor} does not divide {samples} samples "
+                        f"({world_size} processes, micro-batches of {micro}); change one of them"
                     )
 
 

@@ -113,14 +113,11 @@ class Stages:
         stage = self.all[self._number(step)]
         return stage.first_image + (step - stage.first_step) * stage.batch_size
 
-    # --- messages
-
     def describe(self) -> list[str]:
-        """Return a row of the printed plan for each stage, and warnings; empty without growth."""
+        """Return a row of the printed plan for each stage, and a warning; empty without growth."""
         if not self.growing:
             return []
-        rows = [self._row(number) for number in range(len(self.all))]
-        rows.append(f"{self._moments()} from stage to stage (progressive.reset_optimizer)")
+        rows = [self.row(stage) for stage in self.all]
         full, last = self.all[-1], self.at(self.steps - 1)
         # the first step with alpha 1
         complete = full.first_step + -(-full.fade_images // full.batch_size)
@@ -131,26 +128,13 @@ class Stages:
             )
         return rows
 
-    def announcement(self, step: int) -> str:
-        """Return the message for update number `step`, the first of a stage."""
-        number = self._number(step)
-        return f"stage {number + 1} of {len(self.all)}: {self._row(number)}; {self._moments()}"
-
-    def _moments(self) -> str:
-        return f"Adam's moments {'start anew' if self.config.reset_optimizer else 'go on'}"
-
-    def _row(self, number: int) -> str:
-        stage, *later = self.all[number:]
-        row = f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}"
-        if later:
-            row += f", {later[0].first_image - stage.first_image:,} images"
-        else:
-            row += ", until the run ends"
-        if stage.fade_images:
-            row += f", fading in over {stage.fade_images:,} images"
-        if stage.first_step >= self.steps:
-            row += " (the run ends before)"
-        return row
+    def row(self, stage: Stage) -> str:
+        """Return the description of a stage."""
+        moments = "start anew" if self.config.reset_optimizer else "go on"
+        return (
+            f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}, "
+            f"fading in over {stage.fade_images:,} images; Adam's moments {moments}"
+        )
 
 
 def _resolutions(start: int | None, full: int) -> list[int]:
@@ -175,20 +159,17 @@ def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
     if not isinstance(lengths, dict):
         lengths = dict.fromkeys(sides, lengths)
     _check_named(name, lengths, sides)
-    for side in sides:
-        if side not in lengths:
-            stages = ", ".join(map(str, sides))
-            raise UserError(
-                f"progressive.{name}: no value for {side} px; give one for each of {stages}, or one number"
-            )
+    if missing := sorted(set(sides) - set(lengths)):
+        raise UserError(
+            f"progressive.{name}: no value for {missing[0]} px; give one, or one number"
+        )
     return {side: round(lengths[side] * 1000) for side in sides}
 
 
 def _check_named(name: str, names: Iterable[int], sides: list[int]) -> None:
-    for side in sorted(set(names) - set(sides)):
-        stages = ", ".join(map(str, sides)) or "no stage"
+    if unknown := sorted(set(names) - set(sides)):
         raise UserError(
-            f"progressive.{name}: no stage of {side} px takes a value; give values for {stages} only"
+            f"progressive.{name}: no stage of {unknown[0]} px takes a value; give values for {sides} only"
         )
 
 
@@ -231,7 +212,7 @@ class Growth:
         """Enter the stage of update `step`; at its first step reset the optimizers if configured."""
         self.enter(self.stages.at(step))
         if step == self.stage.first_step > 0:
-            say_main(self.stages.announcement(step))
+            say_main(self.stages.row(self.stage))
             if self.stages.config.reset_optimizer:
                 for updater in updaters:
                     updater.reset()

@@ -1,6 +1,8 @@
 """Both halves of a GAN's step: what each touches, what the settings do, and what stays bounded."""
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,13 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.context import Context
+from duetgan.training.gan.discriminator_step import DiscriminatorStep
+from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.gan.joint_step import JointStep
 from duetgan.training.gan.task import GanTask
 from duetgan.training.gan.terms import PathLength
+from duetgan.training.optim.updater import Precision
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
@@ -221,3 +227,23 @@ def test_measuring_the_gradients_of_losses_leaves_the_step_alone(folder, loss):
     names = {"adversarial"} | ({"classifier", "auxiliary", "feature_matching", "path_length"} if loss else set())
     assert {f"gradient_norm/generator/{name}" for name in names} == {n for n in more[0] if "norm" in n}
     assert len(more[0]) == len(names) * (len(names) + 1) / 2
+
+
+def test_the_picture_of_a_step_is_the_order_of_its_calls(folder, monkeypatch):
+    picture = Path("docs/architecture.md").read_text().partition("A step of the GAN")[2].split("```")[1]
+    names = re.findall(r"^([A-Z]\w+)\.(\w+)", picture, re.MULTILINE)
+    kinds = {kind.__name__: kind for kind in (Context, GeneratorStep, DiscriminatorStep, Precision)}
+    calls = []
+
+    def recorded(name, method):
+        def call(*arguments, **options):
+            calls.append(name)
+            return method(*arguments, **options)
+
+        return call
+
+    for kind, name in names:
+        monkeypatch.setattr(kinds[kind], name, recorded((kind, name), getattr(kinds[kind], name)))
+    Run(folder, GAN, ada=ADA).step()
+    assert list(dict.fromkeys(calls)) == names
+    assert len(names) == 8
