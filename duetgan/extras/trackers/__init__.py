@@ -3,4 +3,4 @@
 COMMANDS = {
     "track": ("duetgan.extras.trackers.trackers", "send the metrics of a run to a tracker"),
 }
-ATTACHES = {"duetgan.utils.runlog.run_log": "duetgan.extras.trackers.trackers"}
+ATTACHES = {"duetgan.training.engine.run": "duetgan.extras.trackers.trackers"}

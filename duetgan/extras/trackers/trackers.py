@@ -7,7 +7,6 @@ kill or an error interrupts the sending. Nothing leaves this machine unless the 
 settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
 """
 
-import functools
 import importlib.util
 import json
 import os
@@ -18,15 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import TypeAdapter
 
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.monitors import MetricWindow
+from duetgan.training.engine.loop import Callback, Loop
+from duetgan.training.engine.run import CALLBACKS
+from duetgan.training.engine.speed import ThreadCount
 from duetgan.utils import checkpoint, files
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.model import NonNegativeInt, Stored
 from duetgan.utils.config.yaml_files import Tree, read_yaml
+from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
-from duetgan.utils.runlog.run_log import TRACKERS, say
+from duetgan.utils.runlog.run_log import Metrics, say
 
 Values = Mapping[str, float]
 
@@ -131,6 +137,14 @@ class Sent(Stored):
 STATE = TypeAdapter(dict[str, Sent])  # RUN/tracker.json: tracker -> sent rows
 
 
+def require(name: str) -> None:
+    """Raise UserError if a tracker's package is missing."""
+    spec = importlib.util.find_spec(name)
+    # A folder of that name, such as wandb's own, has a spec but no origin.
+    if spec is None or spec.origin is None:
+        raise UserError(f"the tracker {name}: its package is not installed; pip install {name}")
+
+
 class Tracker:
     """Sends the rows of a run's metrics.jsonl to one of SESSIONS.
 
@@ -138,10 +152,7 @@ class Tracker:
     """
 
     def __init__(self, run: Path, name: str) -> None:
-        spec = importlib.util.find_spec(name)
-        # A folder of that name, such as wandb's own, has a spec but no origin.
-        if spec is None or spec.origin is None:
-            raise UserError(f"the tracker {name}: its package is not installed; pip install {name}")
+        require(name)
         self.name, self._run = name, run
         self._session: Session | None = None
         self._sent_step = 0  # step of the checkpoint up to which this object has sent
@@ -191,32 +202,49 @@ class Tracker:
             session.close()
 
 
-class RunTracker:
-    """The tracker of a run that trains. An error ends the tracking, not the training."""
+class Tracking(Callback):
+    """Sends the rows of a run that trains. An error ends the tracking, not the training."""
 
-    def __init__(self, name: str, run: Path) -> None:
-        self._run = run
-        self._tracker: Tracker | None = Tracker(run, name)
+    def __init__(self, name: str) -> None:
+        require(name)
+        self.name = name
+        self._tracker: Tracker | None = None
+        self._run: Path | None = None
 
-    def send(self, *, close: bool = False) -> None:
-        """Send the missing rows; at the end of a training also `close` the session."""
+    def before_step(self, loop: Loop) -> None:
+        if self._run is None:
+            self._run = loop.folder.path
+            self._tracker = Tracker(self._run, self.name)
+
+    def after_row(self, loop: Loop, row: Metrics, window: MetricWindow) -> None:
+        self._send()
+
+    def close(self) -> None:
+        self._send(close=True)
+
+    def _send(self, *, close: bool = False) -> None:
         if self._tracker is None:
             return
-        name = self._tracker.name
         try:
             self._tracker.send()
             if close:
                 self._tracker.close()
         except Exception as error:
             say(
-                f"warning: {name}: {error}; training continues without it; `duet track {self._run} "
-                f"--to {name}` sends the rows later"
+                f"warning: {self.name}: {error}; training continues without it; `duet track "
+                f"{self._run} --to {self.name}` sends the rows later"
             )
             self._tracker = None
 
 
-for _name in SESSIONS:
-    TRACKERS[_name] = functools.partial(RunTracker, _name)
+def callbacks(config: RunConfig, device: torch.device, count: ThreadCount) -> list[Callback]:
+    """Return the callback of `log.tracker`. Raises UserError if the tracker is not installed."""
+    if config.log.tracker == "none" or not collectives.is_main():
+        return []
+    return [Tracking(config.log.tracker)]
+
+
+CALLBACKS.append(callbacks)
 
 
 def main(argv: list[str]) -> None:

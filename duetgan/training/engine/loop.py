@@ -93,7 +93,6 @@ class Loop(Fields):
             active=collectives.is_main(),
             tensorboard=config.log.tensorboard,
             total_steps=config.steps,
-            tracker=config.log.tracker,
         )
         self.manager = CheckpointManager(config, folder, loader)
 

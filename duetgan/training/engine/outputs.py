@@ -58,12 +58,10 @@ class Columns(Callback):
 
 
 class SampleGrids(Callback):
-    """Saves a grid of samples every `log.samples_every` steps, and at first the networks' graph."""
+    """Saves a grid of samples every `log.samples_every` steps, and before the first."""
 
     def begin(self, loop: Loop) -> None:
         self._save(loop)
-        if loop.config.log.tensorboard and collectives.is_main():
-            loop.log.graph(loop.task.networks())
 
     def after_iteration(self, loop: Loop) -> None:
         if loop.is_due(loop.config.log.samples_every):

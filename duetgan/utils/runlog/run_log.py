@@ -1,37 +1,23 @@
-"""Write a run's metrics to the console, `metrics.jsonl`, TensorBoard and a tracker, on rank 0."""
+"""Write a run's metrics to the console, `metrics.jsonl` and TensorBoard, on rank 0."""
 
 import json
 import os
 import sys
 import textwrap
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 from tqdm import tqdm
 
-from duetgan.utils import extras
-from duetgan.utils.config.cli import entry
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import replace_file
 from duetgan.utils.runlog.progress import Bar
 
 Metrics = dict[str, float | int]
-
-
-class Tracker(Protocol):
-    """A program that gets the rows of metrics.jsonl too."""
-
-    def send(self, *, close: bool = False) -> None: ...
-
-
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {}  # name -> the tracker of a run's folder
 
 
 def say(message: str) -> None:
@@ -113,13 +99,6 @@ def _excepthook(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
 
 
-class _SideBySide(nn.ModuleDict):
-    """Several networks as one module, so that one graph shows them all."""
-
-    def forward(self, *inputs: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
-        return tuple(network(*args) for network, args in zip(self.values(), inputs, strict=True))
-
-
 class RunLog:
     """`metrics.jsonl` (one JSON object per log tick), TensorBoard events and the progress bar of a
     run.
@@ -132,15 +111,11 @@ class RunLog:
         active: bool,
         tensorboard: bool,
         total_steps: int,
-        tracker: str = "none",
     ) -> None:
         self._folder, self._path = folder, folder / "metrics.jsonl"
         self._active, self._tensorboard = active, tensorboard and active
         self._total = total_steps
-        self._tracker: Tracker | None = None
-        if active and tracker != "none":
-            self._tracker = entry(TRACKERS, tracker, "log.tracker")(folder)
-        self._events: Events | None = None
+        self.events: Events | None = None
         self._bar: Bar | None = None
         self._refused: set[str] = set()  # features whose failed writes were reported
 
@@ -155,10 +130,10 @@ class RunLog:
             return
         cut_back(self._path, step, partial=going_on)
         if self._tensorboard:
-            self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
+            self.events = Events(self._folder / "tensorboard", purge_step=step + 1)
             config = self._folder / "config.yaml"
             if config.is_file():  # shown as code in Markdown
-                self._events.add(
+                self.events.add(
                     "text",
                     "config",
                     textwrap.indent(config.read_text(encoding="utf-8"), "    "),
@@ -194,11 +169,9 @@ class RunLog:
                 row[key] = value
             else:
                 row[key] = float(f"{value:.6g}") if np.isfinite(value) else None
-        if self._events is not None and not partial:
-            self._events.scalars(step, metrics)
+        if self.events is not None and not partial:
+            self.events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
-        if self._tracker is not None:
-            self._tracker.send()
         values = {}
         for key, value in metrics.items():
             if key.startswith("loss/"):
@@ -238,33 +211,14 @@ class RunLog:
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Add a uint8 [H, W] or [H, W, 3] image to TensorBoard."""
-        if self._events is not None:
-            self._events.image(step, name, pixels)
-
-    def graph(self, networks: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
-        """Add one graph of all networks (name -> network, example inputs) to TensorBoard."""
-        if self._events is None or self._events.refused:
-            return
-        together = _SideBySide({name: network for name, (network, _) in networks.items()})
-        inputs = tuple(values for _, values in networks.values())
-        modes = {module: module.training for module in together.modules()}
-        # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes
-        # become constants. Gradients are off, because activation checkpointing cannot be traced.
-        with warnings.catch_warnings(action="ignore"), torch.no_grad():
-            # A first pass fills caches of constants, which must not hold tensors of the trace.
-            together(*inputs)
-            self._events.add("graph", together, inputs, use_strict_trace=False)
-        # The tracer sets all modules to the mode of the outermost one.
-        for module, training in modes.items():
-            module.training = training
+        if self.events is not None:
+            self.events.image(step, name, pixels)
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
-            self._tensorboard = not self._events.refused
-            self._events = None
-        if self._tracker is not None:
-            self._tracker.send(close=True)
+        if self.events is not None:
+            self.events.close()
+            self._tensorboard = not self.events.refused
+            self.events = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -287,6 +241,3 @@ def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
         os.truncate(path, len(content))  # works on a full disk
     else:
         replace_file(path, content)
-
-
-extras.attach(__name__)

@@ -6,10 +6,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
 
 from duetgan.utils.runlog.run_log import Events, RunLog, cut_back
-from tests.end_to_end.helpers import graph_scopes
 
 
 def rows(folder):
@@ -117,7 +115,7 @@ def test_refused_events_are_no_error(tmp_path, capsys, count):
 
 
 @pytest.mark.usefixtures("no_thread_left")
-@pytest.mark.parametrize("first", ["open", "image", "graph"])
+@pytest.mark.parametrize("first", ["open", "image"])
 def test_tensorboard_on_a_full_disk(tmp_path, capsys, first):
     """Whatever is refused first, it is said once and given up, and rows go on."""
     run_log = RunLog(tmp_path, active=True, tensorboard=True, total_steps=10)
@@ -130,32 +128,15 @@ def test_tensorboard_on_a_full_disk(tmp_path, capsys, first):
         if first == "image":
             for _ in range(50):  # more than the queue of the thread that writes takes
                 run_log.image(1, "noise", noise)
-        elif first == "graph":
-            run_log.graph({"model": (torch.nn.Linear(2, 2), (torch.zeros(1, 2),))})
-            for thread in tensorboard_threads():  # it writes some time later, and ends when it is refused
-                thread.join(60)
     for step in (2, 3):  # there is room again
         run_log.metrics(step, {"x": 1.0})
         run_log.image(step, "noise", noise)
-        run_log.graph({"other": (torch.nn.Linear(2, 2), (torch.zeros(1, 2),))})
     run_log.close()
     run_log.open(3)  # as after a roll-back
     run_log.metrics(4, {"x": 1.0})
     run_log.close()
     assert [row["step"] for row in rows(tmp_path)] == [2, 3, 4]
     check_told_once(folder, capsys.readouterr().err)
-
-
-def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
-    first, second = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout()), torch.nn.Bilinear(2, 3, 1)
-    first[1].eval()
-    second.eval()
-    x = torch.zeros(1, 2)
-    with logging(tmp_path, tensorboard=True) as run_log:
-        run_log.graph({"first": (first, (x,)), "second": (second, (x, torch.zeros(1, 3)))})
-    assert [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()] == []
-    assert {"first", "second", "1"} <= graph_scopes(tmp_path)
-    assert [module.training for module in (first, first[0], first[1], second)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("going_on", [False, True])
