@@ -4,7 +4,6 @@
 hubconf.py, or to --init-from of train.py. FILE is read without running anything in it.
 """
 
-import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,59 +82,22 @@ def read(path: Path) -> "Converted":
     files.refuse_page(path)
     # Refused is a ValueError.
     faults = (ValueError, TypeError, LookupError, RuntimeError)
-    with files.reading(path, "give a StyleGAN2 or R3GAN network", *faults):
+    with files.reading(
+        path,
+        "give a network of NVIDIA's StyleGAN2, R3GAN or rosinality's stylegan2-pytorch",
+        *faults,
+    ):
         if path.suffix == ".safetensors":
             return nvidia.from_file(path)
         if path.suffix != ".pkl":
-            plain = read_plain(path, "fetch it again")
-            refuse_other_programs(path, plain if isinstance(plain, dict) else {})
-            return rosinality.convert(plain)
-        refuse_other_programs(path, {})
+            return rosinality.convert(read_plain(path, "fetch it again"))
         content = read_pickle(path)
         if not isinstance(content, dict):
             return tensorflow.convert(content)
-        refuse_other_programs(path, content)
         generator = content.get("G_ema")
         if isinstance(generator, Inert) and "_init_kwargs" in generator.state:
             return nvidia.convert(content)
         return r3gan.convert(content)
-
-
-def refuse_other_programs(path: Path, content: Tree) -> None:
-    """Raise UserError for a file (unpickled: `content`) of a program that Duet does not support."""
-    from duetgan.extras.official.unpickle import Inert
-
-    discriminator = content.get("D")
-    modules = _submodules(content.get("G_ema"))
-    layers = _submodules(modules.get("synthesis"))
-    with (
-        files.open_file(path, files.WEIGHTS) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
-    ):
-        has_projected_modules = text.find(b"pg_modules") >= 0
-        has_stylegan3_modules = text.find(b"networks_stylegan3") >= 0
-    programs = {
-        "Projected GAN or StyleGAN-XL": has_projected_modules
-        or (isinstance(discriminator, Inert) and discriminator.name == "ProjectedDiscriminator"),
-        "StyleGAN3": has_stylegan3_modules or "input" in layers,
-        "lucidrains' stylegan2-pytorch": "GAN" in content and "g_ema" not in content,
-        "PyTorch-StudioGAN": "state_dict" in content and "g_ema" not in content,
-    }
-    for name, matches in programs.items():
-        if matches:
-            raise UserError(
-                f"{path}: is a checkpoint of {name}; Duet reads those of NVIDIA's StyleGAN2, R3GAN "
-                "and rosinality's stylegan2-pytorch"
-            )
-
-
-def _submodules(module: object) -> Tree:
-    from duetgan.extras.official.unpickle import Inert
-
-    if not isinstance(module, Inert):
-        return {}
-    modules = module.state.get("_modules")
-    return modules if isinstance(modules, dict) else {}
 
 
 def checkpoint_of(converted: "Converted", names: list[str]) -> Tree:
