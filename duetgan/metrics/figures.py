@@ -111,16 +111,16 @@ class Samples:
 
 CLASSIFIER = [
     Figure(
-        "accuracy", "accuracy", "share of the test images predicted correctly", answers.accuracy,
+        "accuracy", "accuracy", "fraction of the test images that are classified correctly", answers.accuracy,
         better="larger", place="headline", in_training=True,
     ),
     Figure(
         "balanced_accuracy", "balanced accuracy",
-        "balanced accuracy, the mean of the classes' recall: a rare class counts as much as a frequent one",
+        "balanced accuracy: the mean of the classes' recall, so that rare and frequent classes count equally",
         answers.balanced_accuracy, better="larger",
     ),
     Figure(
-        "top5_accuracy", "top-5 accuracy", "share of images whose class is among the five likeliest",
+        "top5_accuracy", "top-5 accuracy", "fraction of the test images whose class is among the five most likely ones",
         answers.top5_accuracy, better="larger",
     ),
     Figure(
@@ -134,12 +134,12 @@ CLASSIFIER = [
         answers.average_precision, better="larger", unit="",
     ),
     Figure(
-        "nll", "negative log-likelihood", "mean of -log of the true class's probability", answers.nll,
+        "nll", "negative log-likelihood", "mean negative logarithm of the true class's probability", answers.nll,
         better="smaller", unit="", in_training=True,
     ),
     Figure(
         "ece", "calibration error (ECE)",
-        "expected calibration error: gap between confidence and accuracy over 15 bins. 0 is calibrated",
+        "expected calibration error: mean difference between confidence and accuracy over 15 bins; 0 if calibrated",
         answers.ece, better="smaller", in_training=True,
     ),
 ]  # fmt: skip
@@ -147,15 +147,16 @@ CLASSIFIER = [
 LABELS = [  # for images that may have several labels
     *(replace(row, in_training=True) for row in CLASSIFIER if row.key in ("auroc", "average_precision")),
     Figure(
-        "macro_f1", "F1 (mean of the labels)", "several labels: F1 of each label, averaged",
+        "macro_f1", "F1 (mean of the labels)", "several labels an image: mean of the labels' F1",
         labels.macro_f1, better="larger", place="headline", in_training=True,
     ),
     Figure(
-        "micro_f1", "F1 (of all decisions)", "several labels: F1 of all decisions together", labels.micro_f1,
+        "micro_f1", "F1 (of all decisions)", "several labels an image: F1 of all decisions together", labels.micro_f1,
         better="larger", in_training=True,
     ),
     Figure(
-        "exact_match", "exact match", "several labels: share of images with all labels right",
+        "exact_match", "exact match",
+        "several labels an image: fraction of the images whose labels are all predicted correctly",
         answers.accuracy, better="larger", in_training=True,
     ),
 ]  # fmt: skip
@@ -190,7 +191,7 @@ GAN = [
     ),
     Figure(
         "kernel", "kernel",
-        "unbiased squared MMD with the kernel (x·y/d + 1)^3, mean of 20 subsets of 1,000; less biased at small n",
+        "unbiased squared MMD with the kernel (x·y/d + 1)^3, averaged over 20 subsets of 1,000 images",
         lambda samples: Measured.normal(*_kernel(samples.counted[0], samples)),
         better="smaller", place="column", unit="", in_training=True,
     ),
@@ -200,58 +201,61 @@ GAN = [
         place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),
     Figure(
-        "recognised", "recognised", "share of samples that the judge predicts as the requested class",
+        "recognised", "recognised", "fraction of the samples that the judge predicts as the requested class",
         lambda samples: judged.recognised(samples.probabilities, samples.labels[: samples.n], samples.thresholds),
         better="larger", place="headline", needs=JUDGED, by_class="recognised_by_class",
         by_judge=True, in_training=True,
     ),
     Figure(
         "clipped_density", "clipped density (fidelity)",
-        "fidelity (clipped density): share of samples that lie where real images are dense, at most 1",
+        "fidelity (clipped density): fraction of the samples that lie where real images are dense",
         lambda samples: neighbours.clipped_density(samples.neighbourhoods),
         better="larger", place="headline", needs=NEAR,
     ),
     Figure(
         "clipped_coverage", "clipped coverage",
-        "coverage (clipped): share of the variety of real images that samples have. 80 %: as if two of ten classes "
-        "were missing",
+        "coverage (clipped): fraction of the real images' variety that the samples have; 80 % is as if two of ten "
+        "classes were missing",
         lambda samples: neighbours.clipped_coverage(samples.neighbourhoods),
         better="larger", place="headline", needs=NEAR,
     ),
     Figure(
         "diversity_ratio", "diversity",
-        "diversity of the least diverse class: mean feature distance between samples, divided by that between real "
-        "images, at most 200 of each; without classes, of all samples",
+        "diversity of the least diverse class (without classes, of all samples): mean feature distance between "
+        "samples, divided by the mean distance between real images; at most 200 of each",
         lambda samples: samples.diversity,
         place="headline", unit="", by_class="diversity_by_class", in_training=True,
     ),
     Figure(
-        "precision", "precision", "precision: share of samples within reach (3rd neighbour) of a real image",
+        "precision", "precision",
+        "precision: fraction of the samples that are within reach (3rd neighbour) of a real image",
         lambda samples: neighbours.precision(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "recall", "recall",
-        "recall: share of real images within reach of a sample. Outliers raise precision and recall",
+        "recall: fraction of the real images that are within reach of a sample; outliers raise precision and recall",
         lambda samples: neighbours.recall(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "density", "density",
-        "density: mean number of real images with a sample within reach (5th neighbour), over 5. Real images: about 1",
+        "density: mean number of real images that have a sample within reach (5th neighbour), divided by 5; about 1 "
+        "if the samples are real images",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),
     Figure(
-        "coverage", "coverage", "coverage: share of real images with a sample nearby. Real images have about 97 %",
+        "coverage", "coverage",
+        "coverage: fraction of the real images that have a sample within reach; about 97 % if the samples are real",
         lambda samples: neighbours.coverage(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "intra_class_frechet", "frechet within classes",
-        "Frechet distance within classes, on average: finds a generator that ignores its labels",
+        "mean Frechet distance within the classes, which is large for a generator that ignores its labels",
         lambda s: intra_class_frechet(s.fake[: s.n], s.real[: s.n], s.labels[: s.n], len(s.names)),
         better="smaller", unit="", needs=NAMES, by_class="intra_class_frechet_by_class",
     ),
     Figure(
         "class_score", "class score",
-        "class score: the Inception score with the judge in Inception's place; blind to diversity within a class",
+        "class score: the Inception score with the judge in place of Inception; it ignores diversity within a class",
         lambda samples: judged.class_score(samples.probabilities) if samples.thresholds is None else Measured(None),
         better="larger", unit="", needs=PROBABILITIES, by_judge=True,
     ),

@@ -240,7 +240,7 @@ def make_told_run(folder: Path) -> Path:
 def test_headline_and_images_come_before_training_and_curves_and_nothing_is_left_out(tmp_path):
     path = write_report(make_told_run(tmp_path / "gan"))
     text, source = page(path).text, path.read_text()
-    order = ["share of samples that the judge predicts as the requested class"]
+    order = ["fraction of the samples that the judge predicts as the requested class"]
     order += ["Samples, a row for each class", "Real test images", "Evaluation at step"]
     order += ["Samples over time", "Training", "images seen", "adversarial losses", "Data", "How this was made"]
     places = [text.index(words) for words in order]
@@ -260,7 +260,7 @@ def test_a_classifiers_further_figures(tmp_path):
     found |= {"auroc": 0.875, "auroc_interval": [0.8125, 0.9375], "precision": "fp32"}
     write(run / "eval" / "metrics.json", found)
     text = page(write_report(run)).text
-    shown = ["as much as a frequent one (95 % interval 43.8 to 56.2 %)"]
+    shown = ["rare and frequent classes count equally (95 % interval 43.8 to 56.2 %)"]
     shown += ["averaged over the classes (95 % interval 0.812 to 0.938)"]
     assert [words for words in shown if words not in text] == []
     assert "within reach (3rd neighbour) of a real" not in text  # a GAN's precision
