@@ -159,7 +159,7 @@ class TestEvaluate:
             ([*gan, "--classifier", runs["gan"], *pixel], "'gan'"),
             ([*gan, "--data", two, *pixel], "its classes are not those of the images: grey only here"),
             ([*gan, "--data", tmp_path / "absent.lmdb", *pixel], "absent.lmdb"),
-            ([*gan, "--extractor", "incepton"], "did you mean 'inception'"),
+            ([*gan, "--extractor", "pixel"], "did you mean 'pixels'"),
             ([*gan, "--extractor", "classifier"], "--classifier RUN"),
             ([*gan, "--n", "0"], "at least 1"),
             ([*classifier, "--classifier", runs["classifier"]], "--classifier is for a GAN"),

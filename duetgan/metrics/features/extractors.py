@@ -1,6 +1,5 @@
 """Named feature extractors, and passes over images that all processes share."""
 
-import importlib
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +21,11 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.preparation import fit_images
 from duetgan.models.restore import classifier_from, fingerprint, read
 from duetgan.models.weights import file_hash, fit_state, read_state_dict
+from duetgan.utils import extras
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 from duetgan.utils.machine import upload
@@ -235,47 +235,8 @@ def load_resnet50(path: Path) -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
-def inception_features(
-    weights: str | Path | None = None, *, device: torch.device | str = "cpu"
-) -> Extractor:
-    """Return the extractor of the 2048 pooled Inception features that published FIDs compare.
-
-    The network is torch-fidelity's, which scales images to 299 px as TensorFlow's original does.
-    """
-    with explained(
-        ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"
-    ):
-        library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
-    path = None
-    source = "torch-fidelity's download"
-    device = torch.device(device)
-    if weights:
-        path = str(weights)
-        source = Path(weights).name
-        read_state_dict(Path(weights))  # a safe check first: torch-fidelity unpickles anything
-    remedy = (
-        "give torch-fidelity's weights-inception-2015-12-05-6726825d.pth with --weights, or take "
-        "--extractor resnet50"
-    )
-    with explained(  # no network (URLError is an OSError), or not Inception's state dict
-        (OSError, RuntimeError),
-        lambda error: (
-            f"Inception's weights could not be downloaded ({str(error).splitlines()[0]}); {remedy}"
-        ),
-    ):
-        network = library.FeatureExtractorInceptionV3(
-            "inception", ["2048"], feature_extractor_weights_path=path
-        )
-    network = network.to(device)
-
-    def compute(images: Tensor) -> Tensor:
-        return network(images.to(device).expand(-1, 3, -1, -1))[0].float()
-
-    return Extractor("inception", 2048, compute, device, source)
-
-
-EXTRACTORS = ("classifier", "resnet50", "inception", "pixels")
-WITH_WEIGHTS = ("resnet50", "inception")
+# Name -> function that makes an extractor of 8-bit grey or RGB images; extras add theirs.
+WITH_WEIGHTS = {"resnet50": resnet50_features}
 
 
 def build(
@@ -283,34 +244,26 @@ def build(
     *,
     device: torch.device,
     spec: ImageSpec,  # of the images
-    weights: str | Path | None = None,  # weights file for resnet50 or inception
+    weights: str | Path | None = None,  # weights file for an extractor of WITH_WEIGHTS
     classifier: str | None = None,  # run or checkpoint file for the extractor `classifier`
     judge: Classifier | None = None,  # the classifier of that run, if it is loaded already
 ) -> list[Extractor]:
     """Build extractors from their names.
 
-    Names are `resnet50`, `inception`, `pixels`, `classifier` and `classifier:RUN_OR_FILE`.
+    Names are `pixels`, `classifier`, `classifier:RUN_OR_FILE` and those of WITH_WEIGHTS.
 
     Raises:
         UserError: If a name is unknown or comes twice, a weights file is given for none or several
             of the extractors, or a file or package that an extractor needs is missing.
     """
-    parts = [name.partition(":") for name in names]
-    for kind, colon, argument in parts:
-        if kind not in EXTRACTORS or (colon and kind != "classifier"):
-            near = did_you_mean(kind, EXTRACTORS)
-            raise UserError(
-                f"no extractor {kind + colon + argument!r}{near}; there are {', '.join(EXTRACTORS)}"
-            )
-    with_weights = [kind for kind, _, _ in parts if kind in WITH_WEIGHTS]
-    if weights and len(with_weights) != 1:
-        named = " and ".join(with_weights) or "none"
+    known = ("classifier", "pixels", *WITH_WEIGHTS)
+    if weights and sum(name in WITH_WEIGHTS for name in names) != 1:
         raise UserError(
-            f"--weights is for one extractor of {', '.join(WITH_WEIGHTS)}, but {named} is named; name "
-            "one with --extractor"
+            f"--weights is for one extractor of {', '.join(WITH_WEIGHTS)}; name one with --extractor"
         )
     built: dict[str, Extractor] = {}
-    for kind, _, argument in parts:
+    for name in names:
+        kind, _, argument = name.partition(":")
         if kind == "classifier":
             run = argument or classifier
             if not run:
@@ -320,11 +273,13 @@ def build(
             network = judge if run == classifier else None
             network = network or classifier_from(read(resolve(run)), device, several=True)
             extractor = classifier_features(network, name=f"classifier:{run}")
-        elif kind == "pixels":
+        elif name == "pixels":
             extractor = pixel_features(spec)
+        elif name in WITH_WEIGHTS:
+            extractor = photographs(WITH_WEIGHTS[name](weights, device=device), spec)
         else:
-            make = resnet50_features if kind == "resnet50" else inception_features
-            extractor = photographs(make(weights, device=device), spec)
+            near = did_you_mean(name, known)
+            raise UserError(f"no extractor {name!r}{near}; there are {', '.join(known)}")
         if extractor.name in built:
             raise UserError(f"extractor {extractor.name} is named twice; name it once")
         built[extractor.name] = extractor
@@ -459,3 +414,6 @@ class RealFeatures:
             )
             self._cache.update(zip(missing, features, strict=True))
         return [self._cache[key] for key in keys]
+
+
+extras.attach(__name__)

@@ -1,4 +1,3 @@
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from duetgan.metrics.features.extractors import (
     classifier_features,
     classifier_input,
     find_weights,
-    inception_features,
     load_resnet50,
     pixel_features,
     resnet50_features,
@@ -94,7 +92,6 @@ def test_names_stand_in_the_extractors_and_the_judge_is_not_loaded_again(tmp_pat
         (["classifier:a", "classifier"], {"classifier": "a"}, "named twice"),
         (["classifier"], {}, "--classifier"),
         (["pixels"], {"weights": "file"}, "--weights is for one"),
-        (["resnet50", "inception"], {"weights": "file"}, "resnet50 and inception"),
         (["resnet50"], {"weights": "absent.safetensors"}, "no such file"),
     ],
 )
@@ -103,52 +100,10 @@ def test_bad_names_are_told(specs, changes, told):
         build(specs, **SETTINGS, **changes, judge=classifier())
 
 
-def test_what_is_missing_or_not_finite_is_told(no_weights, monkeypatch):
+def test_what_is_missing_or_not_finite_is_told(no_weights):
     assert_raises(UserError, "resnet50 needs a weights file", build, ["resnet50"], **SETTINGS)
     with pytest.raises(UserError, match="extractor two gives features that are not finite"):
         Extractor("two", 2, lambda images: torch.full((len(images), 2), torch.nan), CPU)(sample_images())
-    monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
-    assert_raises(UserError, "pip install torch-fidelity", inception_features)
-
-
-class FakeLibrary:
-    """Stands in for torch-fidelity's module: the same call, no weights."""
-
-    asked: tuple[object, ...] = ()
-
-    class FeatureExtractorInceptionV3(nn.Module):
-        def __init__(self, name, features_list, feature_extractor_weights_path=None):
-            super().__init__()
-            if feature_extractor_weights_path is None:
-                raise OSError("<urlopen error no network>\nmore lines")
-            FakeLibrary.asked = (name, features_list, feature_extractor_weights_path)
-
-        def forward(self, images):
-            assert images.dtype == torch.uint8
-            assert images.shape[1] == 3
-            return (images.double().mean((2, 3)),)
-
-
-@pytest.fixture
-def fake_library(monkeypatch):
-    monkeypatch.setattr("duetgan.metrics.features.extractors.importlib.import_module", lambda name: FakeLibrary)
-
-
-def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
-    file = tmp_path / "weights.pth"
-    for given, told in (
-        ((), r"could not be downloaded \(<urlopen error no network>\)"),
-        ((file,), "no such file"),
-        ((file,), "not a plain state dict"),
-    ):
-        assert_raises(UserError, told, inception_features, *given)
-        if given:
-            file.write_text("not weights")
-    torch.save({"a": torch.zeros(1)}, file)
-    extractor = inception_features(file)
-    assert FakeLibrary.asked == ("inception", ["2048"], str(file))
-    features = extractor(sample_images())
-    torch.testing.assert_close(features, sample_images().float().mean((2, 3)).expand(-1, 3))
 
 
 def test_precision_and_modes_come_back():
