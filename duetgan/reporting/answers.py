@@ -25,14 +25,15 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
         gan: evaluation of the GAN, without metrics that depend on a weak classifier.
         smallest: number of images of the smallest class.
     """
-    sentences = _of_classifier(classifier) if classifier else []
-    judge = gan.get("judge") or {}
-    if judge.get("is_weak") or gan.get("weak_extractors"):
+    sentences = []
+    if classifier:
+        sentences += _of_classifier(classifier)
+    if (gan.get("judge") or {}).get("is_weak") or gan.get("weak_extractors"):
         sentences.append(
-            f"The classifier is too weak to judge the GAN{_skill(judge)}. Look at the samples yourself."
+            "The classifier is too weak to judge the GAN. Look at the samples yourself."
         )
     if gan.get("recognised") is not None:
-        sentences += _of_samples(gan, classifier, judge, smallest)
+        sentences += _of_samples(gan, classifier, smallest)
     if memorisation := gan.get("memorisation"):
         if memorisation.get("copies"):
             sentences.append("It copies training images.")
@@ -41,87 +42,65 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
     return sentences
 
 
-def _skill(judge: Document) -> str:
-    if judge.get("majority_class_rate") is None:
-        return ""
-    return (
-        f": it is right on {100 * judge['accuracy']:.0f} % of the real images at the samples' size; always predicting "
-        f"the most frequent class is right on {100 * judge['majority_class_rate']:.0f} %"
-    )
-
-
 def _of_classifier(classifier: Document) -> list[str]:
-    accuracy = classifier["accuracy"]
-    certainty = []
-    if interval := classifier.get("accuracy_interval"):
-        certainty.append(f"95 % interval {100 * interval[0]:.0f} to {100 * interval[1]:.0f} %")
-    if n := classifier.get("n"):
-        certainty.append(counted(n, "held-out image"))
-    text = f"The classifier is right on {100 * accuracy:.0f} % of the new images"
-    if certainty:
-        text += f" ({', '.join(certainty)})"
-    rate = classifier.get("majority_class_rate")
-    if rate is not None:
-        text += f"; always predicting the most frequent class is right on {100 * rate:.0f} %"
-    sentences = [f"{text}."]
-    balanced = classifier.get("balanced_accuracy")
-    if balanced is not None and accuracy - balanced > UNEVEN:
+    accuracy, balanced = classifier["accuracy"], classifier["balanced_accuracy"]
+    low, high = classifier["accuracy_interval"]
+    n = counted(classifier["n"], "held-out image")
+    sentences = [
+        f"The classifier is right on {100 * accuracy:.0f} % of the new images (95 % interval "
+        f"{100 * low:.0f} to {100 * high:.0f} %, {n}); always predicting the most frequent class "
+        f"is right on {100 * classifier['majority_class_rate']:.0f} %."
+    ]
+    if accuracy - balanced > UNEVEN:
         sentences.append(
             f"With equally many images of each class it would be {100 * balanced:.0f} %."
         )
-    if pairs := [row for row in classifier.get("confused", ()) if row["n"] >= MIN_CONFUSED][:2]:
+    if pairs := [row for row in classifier["confused"] if row["n"] >= MIN_CONFUSED][:2]:
         words = [f"{row['true']} as {row['predicted']} ({row['n']:,} images)" for row in pairs]
         sentences.append(f"Its most frequent mistakes: {', '.join(words)}.")
     return sentences
 
 
-def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: int) -> list[str]:
-    accuracy, majority = judge.get("accuracy"), judge.get("majority_class_rate")
-    recognised = f"{100 * gan['recognised']:.0f} % of the GAN's samples"
-    text = f"The classifier recognises {recognised} as the requested class"
-    if accuracy is not None:
-        size = f"{gan['size']} px" if "size" in gan else "that size"
-        text += f", and {100 * accuracy:.0f} % of real images at {size}"
-    if majority is not None:
-        text += f" (always predicting the most frequent class: {100 * majority:.0f} %)"
-    fractions, counts = gan.get("recognised_by_class") or {}, gan.get("samples_by_class") or {}
-    predicted = gan.get("samples_predicted") or {}
-    name = max(predicted, key=predicted.__getitem__, default="")
-    if len(predicted) > 1 and predicted[name] >= ONE_CLASS * sum(predicted.values()):
-        fraction = predicted[name] / sum(predicted.values())
-        return [
-            f"{text}.",
-            f"It takes {100 * fraction:.0f} % of them for {name}: look at the samples yourself.",
-        ]
-    recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
-    bad = []
-    for name, fraction in fractions.items():
-        # Samples need not be recognised more often than real images of the same class.
-        limits = [limit for limit in (accuracy, recalls.get(name), 1.0) if limit is not None]
-        if fraction is not None and _is_clearly_below(fraction, counts.get(name), min(limits)):
-            bad.append(name)
-    if not bad:
-        return [f"{text}."]
-    few = f"; the smallest class has only {counted(smallest, 'image')}" if smallest < FEW else ""
-    if len(bad) == len(fractions) > 1:
-        return [f"{text}.", f"The GAN has learnt none of its {len(fractions)} classes{few}."]
-    classes = counted(len(fractions), "class")
-    return [
-        f"{text}.",
-        f"The GAN has clearly not learnt {listed(bad, 5)} ({len(bad)} of {classes}){few}.",
-    ]
-
-
-def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bool:
-    """Return True if `fraction` is less than LEARNT times `expected`, and significantly less than
-    `expected` for this `count` of samples. With an unknown count (None) significance is not tested.
-    """
-    if fraction >= LEARNT * expected:
-        return False
-    interval = wilson(round(fraction * count), count) if count is not None else None
-    return interval is None or (
-        count is not None and count >= MIN_SAMPLES and interval[1] < expected
+def _of_samples(gan: Document, classifier: Document, smallest: int) -> list[str]:
+    judge, predicted = gan["judge"], gan["samples_predicted"]
+    text = (
+        f"The classifier recognises {100 * gan['recognised']:.0f} % of the GAN's samples as the requested class, and "
+        f"{100 * judge['accuracy']:.0f} % of real images at {gan['size']} px (always predicting the most frequent "
+        f"class: {100 * judge['majority_class_rate']:.0f} %)."
     )
+    name = max(predicted, key=predicted.__getitem__)
+    fraction = predicted[name] / sum(predicted.values())
+    if len(predicted) > 1 and fraction >= ONE_CLASS:
+        percent = f"{100 * fraction:.0f} %"
+        return [text, f"It takes {percent} of them for {name}: look at the samples yourself."]
+    bad = _not_learnt(gan, classifier)
+    if not bad:
+        return [text]
+    classes = len(gan["recognised_by_class"])
+    few = f"; the smallest class has only {counted(smallest, 'image')}" if smallest < FEW else ""
+    if len(bad) == classes > 1:
+        return [text, f"The GAN has learnt none of its {classes} classes{few}."]
+    of_classes = f"{len(bad)} of {counted(classes, 'class')}"
+    return [text, f"The GAN has clearly not learnt {listed(bad, 5)} ({of_classes}){few}."]
+
+
+def _not_learnt(gan: Document, classifier: Document) -> list[str]:
+    """Return the classes whose samples are recognised less than LEARNT times as often as real
+    images, and significantly less often.
+    """
+    names = []
+    for name, fraction in gan["recognised_by_class"].items():
+        count = gan["samples_by_class"][name]
+        # Samples need not be recognised more often than real images of the same class.
+        expected = gan["judge"]["accuracy"]
+        recall = classifier.get("per_class", {}).get(name, {}).get("recall")
+        if recall is not None:
+            expected = min(expected, recall)
+        if fraction is not None and fraction < LEARNT * expected and count >= MIN_SAMPLES:
+            interval = wilson(round(fraction * count), count)
+            if interval is not None and interval[1] < expected:
+                names.append(name)
+    return names
 
 
 def advice(

@@ -2,14 +2,12 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from duetgan.utils import files
-from duetgan.utils.config import yaml_files
 
 MAX_VALUE = 1e100  # larger values would overflow the ticks of a chart
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves
@@ -20,11 +18,6 @@ OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
 
 Record = dict[str, Any]  # a JSON object
 Document = Mapping[str, Any]  # a JSON object that is only read
-
-
-def _integer(digits: str) -> float:
-    """Parse an integer of JSON; return infinity if it exceeds the range of floats."""
-    return int(digits) if len(digits) < 300 else float(digits)
 
 
 class Run:
@@ -80,7 +73,7 @@ class Run:
 
     def _object(self, name: str) -> Record:
         try:
-            value = json.loads(self._text(name) or "{}", parse_int=_integer)
+            value = json.loads(self._text(name) or "{}")
             if not isinstance(value, dict):
                 raise ValueError("it does not hold an object")
             return value
@@ -96,9 +89,8 @@ class Run:
         torn = 0
         for line in self._text("metrics.jsonl").splitlines():
             try:
-                record = json.loads(line, parse_int=_integer)
-                if abs(step := int(record["step"])) >= MAX_VALUE:
-                    raise ValueError("no step")
+                record = json.loads(line)
+                step = int(record["step"])
                 by_step[step] = by_step.get(step, {}) | record
             except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
                 torn += 1
@@ -118,18 +110,16 @@ class Run:
         series: dict[str, list[tuple[float, float]]] = {}
         for record in self.records:
             for key, value in record.items():
-                value = math.nan if value is None else value  # null stands for a non-finite value
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if key not in COUNTS and is_number:
-                    y = float(value) if abs(value) < MAX_VALUE else math.nan
-                    series.setdefault(key, []).append((float(record["step"]), y))
+                if value is None:  # null stands for a non-finite value
+                    value = math.nan
+                if key in COUNTS or type(value) not in (int, float):
+                    continue
+                y = value if abs(value) < MAX_VALUE else math.nan
+                series.setdefault(key, []).append((float(record["step"]), float(y)))
         return series
 
     @property
     def task(self) -> str:
         """The `task` of the config; empty if the config is missing or unreadable."""
-        try:
-            config = yaml_files.load(self.config)
-        except (yaml.YAMLError, ValueError):
-            config = None
-        return str(config.get("task", "")) if isinstance(config, dict) else ""
+        match = re.search(r"^task: (\w+)", self.config, re.MULTILINE)
+        return match[1] if match else ""
