@@ -3,7 +3,6 @@
 The last part makes the results and the pictures of evaluate.py.
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -315,10 +314,6 @@ def evaluate_gan_run(
     extractors = collectives.main_first(
         lambda: build_extractors(options, dataset.spec, device, judge)
     )
-    if collectives.is_main():
-        print(
-            f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr
-        )
     one_label = generator.label_sets is None
     with train or nullcontext():
         gathered = gather(

@@ -166,14 +166,12 @@ def load_judge(
     dataset: Dataset | None,  # the test images, if any
     *,
     option: str = "--classifier",  # the option to name in errors
-    guide: str | None = None,  # run or file of the classifier that guided edits, if any
 ) -> Classifier:
     """Load the classifier that judges samples.
 
     Raises:
-        UserError: If the classifier helped to train the generator or to find edits (all checkpoints
-            of the guide's run count), was trained on samples or on the test images, or has other
-            classes or another kind of images than the generator.
+        UserError: If the classifier helped to train the generator, was trained on samples or on the
+            test images, or has other classes or another kind of images than the generator.
     """
     file = resolve(run)
     judge = read(file)
@@ -192,16 +190,6 @@ def load_judge(
         run_folder(Path(helper)).resolve(),
     )
     weights = fingerprint(classifier)
-    if guide is not None:
-        guide_file = resolve(guide)
-        is_guide_run = (
-            file.parent.name == "checkpoints"
-            and run_folder(file).resolve() == run_folder(guide_file).resolve()
-        )
-        if is_guide_run or weights == fingerprint(classifier_from(read(guide_file))):
-            raise UserError(
-                f"{option} {run} is the classifier that the edits were found with; give one of another training"
-            )
     generator_lineage = Lineage.of(teachers=[weights]) if is_helper else recorded(checkpoint)
     if reason := unfit(judge, dataset, generator_lineage, weights):
         raise UserError(f"{option} {run} {reason}")

@@ -74,9 +74,9 @@ def edit(options: Namespace) -> str:
     config = config_from(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options, several=False)
     from duetgan.extras.editing.editor import Editor, pair_of
+    from duetgan.extras.editing.judge import load_edit_judge
     from duetgan.extras.editing.strips import counterfactual, make_strips, save_strips, summary
     from duetgan.inference.inputs import read_target
-    from duetgan.metrics.lineage import load_judge
     from duetgan.models.restore import classifier_from, read
 
     guide = read(resolve_for_people(options.classifier))
@@ -89,14 +89,8 @@ def edit(options: Namespace) -> str:
     source, target = pair_of(names, options.source, options.target)
     judge = None
     if options.judge is not None:
-        judge = load_judge(
-            options.judge,
-            checkpoint,
-            names,
-            sampler.device,
-            None,
-            option="--judge",
-            guide=options.classifier,
+        judge = load_edit_judge(
+            options.judge, checkpoint, names, sampler.device, guide=options.classifier
         )
     if options.image is not None:
         image = read_target(options.image, checkpoint, options.resize)[None]

@@ -24,15 +24,9 @@ def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
     The distance is |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), at least 0, in squared units of the
     features. Covariances may be singular. The variance is over random draws of both sets, without
     the bias: at small n, the distance is too large in every draw. If both sets come from the
-    same distribution, the variance is up to twice too large.
-
-    Raises:
-        ValueError: If a set has fewer than two vectors, or the dimensions differ.
+    same distribution, the variance is up to twice too large. Each set must have at least two
+    vectors.
     """
-    if min(len(first), len(second)) < 2 or first.shape[1] != second.shape[1]:
-        raise ValueError(
-            f"no Frechet distance between features {list(first.shape)} and {list(second.shape)}"
-        )
     x, first_mean = _scaled(first)
     y, second_mean = _scaled(second)
     trace, influences = _trace_of_root(x, y)

@@ -18,8 +18,6 @@ def recognised(
     If samples have several labels, all must be predicted as requested. The value of a class is the
     fraction of the samples requested with it for which it is predicted; None if there are none.
     """
-    if not len(labels):
-        raise ValueError("the recognised share of no samples is undefined")
     classes = probabilities.shape[1]
     requested = multi_hot(labels, classes)
     if thresholds is None:
@@ -41,8 +39,6 @@ def class_score(probabilities: Tensor) -> Measured:
     logarithm of the score is its divergence minus the mean divergence.
     """
     p = probabilities.detach().cpu().double()
-    if not len(p):
-        raise ValueError("the class score of no images is undefined")
     divergences = torch.special.xlogy(p, p).sum(1) - torch.special.xlogy(p, p.mean(0)).sum(1)  # [n]
     score = float(divergences.mean().exp())
     return Measured.influenced(score, score * (divergences - divergences.mean()), high=p.shape[1])

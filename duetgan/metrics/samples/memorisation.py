@@ -55,18 +55,8 @@ def nearest(queries: Tensor, references: Tensor) -> Nearest:
     """Find the nearest of the references [m, F] for each of the queries [n, F].
 
     Of equally near references, the first is returned. Distances are computed from differences, so
-    that the distance of a copy is 0 and not a rounding error. Raises ValueError if there is no
-    reference, or the dimensions differ.
+    that the distance of a copy is 0 and not a rounding error.
     """
-    if (
-        queries.ndim != 2
-        or references.ndim != 2
-        or queries.shape[1] != references.shape[1]
-        or len(references) == 0
-    ):
-        raise ValueError(
-            f"no nearest neighbours of {list(queries.shape)} among {list(references.shape)}"
-        )
     queries, references = queries.detach().cpu(), references.detach().cpu()
     indices = neighbours(queries, references, 1)[1][:, 0]
     pieces = zip(queries.split(QUERY_BLOCK), indices.split(QUERY_BLOCK), strict=True)

@@ -15,7 +15,7 @@ from duetgan.commands import generate, predict
 from duetgan.extras.editing import strips
 from duetgan.extras.editing.config import EditConfig
 from duetgan.extras.editing.editor import Direction, Editor
-from duetgan.metrics.lineage import load_judge
+from duetgan.extras.editing.judge import load_edit_judge
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
@@ -113,13 +113,13 @@ def test_refusals(closed, tmp_path, refused):
 
 def test_who_taught_a_generator_does_not_judge_its_edits(closed):
     checkpoint, judge = load(resolve(closed["gan"])), str(closed["judge"])
-    common = (CLASSES, torch.device("cpu"), None)
-    how: Any = {"option": "--judge", "guide": str(closed["guide"])}
-    found = load_judge(judge, checkpoint, *common, **how).state_dict().values()
+    common: Any = (CLASSES, torch.device("cpu"))
+    guide = str(closed["guide"])
+    found = load_edit_judge(judge, checkpoint, *common, guide=guide).state_dict().values()
     expected = classifier_from(load(resolve(judge))).state_dict().values()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     taught = {**checkpoint, "config": {**checkpoint["config"], "loss": {"classifier": judge}}}
-    assert_raises(UserError, r"--judge .* supplied a loss", load_judge, judge, taught, *common, **how)
+    assert_raises(UserError, r"--judge .* supplied a loss", load_edit_judge, judge, taught, *common, guide=guide)
 
 
 def test_a_strip_reports_the_probability_of_the_step_at_which_it_arrives():
