@@ -390,24 +390,22 @@ def flattered(
     """Return notes on extractors and judge that are biased in favour of the generator's samples."""
     notes = {}
     for extractor in extractors:
-        if not {extractor.source, *extractor.lineage.teachers}.isdisjoint(generator.teachers):
-            reason = (
+        lineage = extractor.lineage
+        if not {extractor.source, *lineage.teachers}.isdisjoint(generator.teachers):
+            notes[extractor.name] = (
                 "this classifier, or one that taught it, supplied a loss to the generator: the distance "
                 "is flattered"
             )
-        elif extractor.lineage.synthetic:
-            reason = (
+        elif lineage.synthetic:
+            notes[extractor.name] = (
                 "this classifier was trained on samples, which seem more real in its features than they "
                 "are"
             )
-        elif extractor.lineage.related(generator):
-            reason = (
+        elif lineage.related(generator):
+            notes[extractor.name] = (
                 "a classifier that supplied a loss to the generator began with the same weights: it may "
                 "be flattered"
             )
-        else:
-            continue
-        notes[extractor.name] = reason
     if judge is not None and judge.lineage.related(generator):
         notes["judge"] = (
             "a classifier that supplied a loss to the generator began with the same weights"

@@ -16,7 +16,8 @@ from duetgan.metrics.classification import answers, labels
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import PER_CLASS, Document
 from duetgan.metrics.samples import judged, neighbours
-from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
+from duetgan.metrics.samples.frechet import frechet_distance
+from duetgan.metrics.samples.intra_class import intra_class_frechet
 from duetgan.metrics.samples.kernel import kernel_distance
 
 Place = Literal["headline", "tile", "column", ""]

@@ -13,7 +13,8 @@ from duetgan.commands import evaluate, export, generate, train
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.records import pack_arrays
 from duetgan.metrics.features.selection import select
-from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
+from duetgan.metrics.samples.frechet import frechet_distance
+from duetgan.metrics.samples.intra_class import intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, recognised
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.models.restore import read

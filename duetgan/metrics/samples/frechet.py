@@ -11,11 +11,7 @@ be biased: a resample that holds images twice has a narrower covariance than its
 import torch
 from torch import Tensor
 
-from duetgan.metrics.classification.answers import multi_hot
-from duetgan.metrics.intervals import Measured
-
 BLOCK = 1024  # images processed at a time
-FEW_PER_CLASS = 500  # below this number of images, the distance of a class is mostly bias
 
 
 def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
@@ -49,40 +45,6 @@ def _scaled(features: Tensor) -> tuple[Tensor, Tensor]:
     features = features.detach().cpu().double()
     mean = features.mean(0)
     return (features - mean) / (len(features) - 1) ** 0.5, mean
-
-
-def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: int) -> Measured:
-    """Return the mean over classes of the Frechet distance within each class, with its interval.
-
-    Miyato and Koyama 2018, 1802.05637 (intra-FID). A generator that ignores its labels may have a
-    small distance over all classes together, but not within classes.
-
-    Args:
-        samples: Features of the samples, [n, F].
-        real: Features of real images, [n, F].
-        labels: Labels of both, int64 [n] or bool [n, classes].
-        classes: Number of classes. The value of a class of fewer than two images is None.
-    """
-    members = multi_hot(labels, classes).T
-    counts = members.sum(1).tolist()
-    results = {
-        label: frechet_distance(samples[rows], real[rows])
-        for label, rows in enumerate(members)
-        if counts[label] > 1
-    }
-    by_class = [results[label][0] if label in results else None for label in range(classes)]
-    if not results:
-        return Measured(None, by_class=by_class)
-    values, variances = torch.tensor(list(results.values()), dtype=torch.float64).T
-    mean, smallest = float(values.mean()), min(counts[label] for label in results)
-    interval = Measured.normal(mean, float(variances.sum()) / len(values) ** 2, low=0.0).interval
-    note = ""
-    if smallest < FEW_PER_CLASS:
-        note = (
-            f"a class has {smallest} images a side, so its distance is mostly the bias of small n: compare it "
-            "with metrics of the same n alone"
-        )
-    return Measured(mean, interval, by_class, smallest, note)
 
 
 def _trace_of_root(x: Tensor, y: Tensor) -> tuple[float, tuple[Tensor, Tensor]]:

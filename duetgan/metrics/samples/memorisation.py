@@ -14,7 +14,7 @@ There are two tests, because each alone can mislead:
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import SupportsFloat, SupportsInt
+from typing import NamedTuple, SupportsFloat, SupportsInt
 
 import numpy as np
 import torch
@@ -228,42 +228,36 @@ def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) 
     )
 
 
-@dataclass(frozen=True)
-class RealImages:
+class RealImages(NamedTuple):
     """Selected images of a dataset with their features."""
 
     dataset: Dataset
     selection: Selection
     features: Tensor  # [m, F]
 
-    def real_set(self, count: int, *, by_class: bool) -> RealSet:
-        """Return the first `count` images; if `by_class` is False, all have the label 0."""
-        labels = self.dataset.label_numbers()[self.selection.indices[:count]].astype(np.int64)
-        if not by_class or not self.dataset.classes:
-            labels = np.zeros_like(labels)
-        return RealSet(self.features[:count], torch.from_numpy(labels))
-
 
 def search_copies(
-    extractor: Extractor, samples: Tensor, held_out: RealImages, train: RealImages
+    extractor: Extractor,
+    samples: Tensor,  # features, [n, F]; sample i has the label of held-out image i
+    held_out: RealImages,  # n images or more
+    train: RealImages,
 ) -> Document:
     """Search the samples for copies of training images.
-
-    Args:
-        samples: Features of samples, [n, F]; sample i has the label of held-out image i.
-        held_out: Held-out images, at least n.
 
     Returns:
         `extractor` and `weights`; the results of `memorisation`; and two lists of `pairs`:
         `closest`, by rising distance, and `first`, the first samples.
     """
     n = len(samples)
-    by_class = held_out.dataset.meta.label_names == train.dataset.meta.label_names
-    results, near = memorisation(
-        samples,
-        train.real_set(len(train.features), by_class=by_class),
-        held_out.real_set(n, by_class=by_class),
-    )
+    names = train.dataset.meta.label_names
+    by_class = bool(names) and held_out.dataset.meta.label_names == names
+    sets = []
+    for (dataset, selection, features), count in ((train, len(train.features)), (held_out, n)):
+        labels = np.zeros(count, np.int64)
+        if by_class:
+            labels = dataset.label_numbers()[selection.indices[:count]].astype(np.int64)
+        sets.append(RealSet(features[:count], torch.from_numpy(labels)))
+    results, near = memorisation(samples, *sets)
     records = train.selection.indices[near.indices.numpy()]
     rows = pairs(range(n), held_out.selection.labels[:n], records, near.distances)
     return {

@@ -8,7 +8,8 @@ import scipy.linalg
 import torch
 
 from duetgan.metrics.samples import kernel
-from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
+from duetgan.metrics.samples.frechet import frechet_distance
+from duetgan.metrics.samples.intra_class import intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, mean_distances
 from duetgan.metrics.samples.kernel import kernel_distance, squared_mmd
 
