@@ -185,8 +185,10 @@ def _class_table(document: Document) -> Table:
 
 def results_text(document: Document) -> str:
     """Format results as text: a heading, metrics, tables and notes."""
-    shown = [row for row in FIGURES if row.place != "column"]
-    metrics = [[row.title, value + more] for row, value, more in metric_values(document, shown)]
+    metrics = []
+    rows = [row for row in FIGURES if row.place != "column"]
+    for row, value, context in metric_values(document, rows):
+        metrics.append([row.title, value + context])
     for verdict, text, search in copies_found(document):
         metrics.append(["memorisation", f"{verdict}: {text}{search}"])
     parts = [
@@ -195,8 +197,8 @@ def results_text(document: Document) -> str:
         "",
         columns(metrics, "<"),
     ]
-    for header, rows in tables(document):
-        parts += ["", columns([header, *rows])]
+    for header, cells in tables(document):
+        parts += ["", columns([header, *cells])]
     return "\n".join([*parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
 
 

@@ -21,6 +21,7 @@ NEAREST = {
     "duetgan.inference.additions": "tests/inference/test_reported.py",
     "duetgan.inference.export.formats": "tests/inference/test_export_formats.py",
     "duetgan.metrics.evaluate_classifier": "tests/metrics/test_evaluate_classifier.py",
+    "duetgan.metrics.features.extractors": "tests/metrics/features/test_extractors.py",
     "duetgan.metrics.tables": "tests/metrics/test_figures.py",
     "duetgan.models.classifier": "tests/models/test_classifier.py",
     "duetgan.models.restore": "tests/models/test_restore.py",

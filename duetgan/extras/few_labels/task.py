@@ -8,9 +8,9 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
+from duetgan.extras.few_labels.spreading import spread_to
 from duetgan.extras.few_labels.unlabelled import FewLabelsConfig, Unlabelled, joined
 from duetgan.metrics.lineage import lineage_of
-from duetgan.metrics.samples.spreading import spread_to
 from duetgan.training.base.task import Stateful
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.classifier.inputs import Samples

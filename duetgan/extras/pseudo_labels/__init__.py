@@ -6,3 +6,4 @@ COMMANDS = {
         "label images with a classifier's confident predictions",
     )
 }
+NEEDS = ("few_labels",)  # label spreading

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.few_labels.spreading import spread_to
 from duetgan.metrics.features.extractors import RealFeatures, classifier_features
 from duetgan.metrics.features.selection import Selection
-from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.classifier import Classifier
 
 

@@ -7,3 +7,4 @@ COMMANDS = {
     )
 }
 ATTACHES = {"duetgan.training.reference": "duetgan.extras.studies.recipes"}
+NEEDS = ("few_labels",)  # label spreading

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
-from duetgan.metrics.samples.spreading import UNKNOWN, spreading
+from duetgan.extras.few_labels.spreading import UNKNOWN, spreading
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.preparation import scaled
 from duetgan.models.registry import TRAINED_BACKBONES

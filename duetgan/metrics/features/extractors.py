@@ -256,7 +256,7 @@ def build(
         UserError: If a name is unknown or comes twice, a weights file is given for none or several
             of the extractors, or a file or package that an extractor needs is missing.
     """
-    known = ("classifier", "pixels", *WITH_WEIGHTS)
+    choices = ("classifier", "pixels", *WITH_WEIGHTS)
     if weights and sum(name in WITH_WEIGHTS for name in names) != 1:
         raise UserError(
             f"--weights is for one extractor of {', '.join(WITH_WEIGHTS)}; name one with --extractor"
@@ -278,8 +278,8 @@ def build(
         elif name in WITH_WEIGHTS:
             extractor = photographs(WITH_WEIGHTS[name](weights, device=device), spec)
         else:
-            near = did_you_mean(name, known)
-            raise UserError(f"no extractor {name!r}{near}; there are {', '.join(known)}")
+            near = did_you_mean(name, choices)
+            raise UserError(f"no extractor {name!r}{near}; there are {', '.join(choices)}")
         if extractor.name in built:
             raise UserError(f"extractor {extractor.name} is named twice; name it once")
         built[extractor.name] = extractor

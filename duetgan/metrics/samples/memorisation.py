@@ -251,13 +251,13 @@ def search_copies(
     n = len(samples)
     names = train.dataset.meta.label_names
     by_class = bool(names) and held_out.dataset.meta.label_names == names
-    sets = []
+    real_sets = []
     for (dataset, selection, features), count in ((train, len(train.features)), (held_out, n)):
         labels = np.zeros(count, np.int64)
         if by_class:
             labels = dataset.label_numbers()[selection.indices[:count]].astype(np.int64)
-        sets.append(RealSet(features[:count], torch.from_numpy(labels)))
-    results, near = memorisation(samples, *sets)
+        real_sets.append(RealSet(features[:count], torch.from_numpy(labels)))
+    results, near = memorisation(samples, *real_sets)
     records = train.selection.indices[near.indices.numpy()]
     rows = pairs(range(n), held_out.selection.labels[:n], records, near.distances)
     return {

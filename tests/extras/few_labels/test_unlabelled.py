@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from duetgan.commands import evaluate, export, predict
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.few_labels.spreading import spread_to
 from duetgan.metrics.grad_cam import image_heat
-from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.restore import classifier_from
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.classifier.probe import fit, look_alike_groups, scale_of

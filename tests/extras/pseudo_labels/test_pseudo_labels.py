@@ -8,9 +8,9 @@ import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.few_labels.spreading import UNKNOWN, spreading
 from duetgan.extras.pseudo_labels import command
 from duetgan.metrics.evaluate_gan import judge_images
-from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.restore import classifier_from
 from duetgan.training.classifier.frozen import image_features
 from duetgan.utils.checkpoint import load, resolve

@@ -5,9 +5,9 @@ import torch
 from sklearn.decomposition import PCA
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.few_labels import spreading
+from duetgan.extras.few_labels.spreading import UNKNOWN
 from duetgan.extras.studies.baselines import baselines, hits_of, pixels, spread
-from duetgan.metrics.samples import spreading
-from duetgan.metrics.samples.spreading import UNKNOWN
 from duetgan.models.classifier import ModelConfig
 from tests.metrics.conftest import pack
 
