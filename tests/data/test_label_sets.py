@@ -84,17 +84,9 @@ def test_odd_lists_of_a_csv_file_are_refused_by_line(tmp_path, cells, words):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("labels", "words"),
-    [
-        ([[0], [-1]], "1.png: label -1; labels are names, or whole numbers from 0"),
-        ([[0], [None]], r"the label of 1.png is \[None\]"),
-        ([[0], [[1]]], r"the label of 1.png is \[\[1\]\]"),
-    ],
-)
-def test_odd_lists_of_dataset_json_are_refused_by_name(tmp_path, labels, words):
-    with pytest.raises(UserError, match=words):
-        source_at(json_of(tmp_path, labels))
+def test_odd_lists_of_dataset_json_are_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"1.png: label -1; labels are names, or whole numbers from 0"):
+        source_at(json_of(tmp_path, [[0], [-1]]))
 
 
 def test_a_label_twice_or_empty_counts_once_and_rows_of_one_file_must_agree(tmp_path):

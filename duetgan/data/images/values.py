@@ -21,7 +21,6 @@ from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
 
 NPY = b"\x93NUMPY"  # first bytes
-EXACT = 1 << 24  # whole numbers up to this one are exact in float32
 GREY = ("1", "L", "LA", "La")  # Pillow's modes
 # depth -> type that holds the product of two values
 WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}
@@ -188,14 +187,17 @@ def checked_pixels(array: np.ndarray) -> np.ndarray:
     check_shape(*array.shape)
     dtype = array.dtype.newbyteorder("=")
     if dtype.name not in RANGES:
-        if dtype.kind == "f" and (np.abs(array) > np.finfo(np.float32).max).any():
-            raise ImageError("has values that no float of 32 bits holds")
-        if dtype.kind in "iu" and (int(array.max()) > EXACT or int(array.min()) < -EXACT):
-            raise ImageError(f"has whole numbers above {EXACT:,}, which floats of 32 bits round")
         dtype = np.dtype(np.float32)
-    pixels = np.ascontiguousarray(array, dtype)
-    if pixels.dtype == np.float32 and not np.isfinite(pixels).all():
-        raise ImageError("has values that are not finite (NaN or infinite)")
+    with np.errstate(over="ignore"):
+        pixels = np.ascontiguousarray(array, dtype)
+    if pixels.dtype != np.float32:
+        return pixels
+    is_exact = array.dtype.kind == "f" or bool((pixels == array).all())
+    if not is_exact or not np.isfinite(pixels).all():
+        raise ImageError(
+            "has values that are not finite, or that no float of 32 bits holds: whole numbers"
+            f" above {1 << 24:,}"
+        )
     return pixels
 
 

@@ -363,13 +363,9 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
         image = pixels = bring(values, layout.spec)
         if layout.encoding != "source":
             image = fit(pixels, layout.spec.size, plan.mode, layout.spec.alpha)
-        elif isinstance(content, bytes):
-            payload, codec = content, plain_codec(content, layout.spec.channels)
         else:
-            raise UserError(
-                f"{source.item_name(row)} is no file that could be kept: choose --encoding raw or"
-                " png"
-            )
+            assert isinstance(content, bytes)  # `make_plan` refuses other sources
+            payload, codec = content, plain_codec(content, layout.spec.channels)
         record = make_record(image, int(source.labels()[row]), layout, payload, codec)
     except ImageError as error:
         return error

@@ -91,8 +91,6 @@ def open_source(
     Raises UserError if the source does not exist, has no images or is of another kind, and for an
     option that does not apply to it.
     """
-    if split not in (None, *SPLITS):
-        raise UserError(f"split {split!r}: choose train, test or val")
     folder = None if root is None else Path(root).expanduser()
     if folder is not None and not folder.is_dir():
         raise UserError(f"--root {folder}: no such folder")
@@ -148,7 +146,8 @@ def _open(spec: str, options: SourceOptions) -> Source:
     name = spec.replace("_", "-")
     if name in NAMED:
         source = NAMED[name](side, options.root)
-        source.takes = frozenset(("root",))
+        if name != "sample":
+            source.takes = frozenset(("root",))
         source.splits = ("test", "train")
         if os.path.isdir(spec):
             source.remarks.append(

@@ -124,18 +124,14 @@ def _take_manifest(source: "ListedSource", ignored: list[str], options: SourceOp
     """Set the source's labels from its `dataset.json`; return False if there is none.
 
     A label is the number or name of a class, or a list of them. Raises UserError if the document
-    has another form, does not name exactly the images, or has invalid labels.
+    has another form, or does not name exactly the images.
     """
     manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
     manifest = min(manifests, key=lambda name: name.count("/"), default="")
     prefix, where = manifest.removesuffix(MANIFEST), f"{source.where}: {manifest}"
-    if not manifest or (options.classes_from and prefix):
+    if not manifest or options.classes_from:
         return False
     refuse_split(source.where, options.split)
-    if options.classes_from:
-        raise UserError(
-            f"{source.where}: its classes are those of {manifest}; leave --classes-from out"
-        )
     source.ignored.remove(manifest)
     source.takes = source.takes | {"label_separator"}
     with explained(ImageError, lambda error: f"{where} {error}; fix it"):
@@ -146,13 +142,6 @@ def _take_manifest(source: "ListedSource", ignored: list[str], options: SourceOp
     with explained(faults, lambda error: f"{where} is not {form} ({error})"):
         for name, label in json.loads(content)["labels"] or []:
             by_name[prefix + with_slashes(str(name))] = label
-    for name, label in by_name.items():
-        for one in label if isinstance(label, list) else [label]:
-            if not isinstance(one, int | str) or isinstance(one, bool):
-                raise UserError(
-                    f"{where}: the label of {name} is {label!r}; labels are names, or whole numbers"
-                    " from 0, or lists"
-                )
     if not by_name:
         return True
     if odd := sorted(set(by_name) ^ set(source.names)):
@@ -281,13 +270,11 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
         tops = {path[0] for path in below} | _tops(prefix, folders)
         in_folders = all(len(path) > 1 for path in below)
         if in_folders and not splits and _are_splits({path[0] for path in below}, options):
-            splits = tuple(sorted(filter(side_of, tops)))
+            splits = tuple(sorted(filter(side_of, {path[0] for path in below})))
             chosen = choose_split(where, options.split, splits)
             if omitted := sorted({path[0] for path in below} - set(splits)):
                 source.remarks.append(f"left out: {listed(omitted)}, beside {' and '.join(splits)}")
             prefix += chosen + "/"
-            if not any(name.startswith(prefix) for name in source.names):
-                raise UserError(f"{where}: the folder {prefix} holds no images")
         elif len(tops) == 1 and all(len(path) > 2 for path in below):
             prefix += tops.pop() + "/"
         else:

@@ -74,12 +74,10 @@ class CsvTable:
                     if fields:
                         yield line, [field.strip() for field in fields]
                     line = reader.line_num + 1
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, csv.Error) as error:
             raise UserError(
-                f"{self.path}: a line from {line} on is not UTF-8; save it as UTF-8"
+                f"{self.path} line {line} cannot be read ({error}); save it as CSV in UTF-8"
             ) from None
-        except csv.Error as error:
-            raise UserError(f"{self.path} line {line} cannot be read ({error}); fix it") from None
 
 
 class JsonTable:

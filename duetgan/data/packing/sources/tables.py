@@ -179,8 +179,6 @@ class TableSource(base.Source):
             kinds = ", ".join(f"{name} ({kind})" for name, kind, _ in first.columns)
             raise UserError(f"{path}: {reason}; its columns are {kinds}")
         self._image = images[0]
-        if not shards.starts[-1]:
-            raise UserError(f"{path} holds no rows: get it again")
         self._rows = np.arange(shards.starts[-1])  # rows of the images in all files
         # images read last: their first row and contents
         self._piece: tuple[int, list[Any]] = (0, [])
@@ -206,7 +204,7 @@ class TableSource(base.Source):
         self._rows = self._rows[labels.take_columns(self, where, columns, rows, places, options)]
         if not len(self._rows):
             raise UserError(
-                f"{where}: no row has a label: choose another --split or drop the column"
+                f"{where}: no row has an image and label: choose another --split, or no column"
             )
         names = shards.class_names[columns.labels[0]] if single else []
         if names:
@@ -267,9 +265,7 @@ def class_names(path: Path, table: Table, column: str) -> list[str]:
         names = [unicodedata.normalize("NFC", name) for name in names]
         if len(set(names)) == len(names):
             return list(map(printable, names))
-    raise UserError(
-        f"{path}: the names of the classes in its metadata are not distinct strings; get it again"
-    )
+    return []
 
 
 def open_table(path: Path, options: base.SourceOptions) -> base.Source:

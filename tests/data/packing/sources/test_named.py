@@ -171,7 +171,7 @@ def test_idx_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
     whole = idx_gz(IMAGES)
     for name, content, message in (
         ("x.gz", whole[:500], r"x\.gz cannot be read"),
-        ("plain", gzip.decompress(whole)[:-1], "plain is truncated"),
+        ("plain", gzip.decompress(whole)[:-1], "plain is not an idx file of bytes, or damaged"),
         ("plain", b"hello", "plain is not an idx file"),
     ):
         (tmp_path / name).write_bytes(content)

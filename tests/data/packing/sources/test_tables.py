@@ -105,7 +105,7 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None
         ({"file": ["a.png"]}, r"/a\.png is no file, as are others of the column file: pass --root"),
         ({"n": [0.5]}, r"no column holds bytes, perhaps only paths: give the folder.*columns are n .double"),
         ({"image": [b"1"], "labels": [0], "target": [0]}, "labels and target could be labels"),
-        ({"image": [b"1"], "label": [-1]}, "no row has a label"),
+        ({"image": [b"1"], "label": [-1]}, "no row has an image and label"),
     ],
 )
 def test_wrong_parquet(tmp_path: Path, table: dict[str, Any], message: str) -> None:
