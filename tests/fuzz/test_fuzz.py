@@ -8,17 +8,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.fuzz import sandbox
-from tests.fuzz.__main__ import Fuzzer, search
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.sandbox import Outcome
 
 SECONDS = os.environ.get("DUET_FUZZ_SECONDS")
 
@@ -47,11 +42,6 @@ def test_mutated_files_end_in_a_result_or_a_line(found, kind):
     assert found["cases"][kind] > 0
     wrong = [case for case in found["findings"] if case["kind"] == kind]
     assert [f"python -m tests.fuzz {kind} {c['seed']}: {c['faults']}, kept in {c['kept']}" for c in wrong] == []
-
-
-def outcome(code: int = 2, err: str = "error: x\n", left: Sequence[str] = (), **more) -> Outcome:
-    values: dict[str, Any] = {"script": "predict.py", "out": "", "seconds": 1.0, "added": 0} | more
-    return Outcome(code=code, err=err, left=list(left), **values)
 
 
 CASE = """
@@ -94,17 +84,3 @@ def test_a_command_that_breaks_the_promise_is_noticed(tmp_path, main, code, told
     assert argv == ["case.py", "a"]
     assert ended == code, (ended, faults)
     assert (faults == []) if told is None else any(told in fault for fault in faults), faults
-
-
-def test_a_search_tells_what_it_has_tried_whatever_ends_it():
-    ends = iter([None, sandbox.Unprepared("busy"), {"faults": ["odd"], "kept": "x"}, KeyboardInterrupt()])
-
-    class Scripted:
-        def attempt(self, kind: str, seed: int) -> dict[str, Any] | None:
-            end = next(ends)
-            if isinstance(end, BaseException):
-                raise end
-            return end
-
-    told = search(cast(Fuzzer, Scripted()), [("idx", seed) for seed in range(9)], 60)
-    assert (told["cases"], told["unprepared"], len(told["findings"])) == ({"idx": 2}, 1, 1)

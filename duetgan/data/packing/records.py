@@ -66,13 +66,10 @@ def make_record(
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     spec = layout.spec
-    if image.dtype != spec.depth or image.ndim != 3 or image.shape[2] != spec.channels:
+    shape = spec.shape[1:] if spec.side else image.shape[:2]
+    if image.dtype != spec.depth or image.shape != (*shape, spec.channels):
         raise ValueError(
-            f"image {image.dtype} {image.shape}, expected {spec.depth} [H, W, {spec.channels}]"
-        )
-    if spec.side and image.shape[:2] != spec.size:
-        raise ValueError(
-            f"image of {image.shape[1]}x{image.shape[0]} px, expected {spec.width}x{spec.height}"
+            f"image {image.dtype} {image.shape}, expected {spec.depth} {(*shape, spec.channels)}"
         )
     assert (payload is None) == (layout.encoding != "source")
     levels = pyramid(image, layout)
@@ -234,12 +231,11 @@ def make_plan(
     source_spec = source.spec
     shape = source_spec.size if source_spec is not None and source_spec.side else None
     if encoding == "source":
-        for option, value in (("--size", size), ("--pyramid", smallest)):
-            if value is not None:
-                raise UserError(
-                    f"--encoding source keeps the files as they are: drop {option} or choose raw,"
-                    " jpeg or png"
-                )
+        if size is not None or smallest is not None:
+            raise UserError(
+                "--encoding source keeps the files as they are: drop --size and --pyramid or choose"
+                " raw, jpeg or png"
+            )
         if shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda error: f"{source.name}: {error}"):
@@ -389,11 +385,10 @@ def thread_count(source: Source, workers: int | None) -> int:
     """Return the number of converting threads besides this one: `workers`, or if that is None one
     per core for files, which must be decoded, and none for arrays.
     """
-    if workers is not None:
-        return workers
-    if isinstance(source, ArraySource) or cores() == 1:
-        return 0
-    return min(MOST_WORKERS, cores())
+    if workers is None:
+        is_decoded = not isinstance(source, ArraySource) and cores() > 1
+        workers = min(MOST_WORKERS, cores()) if is_decoded else 0
+    return workers
 
 
 def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:

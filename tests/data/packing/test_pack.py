@@ -203,7 +203,7 @@ def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, c
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--encoding source --pyramid 4", "drop --pyramid"),
+        ("--encoding source --pyramid 4", "drop --size and --pyramid"),
         ("--encoding source --size 8", "drop --size"),
         ("--workers many", "'many' is not a whole number of at least 0"),
         ("--workers=-1", "'-1' is not a whole number of at least 0"),

@@ -252,18 +252,20 @@ LISTED = 4  # most classes in a message
 
 
 def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
-    """Return a list with a warning if a column of an unlabelled source may hold labels, else [].
-
-    Such a column has few distinct values, each on average at least twice.
-    """
+    """Return a list with a warning if a column of an unlabelled source may hold labels, else []."""
     for name, counts in columns.items():
-        if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2):
+        if has_few_values(counts):
             return [
                 f"warning: {where}: packed without labels, although the column {name} has"
                 f" {len(counts):,} values for {counts.total():,} images; if they are labels, pass"
                 f" --label-column {name}"
             ]
     return []
+
+
+def has_few_values(counts: Counter[str]) -> bool:
+    """Return True for few distinct values, each on average at least twice."""
+    return 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2)
 
 
 def class_of_name(name: str) -> str:
@@ -278,8 +280,8 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
     as in `cat.0.jpg`, `dog.0.jpg`, else [].
     """
     counts = Counter(map(class_of_name, names))
-    few = 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2)
-    if not few or "" in counts or all(word.lower() in NUMBERED for word in counts):
+    is_numbered = "" in counts or all(word.lower() in NUMBERED for word in counts)
+    if is_numbered or not has_few_values(counts):
         return []
     return [
         f"warning: {where}: packed without labels, although all names begin with one of"

@@ -23,7 +23,7 @@ from duetgan.data.packing.sources.base import (
     Problem,
     SourceOptions,
     choose_shards,
-    looks_like_labels,
+    has_few_values,
     with_slashes,
 )
 from duetgan.data.packing.sources.files import ListedSource, arrange, kind_of
@@ -139,8 +139,7 @@ class TarSource(ListedSource):
             options = options._replace(label_column="cls")
         if self.splits:  # All shards belong to one split.
             options = options._replace(split_column=options.split_column or NO_LABELS)
-        captions = {name: counts[name] for name in names if name == "txt"}
-        declared = captions if looks_like_labels(self.where, captions) else ()
+        declared = [name for name in names if name == "txt" and has_few_values(counts[name])]
         columns = labels.choose_columns(self, self.where, counts, options, declared=declared)
         rows = [[sample.notes.get(name, "") for name in columns.names] for sample in samples]
         places = [self._place_name(sample.images[0]) for sample in samples]
