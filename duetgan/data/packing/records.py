@@ -236,7 +236,7 @@ def make_plan(
                 "--encoding source keeps the files as they are: drop --size and --pyramid or choose"
                 " raw, jpeg or png"
             )
-        if shape is not None or source.as_is:
+        if source_spec is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda error: f"{source.name}: {error}"):
             return Plan(

@@ -221,7 +221,7 @@ def test_sources_and_targets_that_do_not_fit(photos: Path, tmp_path: Path) -> No
     refused(tmp_path / "nowhere", "no such folder or zip file")
     assert_raises(UserError, "is a folder: DEST is one file", main, [str(photos), str(tmp_path)])
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
-    refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
+    refused(tmp_path / "y.lmdb", "has no files to keep: choose", "--encoding", "source")
 
     (tmp_path / "tall").mkdir()
     Image.new("RGB", (8, 12)).save(tmp_path / "tall" / "a.png")

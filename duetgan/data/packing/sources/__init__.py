@@ -1,7 +1,6 @@
 """Sources of images: `open_source` chooses the reader for the user's argument."""
 
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from duetgan.data.packing.sources.path_tables import open_csv, open_json
 from duetgan.data.packing.sources.tables import open_table
 from duetgan.data.packing.sources.tars import TarSource
 from duetgan.utils import extras, files
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Problem", "Source", "open_source"]
@@ -175,13 +174,10 @@ def _open(spec: str, options: SourceOptions) -> Source:
 
 
 def _open_file(path: Path, options: SourceOptions) -> Source:
-    """Open a file with the reader for its content (LMDB, zip), or for its suffix."""
-    refused = explained(OSError, lambda error: f"{path} {error}; give {kinds()}")
-    with refused, files.open_file(path, files.ARCHIVE) as file:
-        is_zip = zipfile.is_zipfile(file)
+    """Open a file with the reader for its suffix; LMDB files may have any."""
+    with files.reading(path, f"give {kinds()}"):
+        files.check(path, files.ARCHIVE)
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
-    if suffix not in READERS and is_zip:
-        suffix = ".zip"
     if suffix in READERS:
         return READERS[suffix](path, options)
     if path.name.lower().endswith(PACKED_TARS):
