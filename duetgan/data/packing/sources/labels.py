@@ -154,15 +154,29 @@ def _split(where: str, counts: Counts, option: str | None) -> tuple[str | None, 
     """
     if option == NO_LABELS:
         return None, {}
+    name, _, held_out = (option or "").partition("=")
     if option is not None:
-        return _split_by_name(where, counts, *option.partition("=")[::2])
+        name = find_name(where, "--split-column", name, counts)
+        counts = {name: counts[name]}
+    if held_out:
+        texts = counts[name].keys() - {""}
+        chosen = {
+            find_name(where, f"--split-column {name}=", value.strip(), texts)
+            for value in held_out.split(",")
+        }
+        return name, {text: "val" if text in chosen else "train" for text in texts}
     splits: dict[str, dict[str, str]] = {}
     for column, values in counts.items():
         sides = _sides(column, values)
-        is_usual = column.lower() in SPLIT_COLUMNS
-        if is_usual and not sides:
-            raise _unclear(where, column, values)
-        if sides and (is_usual or len(set(sides.values())) > 1):
+        is_chosen = option is not None or column.lower() in SPLIT_COLUMNS
+        if is_chosen and not sides:
+            value = min((value for value in values if not base.side_of(value)), default="")
+            raise UserError(
+                f"{where}: the column {column} may be a split, but {value!r} is no name of one:"
+                f" pass --split-column {column}={value} if those rows are held out, or"
+                f" --split-column {NO_LABELS}"
+            )
+        if sides and (is_chosen or len(set(sides.values())) > 1):
             splits[column] = sides
     if len(splits) > 1:
         raise UserError(
@@ -170,20 +184,6 @@ def _split(where: str, counts: Counts, option: str | None) -> tuple[str | None, 
             f" {min(splits)}, or {NO_LABELS}"
         )
     return next(iter(splits.items()), (None, {}))
-
-
-def _split_by_name(
-    where: str, counts: Counts, name: str, held_out: str
-) -> tuple[str, dict[str, str]]:
-    name = find_name(where, "--split-column", name, counts)
-    values = counts[name].keys() - {""}
-    if held_out:
-        option = f"--split-column {name}="
-        chosen = {find_name(where, option, value.strip(), values) for value in held_out.split(",")}
-        return name, {value: "val" if value in chosen else "train" for value in values}
-    if not (sides := _sides(name, values)):
-        raise _unclear(where, name, values)
-    return name, sides
 
 
 def _sides(name: str, values: Iterable[str]) -> dict[str, str]:
@@ -197,15 +197,6 @@ def _sides(name: str, values: Iterable[str]) -> dict[str, str]:
         return {value: flag if value.lower() in POSITIVE else opposite for value in values}
     sides = {value: base.side_of(value) for value in values}
     return sides if all(sides.values()) else {}
-
-
-def _unclear(where: str, name: str, values: Iterable[str]) -> UserError:
-    value = min((value for value in values if not base.side_of(value)), default="")
-    return UserError(
-        f"{where}: the column {name} may be a split, but {value!r} is no name of one: pass"
-        f" --split-column {name}={value} if those rows are held out, or"
-        f" --split-column {NO_LABELS}"
-    )
 
 
 # --- values
