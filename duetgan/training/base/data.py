@@ -30,7 +30,7 @@ from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.runlog.run_log import say
 
 OPEN_FILES = 96  # open files of a process besides the images: libraries, sockets, logs
@@ -217,18 +217,8 @@ def require_same_images(
 
 
 def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
-    training_meta, held_out_meta = training.meta, held_out.meta
-    filters = {meta.resize_filter.split("+2x2")[0] for meta in (training_meta, held_out_meta)}
-    if len(filters - {"none"}) > 1:
-        say(
-            f"warning: {held_out.path} is of {held_out_meta.resize_filter}, {training.path} of "
-            f"{training_meta.resize_filter}"
-        )
-    if training_meta.spec.size != held_out_meta.spec.size:
-        say(
-            "warning: whether held-out images are training images too is not checked: they have "
-            "other sizes"
-        )
+    if training.meta.spec.size != held_out.meta.spec.size:
+        say("warning: leaks of held-out images are not checked: they have other sizes")
         return
     try:
         digests = held_out.signatures()["digest"]
@@ -284,12 +274,11 @@ def check_open_files(shards: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UserError(
-            f"a process may open {hard} files here (ulimit -n), training needs {needed}; run `ulimit -n {needed}` or "
-            "more, or ask the administrator"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    remedy = f"run `ulimit -n {needed}` or more, or ask the administrator"
+    with explained(
+        ValueError, f"a process may open {hard} files here, training needs {needed}; {remedy}"
+    ):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 # --- sampling weights, the mixture with synthetic images, and the order of samples
@@ -475,14 +464,8 @@ def data_text(dataset: Dataset) -> str:
     classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
     if meta.sets is not None:
         classes += f" in {len(meta.sets):,} sets of labels"
-    files = ""
-    if meta.shards is not None:
-        files = f" in {len(meta.shards)} tar files" if len(meta.shards) > 1 else " in a tar file"
-    elif len(dataset.shards) > 1:
-        files = f" in {len(dataset.shards)} files"
     return (
-        f"{meta.count:,} images{files}, {dataset.spec}, {dataset.spec.words}, {classes}, "
-        f"{meta.encoding}"
+        f"{meta.count:,} images, {dataset.spec}, {dataset.spec.words}, {classes}, {meta.encoding}"
     )
 
 
@@ -496,11 +479,6 @@ def mixture_text(config: RunConfig, dataset: Dataset) -> str:
         text = f"{source.meta.source}, {len(source):,} an epoch"
     fraction = synthetic_fraction(mixture, real_label_frequencies(config.data, dataset))
     text += f"; {float(fraction):.3g} of each batch"
-    end = mixture.last_step(config.steps)
-    if end is not None:
-        text += f", up to step {end}"
-    if mixture.weight != 1:
-        text += f", loss weight {mixture.weight:g}"
     if mixture.balance == "fill":
         text += ", of the classes that lack images"
     return text

@@ -73,9 +73,9 @@ class Task(ABC):
         """
 
     def source(self, step: int, folder: Path) -> CachedFeatures | None:
-        """Return data that the loader reads in place of images for update number `step`, or None.
+        """Return features that the loader reads in place of images for update number `step`.
 
-        Computing such data, for example features, may take an epoch.
+        Return None for images. Computing the features may take an epoch.
         """
         return None
 
@@ -115,10 +115,7 @@ class Task(ABC):
         return {}
 
     def layer_table(self, name: str) -> str | None:
-        """Return a table of the layers of the network `name`, or None for the default table.
-
-        A task overrides this if it has more to report than shapes and parameters.
-        """
+        """Return a table of the layers of the network `name`, or None for that of torchinfo."""
         return None
 
     def provenance(self) -> dict[str, object]:
@@ -126,10 +123,7 @@ class Task(ABC):
         return {}
 
     def lineage(self) -> Lineage:
-        """Return the data behind the weights, other than this run's training images.
-
-        These are the data of teachers and of pretrained weights.
-        """
+        """Return the data behind the weights of teachers and of pretrained networks."""
         return Lineage.of()
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:

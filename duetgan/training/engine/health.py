@@ -4,7 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from textwrap import shorten
 
 import torch
@@ -21,7 +21,7 @@ from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat, silent_ranks
 from duetgan.utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
-from duetgan.utils.errors import Expected, TrainingHalted, UserError
+from duetgan.utils.errors import Expected, TrainingHalted
 from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Metrics, say_main
@@ -179,16 +179,11 @@ def explain(
 def _memory_savers(config: RunConfig, world_size: int) -> list[str]:
     savers = []
     if config.micro(world_size) > 1:
-        auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
-        savers.append(f"a smaller --micro-batch (same global batch{auto})")
+        savers.append("a smaller --micro-batch (same global batch)")
     if config.precision == "fp32":
         savers.append("--precision bf16")
     for name, section in vars(config).items():
-        # It is on already, or the section has no such key.
-        if getattr(section, "activation_checkpointing", True):
-            continue
-        with suppress(UserError):  # raised if the backbone does not support it
-            section.changed(activation_checkpointing=True)
+        if getattr(section, "activation_checkpointing", None) is False:
             savers.append(f"--{name}.activation_checkpointing true")
     return savers or ["smaller networks or images"]
 
@@ -207,10 +202,8 @@ def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHal
     missing = silent_ranks(folder.path, world_size, own_rank=rank)
     present = set(range(world_size)) - {silent.rank for silent in missing}
     reports = rank == min(present)
-    reasons = [silent.reason for silent in missing[:4]]
-    reason = "; ".join(reasons) or "the ranks lost touch with each other"
-    if len(missing) > 4:
-        reason += f"; and {len(missing) - 4} more"
+    reason = "; ".join(silent.reason for silent in missing[:4])
+    reason = reason or "the ranks lost touch with each other"
     # gloo's messages begin with the location in its source, "[/.../pair.cc:545] ".
     detail = re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0])
     detail = shorten(detail, 120, placeholder=" ...")

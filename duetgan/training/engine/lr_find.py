@@ -5,10 +5,8 @@ rates the loss is constant, then it falls, then training diverges. A good rate i
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,14 +48,6 @@ class Sweep:
         return self.first * (self.last / self.first) ** (step / (self.steps - 1))
 
 
-class Suggestion(NamedTuple):
-    """Learning rates that a curve of losses suggests."""
-
-    steepest: float  # rate at which the loss falls fastest, which is recommended
-    valley: float  # fastai's suggestion, about half-way down the longest fall of the loss
-    below_minimum: float  # a tenth of the rate with the lowest loss
-
-
 @dataclass(kw_only=True)
 class Curve:
     """The losses of a search, one for each rate: that of the batch after the update at this rate."""
@@ -70,16 +60,15 @@ class Curve:
     start_loss: float | None = None  # loss before the first update
     stopped: str = "all rates were tried"  # the reason why the sweep ended
 
-    def suggestion(self) -> Suggestion | None:
-        """Compute rates from the smoothed curve up to its minimum; return None if it does not fall."""
+    def steepest(self) -> float | None:
+        """Return the rate at which the smoothed curve falls fastest; None if it does not fall."""
         # The first tenth of the smoothed curve is skipped, as a mean of few losses.
         first = len(self.rates) // 10
         lowest = int(np.argmin(self.smoothed)) if self.smoothed else 0
         if lowest + 1 - first < FEWEST:
             return None
         rates, losses = self.rates[first : lowest + 1], self.smoothed[first : lowest + 1]
-        steepest = rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
-        return Suggestion(steepest, valley(rates, losses), self.rates[lowest] / 10)
+        return rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
 
 
 def search(loop: Loop, sweep: Sweep) -> Curve:
@@ -138,36 +127,14 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
     return curve
 
 
-def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the rate about half-way through the longest decreasing subsequence of losses.
-
-    It is computed like fastai's `valley`, where a subsequence of length n that ends at index e is
-    taken to begin at e - n.
-    """
-    length = [1] * len(losses)
-    for i in range(len(losses)):
-        for j in range(i):
-            if losses[i] < losses[j]:
-                length[i] = max(length[i], length[j] + 1)
-    last = int(np.argmax(length))
-    first = last - length[last]
-    third = (last - first) / 3
-    return rates[first + int(third) + int(third / 2)]
-
-
-def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
+def draw(curve: Curve, steepest: float | None, path: Path) -> None:
     """Write the curve as a PNG file, without the part where training diverges."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
     axes.plot(curve.rates, curve.smoothed, color="C0", linewidth=2, label="smoothed")
-    marks = (
-        ("steepest (suggested)", "C3", "-"),
-        ("valley", "C2", "--"),
-        ("minimum / 10", "C4", ":"),
-    )
-    for rate, (name, colour, style) in zip(suggestion or (), marks, strict=False):
-        axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name} {rate:.2g}")
+    if steepest is not None:
+        axes.axvline(steepest, color="C3", label=f"steepest {steepest:.2g}")
     if curve.smoothed and curve.start_loss is not None:
         low, high = min(curve.losses), max(curve.smoothed[0], curve.start_loss)
         margin = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
@@ -182,27 +149,25 @@ def write(curve: Curve, folder: Path) -> str:
     """Write the curve into the run folder, as an image and as numbers.
 
     Returns the text for the user, with the option that sets the rate at which the loss falls
-    fastest. fastai's valley is not suggested, since noise moves it far below rates that train well.
+    fastest.
 
     Raises UserError if the disk is full, or the curve suggests no rate.
     """
-    suggestion = curve.suggestion()
-    numbers = suggestion._asdict() if suggestion else dict.fromkeys(Suggestion._fields)
-    write_atomic(folder / NUMBERS, as_json(asdict(curve) | numbers))
-    draw(curve, suggestion, folder / IMAGE)
+    steepest = curve.steepest()
+    write_atomic(folder / NUMBERS, as_json(asdict(curve) | {"steepest": steepest}))
+    draw(curve, steepest, folder / IMAGE)
     tried = f"{curve.rates[0]:.2g} to {curve.rates[-1]:.2g}" if curve.rates else "the first on"
-    if suggestion is None:
+    if steepest is None:
         raise UserError(
             f"--lr-find: the loss falls at no rate from {tried} ({curve.stopped}; {folder / IMAGE}); give a lower "
             "--lr-find-from or more --lr-find-steps, and look at the labels if that changes nothing"
         )
-    steepest, valley, below_minimum = (f"{rate * curve.scale:.2g}" for rate in suggestion)
+    rate = float(f"{steepest * curve.scale:.2g}")
     scaled = ""
     if curve.scale != 1:
         scaled = f"; rates of the curve times {curve.scale:g}, for optimizer.lr_batch_size"
     return (
-        f"--optimizer.lr {float(steepest):g}\n"
-        f"  where the loss falls fastest; fastai's valley is {valley}, a tenth of the lowest loss's rate "
-        f"{below_minimum}{scaled}\n"
+        f"--optimizer.lr {rate:g}\n"
+        f"  where the loss falls fastest{scaled}\n"
         f"  {len(curve.rates)} rates from {tried}: {curve.stopped}; curve: {folder / IMAGE}"
     )

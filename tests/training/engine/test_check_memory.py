@@ -103,7 +103,6 @@ def test_all_the_memory_there_is():
 
 
 MICRO, HALF = "a smaller --micro-batch (same global batch)", "--precision bf16"
-AUTO = "a smaller --micro-batch (same global batch; auto finds one)"
 G, D, M = (f"--{name}.activation_checkpointing true" for name in ("generator", "discriminator", "model"))
 
 
@@ -114,7 +113,7 @@ G, D, M = (f"--{name}.activation_checkpointing true" for name in ("generator", "
         ({"task": "gan", "precision": "bf16", "generator": {"activation_checkpointing": True}}, [MICRO, D]),
         ({"task": "gan", "precision": "fp16", "architecture": "dcgan"}, [MICRO]),
         ({"task": "gan", "precision": "fp16", "architecture": "r3gan", "micro_batch": 1}, [G, D]),
-        ({"task": "classifier", "precision": "fp32"}, [AUTO, HALF, M]),
+        ({"task": "classifier", "precision": "fp32"}, [MICRO, HALF, M]),
         ({"task": "classifier", "precision": "bf16", "micro_batch": "auto"}, [MICRO, M]),
         (
             {"task": "classifier", "precision": "bf16", "micro_batch": 1, "model": {"activation_checkpointing": True}},

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from duetgan.training.base.monitors import MetricWindow
-from duetgan.training.engine.lr_find import Curve, Sweep, search, valley, write
+from duetgan.training.engine.lr_find import Curve, Sweep, search, write
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.errors import UserError
@@ -76,8 +76,9 @@ def test_a_rates_loss_is_the_one_after_its_update(tmp_path):
     assert task.steps == list(range(7, 28))
     assert found.stopped == "all rates were tried"
     assert found.scale == 0.5
-    suggestion: Any = found.suggestion()
-    assert write(found, tmp_path).startswith(f"--optimizer.lr {float(f'{suggestion.steepest / 2:.2g}'):g}\n")
+    steepest = found.steepest()
+    assert steepest is not None
+    assert write(found, tmp_path).startswith(f"--optimizer.lr {float(f'{steepest / 2:.2g}'):g}\n")
 
 
 @pytest.mark.parametrize(
@@ -120,31 +121,6 @@ def test_everything_is_put_back_after_an_error_too(broken_at):
     assert (task.updater.rate, loop.loader.wait_seconds) == (None, 3.0)
 
 
-def fastai_valley(lrs, losses):
-    """As fastai's callback/schedule.py has it."""
-    n = len(losses)
-    max_start, max_end = 0, 0
-    lds = [1] * n
-    for i in range(1, n):
-        for j in range(i):
-            if (losses[i] < losses[j]) and (lds[i] < lds[j] + 1):
-                lds[i] = lds[j] + 1
-            if lds[max_end] < lds[i]:
-                max_end = i
-                max_start = max_end - lds[max_end]
-    sections = (max_end - max_start) / 3
-    idx = max_start + int(sections) + int(sections / 2)
-    return float(lrs[idx])
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_valley_is_fastais(seed):
-    rates = np.geomspace(1e-6, 1, 60).tolist()
-    draw = np.random.default_rng(seed)
-    losses = (2 - 1 / (1 + np.exp(-np.arange(60) / 6 + 6)) + 0.02 * draw.standard_normal(60)).tolist()
-    assert valley(rates, losses) == fastai_valley(rates, losses)
-
-
 def curve(losses) -> Curve:
     smoothed = [float(loss) for loss in losses]
     return Curve(rates=np.geomspace(1e-6, 10, len(smoothed)).tolist(), losses=smoothed, smoothed=smoothed)
@@ -156,15 +132,15 @@ def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss()
     losses[80:] = 1.2  # ... and fell more steeply than ever before, though not to the lowest loss
     losses[:5] = [9, 6, 4, 3.4, 3.2]
     found = curve(losses)
-    suggestion: Any = found.suggestion()
-    assert found.rates.index(suggestion.steepest) == pytest.approx(50, abs=1)
-    assert suggestion.below_minimum == pytest.approx(found.rates[74] / 10)
+    steepest = found.steepest()
+    assert steepest is not None
+    assert found.rates.index(steepest) == pytest.approx(50, abs=1)
 
 
 @pytest.mark.parametrize("losses", [[], [2.0] * 5, [2.0 + i for i in range(50)], [2.0] * 50])
 def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses, tmp_path):
     found = curve(losses)
-    assert found.suggestion() is None
+    assert found.steepest() is None
     assert_raises(UserError, r"falls at no rate from .* give a lower --lr-find-from", write, found, tmp_path)
     assert json.loads((tmp_path / "lr_find.json").read_text())["steepest"] is None
 
