@@ -161,8 +161,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slim: None) -> Record:
     """An observer of the runs in this process, whose every pause takes seconds of its own."""
     record, task = Record(request.param), TASKS[request.param].task
-    now: Any = {"perf_counter": lambda: record.now, "monotonic": lambda: record.now}
+    now: Any = dict.fromkeys(("perf_counter", "monotonic", "time"), lambda: record.now)
     clock = SimpleNamespace(**now, strftime=time.strftime)
+    monkeypatch.setattr("tqdm.std.time", clock.time)
     for module in (monitors, loader, progress, run_folder):
         monkeypatch.setattr(module, "time", clock)
     for owner, name, seconds in (
@@ -175,8 +176,8 @@ def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slim
     ):
         monkeypatch.setattr(owner, name, record.slow(seconds, getattr(owner, name)))
     monkeypatch.setattr(task, "step", record.step(task.step))
-    function = "evaluate_generator" if record.task == "gan" else "evaluate_classifier"
-    monkeypatch.setattr(f"duetgan.training.{record.task}.task.{function}", record.evaluate)
+    function = {"gan": "evaluation.evaluate_generator", "classifier": "task.evaluate_classifier"}[record.task]
+    monkeypatch.setattr(f"duetgan.training.{record.task}.{function}", record.evaluate)
     damaged = property(lambda _: record.damaged)
     monkeypatch.setattr(loader.InfiniteLoader, "damaged_records", damaged)
     monkeypatch.setattr(monitors, "LEAST", 5)
@@ -282,15 +283,16 @@ def check_pointers(record: Record, run: Path, steps: int) -> None:
 
 
 def check_progress(record: Record, rows: list[dict[str, Any]]) -> None:
-    """Compare each bar's last words: the steps done here, their rate after the first without pauses, the last row."""
+    """Compare each bar's last words: the steps done here, about their rate without pauses, the last row."""
     for (words, count), (first, total) in zip(record.bars, BARS[record.task], strict=True):
-        seconds = sum(work_seconds(update) + READ for update in range(first + 1, first + count))
-        done, rate = first + count, (count - 1) / seconds
-        left = duration((total - done) / rate)
-        start = f"{done} of {total} steps ({done / total:.0%}), {rate:,.3g}/s, {left} left, "
+        seconds = sum(work_seconds(update) + READ for update in range(first, first + count))
+        done = first + count
         if (done, total) == (SPIKE + 2, 20):  # it is closed while it is left behind
-            start = f"rolling back: for 11 s, at {done} of {total} steps (75%)"
-        assert words.startswith(start), words
+            assert words.startswith(f"rolling back, at {done} of {total} steps (75%)"), words
+            continue
+        parts = re.match(rf"{done} of {total} steps \({done / total:.0%}\), ([\d.]+)/s, .+ left, ", words)
+        assert parts, words
+        assert float(parts[1]) == pytest.approx(count / seconds, rel=0.2)
     row = [row for row in rows if "images" in row][-1]
     ends = [f"{key[5:]} loss {row[key]:.3g}" for key in row if key.startswith("loss/")]
     assert words.endswith(f" left, {', '.join(ends)}, images/s {row['images_per_second']:.4g}")
