@@ -4,7 +4,9 @@ The range test of Smith (1506.01186, section 3.3), with rates in geometric seque
 rates the loss is constant, then it falls, then training diverges. A good rate is where it falls.
 """
 
+import copy
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import numpy as np
 import torch
 
 from duetgan.metrics.images import new_figure, save_figure
+from duetgan.training.base.task import Stateful
 from duetgan.training.engine.loop import Loop
-from duetgan.training.engine.profile import Rewind
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Updater
+from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
@@ -69,6 +72,22 @@ class Curve:
             return None
         rates, losses = self.rates[first : lowest + 1], self.smoothed[first : lowest + 1]
         return rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
+
+
+class Rewind:
+    """A copy of the training state in main memory, to which training can go back."""
+
+    def __init__(self, registry: Mapping[str, Stateful]) -> None:
+        self._registry = registry
+        states = {name: part.state_dict() for name, part in registry.items()}
+        self._state = Snapshot({"step": 0, **states}, copy_cpu=True).content
+
+    def rewind(self) -> None:
+        """Restore the state from a copy of it, since objects may change what they have loaded."""
+        for name, part in self._registry.items():
+            part.load_state_dict(copy.deepcopy(self._state[name]))
+            if isinstance(part, torch.nn.Module):
+                part.zero_grad(set_to_none=True)
 
 
 def search(loop: Loop, sweep: Sweep) -> Curve:

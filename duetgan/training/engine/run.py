@@ -16,9 +16,9 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine import health, lr_find, preflight, speed, transfer
-from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.outputs import Columns, LayerLog, SampleGrids, StatusFile
+from duetgan.training.engine.profile import Profiler
 from duetgan.training.engine.rollback import SkippedUpdates, SpikeRollback
 from duetgan.training.engine.signals import StopSignals
 from duetgan.training.engine.tasks import TASKS, build_run_config
@@ -275,9 +275,10 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     signals = StopSignals(status)
     loop.callbacks.append(signals)
     if profile_steps is not None:
-        _check_profile(loop, profile_steps)
-        loop.callbacks.append(profiling.Profiler(loop, profile_steps, signals))
-        max_steps = loop.step + profiling.WARM_UP + profile_steps
+        profiler = Profiler(loop, profile_steps)
+        max_steps = profiler.last
+        if collectives.is_main():
+            loop.callbacks.append(profiler)
     collectives.from_main_process(lambda: folder.save_config(to_tree(loop.config), facts))
     heartbeat = _start_heartbeat(folder.path)
     loop.callbacks.append(health.Beat(heartbeat))
@@ -313,8 +314,6 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         reason = "max_steps" if profile_steps is None else "profile"
     status.write(loop, "finished" if loop.finished else "stopped", reason, 0)
     if collectives.is_main():
-        if profile_steps is not None:
-            print((folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
         _report(folder.path)
         say(f"done: step {loop.step} of {loop.config.steps}, {folder.path}")
     return 0
@@ -355,16 +354,6 @@ def _report(folder: Path) -> None:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0]
-
-
-def _check_profile(loop: Loop, count: int) -> None:
-    remaining, needed = loop.config.steps - loop.step, profiling.WARM_UP + count
-    if remaining < needed:
-        raise UserError(
-            f"--profile {count}: needs {profiling.WARM_UP} steps to warm up and {count} to measure, but "
-            f"{remaining} of {loop.config.steps} are left; give a smaller N, a larger --steps, or another "
-            "--run-dir"
-        )
 
 
 extras.attach(__name__)
