@@ -71,7 +71,7 @@ def test_unknown_keys_of_the_file(command, tmp_path, refused, wrong, right):
         (["--profile", "2", "--dry-run"], "leave --dry-run and --max-steps out"),
         (["--profile", "2", "--max-steps", "4"], "leave --dry-run and --max-steps out"),
         (["--profile", "0"], "at least 1"),
-        (["--profile", "6"], "needs 3 steps to warm up and 6 to measure, but 8 of 8 are left"),
+        (["--profile", "6"], "6 to measure and 6 to trace, but 8 of 8 are left"),
         (["--lr-find", "--dry-run"], "leave --dry-run, --max-steps and --profile out"),
         (["--lr-find", "--max-steps", "3"], "leave --dry-run, --max-steps and --profile out"),
         (["--lr-find-to", "1"], "belong to --lr-find; add it"),

@@ -4,7 +4,7 @@ The step of each can be masked on the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,8 @@ class Muon(Masked):
     ) -> None:
         self.config = config
         self.head = {id(parameter) for parameter in head}
+        self.rate_factor = 1.0  # torch's learning rate / that of the group
+        self.adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
         super().__init__(
             groups, {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0}
         )
@@ -165,20 +167,19 @@ class Muon(Masked):
             maximize=False,
         )
 
-    def _torch_muon(self, group: Group, matrices: list[Tensor]) -> torch.optim.Muon:
-        return torch.optim.Muon(
-            matrices,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            ns_steps=self.config.ns_steps,
-            nesterov=True,
-        )
-
     def _muon(self, group: Group, parameters: list[Tensor]) -> None:
         matrices = [p.detach().clone().flatten(1) for p in parameters]
         # torch's optimizer exists for this step only; its state is copied from and to `self.state`.
-        muon = self._torch_muon(group, matrices)
+        muon = torch.optim.Muon(
+            matrices,
+            lr=group["lr"] * self.rate_factor,
+            # Weights shrink by the group's rate times the decay, whatever the size of the updates.
+            weight_decay=group["weight_decay"] / self.rate_factor,
+            momentum=group["momentum"],
+            ns_steps=self.config.ns_steps,
+            nesterov=True,
+            adjust_lr_fn=self.adjust_lr_fn,
+        )
         for parameter, matrix in zip(parameters, matrices, strict=True):
             if self.config.unit_filters:  # Scale to the norm sqrt(outputs).
                 matrix.mul_(len(matrix) ** 0.5 / matrix.norm())
@@ -210,6 +211,9 @@ class MuonAdam(Muon):
 
     def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
         self.config = config
+        # match_rms_adamw scales updates to 0.2 times the rate.
+        self.rate_factor = config.muon_rms / 0.2
+        self.adjust_lr_fn = "match_rms_adamw"
         defaults = {
             "lr": config.lr,
             "momentum": config.momentum,
@@ -249,19 +253,6 @@ class MuonAdam(Muon):
             weight_decay=group["weight_decay"],
             eps=self.config.eps,
             maximize=False,
-        )
-
-    def _torch_muon(self, group: Group, matrices: list[Tensor]) -> torch.optim.Muon:
-        factor = self.config.muon_rms / 0.2  # match_rms_adamw scales updates to 0.2 times the rate.
-        return torch.optim.Muon(
-            matrices,
-            lr=group["lr"] * factor,
-            # Weights shrink by the learning rate times the decay, whatever the size of the updates.
-            weight_decay=group["weight_decay"] / factor,
-            momentum=group["momentum"],
-            ns_steps=self.config.ns_steps,
-            nesterov=True,
-            adjust_lr_fn="match_rms_adamw",
         )
 
 
