@@ -18,7 +18,7 @@ import numpy as np
 from duetgan.commands.planning.given import Machine, Speed, Survey, Weights
 from duetgan.commands.planning.plan import FEW_LABELS, HEAD_ALONE, Plan, choose
 from duetgan.data.errors import ImageError
-from duetgan.data.images.values import decode_image, kind
+from duetgan.data.images.values import bring, kind, native
 from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.base import first_of
 from duetgan.utils import machine
@@ -64,9 +64,9 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         unreadable = ""
         for row in rows:
             try:
-                content = source.content(row)
-                image_spec = kind(content)
-                pixels = decode_image(content, ImageSpec(3, 0, 0))
+                values = native(source.content(row))
+                image_spec = kind(values)
+                pixels = bring(values, ImageSpec(3, 0, 0))
                 is_grey = bool((pixels == pixels[..., :1]).all())
                 decoded.append((image_spec, sorted(pixels.shape[:2]), is_grey))
             except ImageError as error:
