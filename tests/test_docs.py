@@ -72,6 +72,17 @@ def test_pages_use_the_terms_of_the_glossary():
     assert wrong == []
 
 
+def test_each_technique_has_its_file_key_and_test():
+    text = (ROOT / "docs" / "reading.md").read_text().partition("## Techniques")[2].partition("\n## ")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"][2:]
+    assert len(rows) > 15
+    options = option_names(parser_of("train"))
+    for _, file, key, test in rows:
+        assert (ROOT / "duetgan" / file).is_file(), file
+        assert "def test_" in (ROOT / "tests" / test).read_text(), test
+        assert key == "-" or normalise([key])[0] in options or any(f".{name}".endswith(f".{key}") for name in KEYS), key
+
+
 def slugs(page: Path) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
     blocks = tokens(page)
