@@ -243,10 +243,6 @@ def fitting(busy_cores: float) -> int:
     return max(1, min(max_threads(), free_cores))
 
 
-def counted(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
-
-
 def load_text(busy_cores: float) -> str:
     return f"other programs take {busy_cores:.1f} of {os.cpu_count()} cores"
 

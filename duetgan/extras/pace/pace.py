@@ -13,6 +13,7 @@ from duetgan.training.engine.speed import ThreadCount
 from duetgan.utils import machine
 from duetgan.utils.distributed import collectives
 from duetgan.utils.runlog.run_log import Metrics, say_main
+from duetgan.utils.text import counted
 
 CHECK_INTERVAL = 1.0  # seconds between two checks of the load of other programs
 # seconds for which cores must be free before threads are added; doubled each time they are
@@ -50,7 +51,7 @@ class Adapt(Callback):
         self._free_since = None
         self.count.record(loop.step, fitting)
         say_main(
-            f"step {loop.step}: {count} -> {machine.counted(fitting)}: {machine.load_text(busy)} "
+            f"step {loop.step}: {count} -> {counted(fitting, 'thread')}: {machine.load_text(busy)} "
             "(threads: adapt)"
         )
 

@@ -25,11 +25,11 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.machine import (
     MIB,
     TOLERATED_LOAD,
-    counted,
     load_text,
     local_processes,
     total_bytes,
 )
+from duetgan.utils.text import counted
 
 GIB = 2**30
 
@@ -114,7 +114,7 @@ def plan_rows(
     """Return the table of the plan: label -> value; `reading` describes how images are read."""
     world_size, images = collectives.world_size(), task.images_at(config.steps)
     processes = "process" if world_size == 1 else "processes"
-    place = f"{device} x {world_size} {processes}, {counted(torch.get_num_threads())}"
+    place = f"{device} x {world_size} {processes}, {counted(torch.get_num_threads(), 'thread')}"
     if choice.busy_cores > TOLERATED_LOAD:
         place += f"; busy: {load_text(choice.busy_cores)}"
     rows = {
