@@ -8,15 +8,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 from duetgan.training.base.config import PrecisionName
+from duetgan.training.optim.clipping import clip_
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError
 
-# Lower bounds of norms in adaptive clipping, so that weights of zero can change.
-SMALLEST_WEIGHTS = 1e-3
-SMALLEST_GRADIENT = 1e-6
 # Keys of a parameter group that are loaded from checkpoints; the others come from the config.
 STATE = {"params", "param_names", "lr", "counters"}
 
@@ -149,7 +147,7 @@ class Updater:
         self.precision.scaler.unscale_(self.optimizer)
         # With several devices the norm is computed on the device of the first gradient.
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
-        self._clip(norm)
+        clip_(self.parameters, self.config, norm, self.head)
         self._schedule(step)
         skipped = (~torch.isfinite(norm)).float()
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -165,17 +163,6 @@ class Updater:
             return []
         parameters = self.model.named_parameters()
         return [name for name, p in parameters if p.requires_grad and p.grad is None]
-
-    def _clip(self, norm: Tensor) -> None:
-        config = self.config
-        if config.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, config.clip_norm, norm)
-        if config.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(self.parameters, config.clip_value)
-        if config.clip_adaptive is not None:
-            head = {id(parameter) for parameter in self.head}
-            body = (parameter for parameter in self.parameters if id(parameter) not in head)
-            clip_adaptively_(body, config.clip_adaptive)
 
     def _schedule(self, step: int) -> None:
         config = self.config
@@ -236,28 +223,6 @@ class Updater:
 
 def _members(groups: Iterable[Group]) -> list[object]:
     return [group.get("param_names", group["params"]) for group in groups]
-
-
-def _unit_norm(values: Tensor) -> Tensor:
-    """Return the norm of the weights of each output unit, [units, 1, ...].
-
-    For a vector, return the norm of all values, [1].
-    """
-    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)) or None, keepdim=True)
-
-
-@torch.no_grad()
-def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
-    """Scale the gradient of each output unit to at most `factor` times the norm of its weights.
-
-    Source: 2102.06171, equation 3.
-    """
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        largest = _unit_norm(parameter).clamp_(min=SMALLEST_WEIGHTS).mul_(factor)
-        norm = _unit_norm(parameter.grad).clamp_(min=SMALLEST_GRADIENT)
-        parameter.grad.mul_((largest / norm).clamp_(max=1))
 
 
 def in_memory_order_of(reference: Tensor, tensor: Tensor) -> Tensor:

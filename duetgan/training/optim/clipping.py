@@ -1,0 +1,51 @@
+"""Clipping of gradients: by their total norm, their values, or their ratio to the weights."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from duetgan.training.optim.config import OptimizerConfig
+
+# Lower bounds of norms in adaptive clipping, so that weights of zero can change.
+SMALLEST_WEIGHTS = 1e-3
+SMALLEST_GRADIENT = 1e-6
+
+
+def clip_(
+    parameters: Sequence[Tensor], config: OptimizerConfig, norm: Tensor, head: Iterable[Tensor]
+) -> None:
+    """Clip the gradients of `parameters`, whose total norm is `norm`, as `config` says.
+
+    Adaptive clipping leaves out the `head` (2102.06171, section 4.1).
+    """
+    if config.clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, norm)
+    if config.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.clip_value)
+    if config.clip_adaptive is not None:
+        left_out = {id(parameter) for parameter in head}
+        body = (parameter for parameter in parameters if id(parameter) not in left_out)
+        clip_adaptively_(body, config.clip_adaptive)
+
+
+def _unit_norm(values: Tensor) -> Tensor:
+    """Return the norm of the weights of each output unit, [units, 1, ...].
+
+    For a vector, return the norm of all values, [1].
+    """
+    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)) or None, keepdim=True)
+
+
+@torch.no_grad()
+def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
+    """Scale the gradient of each output unit to at most `factor` times the norm of its weights.
+
+    Source: 2102.06171, equation 3.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        largest = _unit_norm(parameter).clamp_(min=SMALLEST_WEIGHTS).mul_(factor)
+        norm = _unit_norm(parameter.grad).clamp_(min=SMALLEST_GRADIENT)
+        parameter.grad.mul_((largest / norm).clamp_(max=1))
