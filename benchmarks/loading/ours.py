@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.loading.timing import Stream
 from duetgan.data.augment.transforms import Augment, draw_and_apply, to_float
 from duetgan.data.images.decode import RandomCrop
-from duetgan.data.reading.dataset import Dataset
+from duetgan.data.opening import open_dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 
@@ -25,7 +25,7 @@ def stream(
     floats: bool = False,  # mirrored at random and in [-1, 1], else uint8 as they are stored
 ) -> Stream:
     """Shuffled batches, endlessly. The file is opened at the first one, and every checksum is compared anew."""
-    with Dataset(path, resolution=resolution, crop=crop, workers=workers) as dataset:
+    with open_dataset(path, resolution=resolution, crop=crop, workers=workers) as dataset:
         sampler = GlobalSampler(len(dataset), batch_size=batch_size, seed=SEED)
         loader = InfiniteLoader(dataset, sampler, device="cpu", prefetch=prefetch)
         try:

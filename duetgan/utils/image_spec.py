@@ -92,7 +92,7 @@ class ImageSpec:
             )
         if pixels is None:
             return cls(channels, height, width)
-        with explained(ValidationError, lambda error: ValueError(error.errors()[0]["msg"])):
+        with explained(ValidationError, _first_problem):
             form = PixelFormat.model_validate(pixels)
         return cls(channels, height, width, form.alpha, form.depth, *form.range)
 
@@ -256,6 +256,11 @@ class ImageSpec:
             .clamp(0, 255)
             .to(torch.uint8)
         )
+
+
+def _first_problem(error: ValidationError) -> ValueError:
+    first = error.errors()[0]
+    return ValueError(": ".join([*map(str, first["loc"]), first["msg"]]))
 
 
 def premultiplied(images: "Tensor") -> "Tensor":
