@@ -10,7 +10,7 @@ import pytest
 
 from duetgan.commands import COMMANDS
 from duetgan.utils import extras
-from tests.test_project import ROOT, imported, project_files
+from tests.test_project import LINKS, ROOT, imported, project_files
 
 EXTRAS = {package.__name__.rpartition(".")[2]: package for package in extras.packages()}
 # module that an extra attaches to -> a test of it
@@ -47,12 +47,12 @@ print(*COMMANDS)
 def test_an_extra_is_light_and_declares_what_exists():
     assert len(EXTRAS) > 5
     for package in EXTRAS.values():
-        assert imported(Path(package.__file__).read_text()) == set(), package.__name__
+        assert imported(Path(str(package.__file__)).read_text()) == set(), package.__name__
         for module, _ in getattr(package, "COMMANDS", {}).values():
             assert importlib.util.find_spec(module)
         for registry, module in getattr(package, "ATTACHES", {}).items():
             assert (ROOT / NEAREST[registry]).is_file(), registry
-            assert "extras.attach(__name__)" in Path(importlib.util.find_spec(registry).origin).read_text()
+            assert "extras.attach(__name__)" in Path(str(importlib.util.find_spec(registry).origin)).read_text()
             assert importlib.util.find_spec(module)
 
 
@@ -78,6 +78,8 @@ def test_the_rest_works_without(name: str, tmp_path: Path) -> None:
         if not place.as_posix().startswith(gone):
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place).symlink_to(path)
+    for link in LINKS:
+        (tmp_path / link).symlink_to(f"duetgan/{link}")
     modules = tuple(f"duetgan.extras.{extra}." for extra in deleted)
     left = {command for command, (module, _) in COMMANDS.items() if not module.startswith(modules)}
     assert set(run(tmp_path, "-c", IMPORT_ALL).split()) == left
