@@ -83,8 +83,8 @@ def test_nothing_more_is_held_after_200_steps_than_after_a_few(seen, name):
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        ("forward", "models/backbones/base.py: x = module(x)"),
-        ("backward", "training/optim/updater.py: self.scaler.scale(loss).backward(inputs=parameters)"),
+        ("forward", "duetgan/models/backbones/base.py: x = module(x)"),
+        ("backward", "duetgan/training/optim/updater.py: self.scaler.scale(loss).backward(inputs=parameters)"),
     ],
 )
 def test_where_memory_runs_out_the_micro_batch_is_halved_and_numbers_are_those_of_one_given(seen, part, line):
