@@ -1,7 +1,6 @@
 """Describe a packed file, verify its records, and draw a grid of its images."""
 
 import hashlib
-import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -193,31 +192,16 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
 
 
 def report(damage: Damage, reader: LMDBReader) -> None:
-    """If there is damage, raise UserError with the first damaged record, and print up to two lines
-    of details to stderr. `--json` prints all.
-    """
+    """Raise UserError with the first damaged record if there is damage. `--json` prints all."""
     if not damage:
         return
     if not damage.records:
         raise UserError(
             f"{reader.path}: {damage.content}, although every record is whole: pack the file again"
         )
-    runs: list[list[int]] = []  # each of consecutive records with the same reason
-    for record, reason in sorted(damage.records.items()):
-        if runs and record == runs[-1][-1] + 1 and reason == damage.records[record - 1]:
-            runs[-1].append(record)
-        else:
-            runs.append([record])
-    text = []
-    for run in runs:
-        end = f" to {run[-1]}" if len(run) > 1 else ""
-        text.append(f"record {run[0]}{end}: {damage.records[run[0]]}")
-    if len(text) > 2:
-        text[1:] = [f"and {len(damage.records) - len(runs[0]):,} more records; --json lists all"]
-    print("\n".join(text), file=sys.stderr)
-    first = runs[0][0]
+    first = min(damage.records)
     raise UserError(
         f"{reader.path}: {len(damage.records):,} of {len(reader):,} records are damaged, the first"
-        " is"
-        f" record {first} ({damage.records[first]}): copy or pack the file again"
+        f" is record {first} ({damage.records[first]}): copy or pack the file again; --json lists"
+        " all"
     )

@@ -171,26 +171,22 @@ class Dataset(AbstractContextManager["Dataset"]):
     def read(
         self,
         indices: Sequence[int] | np.ndarray,
-        out: np.ndarray | None = None,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Read records, in the order of `indices`.
 
         Args:
             indices: int64 [n].
-            out: filled and returned, [n, C, H, W]: C-contiguous or, if images are decoded, with
-                the memory layout [n, H, W, C].
             keys: keys of random crops, each of which depends only on its sample's key and `crop`.
 
         Returns:
-            Images [n, C, H, W] of type `spec.depth`, and labels int64 [n], see `label_numbers`;
-            unlabelled images have label 0.
+            Images [n, C, H, W] of type `spec.depth`, channels last in memory if they are decoded,
+            and labels int64 [n], see `label_numbers`; unlabelled images have label 0.
 
         Raises:
             IndexError: for an index outside 0..len-1.
             DamageError: for a damaged record.
             UserError: if images have individual sizes and no resolution is set.
-            ValueError: for an `out` of another shape, type or memory layout.
         """
         requested = np.asarray(indices, dtype=np.int64)
         if len(requested) and (requested.min() < 0 or requested.max() >= len(self)):
@@ -200,13 +196,12 @@ class Dataset(AbstractContextManager["Dataset"]):
                 f"{self.path}: its images have sizes of their own; set data.resolution to read them"
                 " at one size, or pack with --size N"
             )
-        shape = (len(requested), *self.spec.shape)
-        images = np.empty(shape, self.spec.depth) if out is None else out
-        if not self._accepts(images, shape):
-            raise ValueError(
-                f"out is {images.dtype} {images.shape}, expected contiguous {self.spec.depth}"
-                f" {shape}"
-            )
+        channels, height, width = self.spec.shape
+        if self.gathers:
+            images = np.empty((len(requested), channels, height, width), self.spec.depth)
+        else:
+            images = np.empty((len(requested), height, width, channels), self.spec.depth)
+            images = images.transpose(0, 3, 1, 2)
         # A damaged index always stops reading: its labels are lost.
         labels = self.label_numbers()
         while len(requested):
@@ -217,13 +212,6 @@ class Dataset(AbstractContextManager["Dataset"]):
             except DamageError as error:
                 self._record_damage(error)
         return images, np.empty(0, np.int64)
-
-    def _accepts(self, images: np.ndarray, shape: tuple[int, ...]) -> bool:
-        if images.shape != shape or images.dtype != self.spec.depth:
-            return False
-        if images.flags.c_contiguous:
-            return True
-        return not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         """Return an image [C, H, W] and its label, for torch.utils.data."""

@@ -40,7 +40,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """Copy the tensors to pinned memory, unless they are in it."""
+        """Copy the tensors to pinned memory."""
         return self._map(torch.Tensor.pin_memory)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -50,30 +50,13 @@ class Batch:
         return Batch(**{name: function(tensor) for name, tensor in self.tensors().items()})
 
 
-def read_batch(
-    dataset: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None
-) -> Batch:
-    """Read records into new tensors on the CPU.
+def read_batch(dataset: Dataset, indices: np.ndarray, keys: SampleKeys | None = None) -> Batch:
+    """Read records, `indices` int64 [n], into new tensors on the CPU.
 
-    Decoded images are channels last in memory, as the decoder writes them.
-
-    Args:
-        indices: int64 [n].
-        pin: allocate pinned memory.
-        keys: keys of random crops.
+    Decoded images are channels last in memory. `keys` are those of random crops.
     """
-    channels, height, width = dataset.spec.shape
-    if dataset.gathers:
-        shape = (len(indices), channels, height, width)
-    else:
-        shape = (len(indices), height, width, channels)
-    if pin:
-        memory = torch.empty(shape, dtype=getattr(torch, dataset.spec.depth), pin_memory=True)
-    else:  # NumPy reuses freed memory, while torch maps new pages for every batch.
-        memory = torch.from_numpy(np.empty(shape, dataset.spec.depth))
-    images = memory if dataset.gathers else memory.permute(0, 3, 1, 2)
-    _, labels = dataset.read(indices, out=images.numpy(), keys=keys)
-    batch = Batch(images, torch.from_numpy(labels))
+    images, labels = dataset.read(indices, keys=keys)
+    batch = Batch(torch.from_numpy(images), torch.from_numpy(labels))
     if dataset.synthetic is not None:
         batch.synthetic = torch.from_numpy(indices >= len(dataset))
     return batch
@@ -160,16 +143,15 @@ class InfiniteLoader:
 
     def _read(self, position: Position) -> Batch:
         """Return the batch at a position on the CPU, for an accelerator in pinned memory."""
-        pin = self.device.type != "cpu"
         indices, keys = self.sampler.batch(position)
         if self._features is None:
-            batch = read_batch(self._dataset, indices, pin=pin, keys=keys)
+            batch = read_batch(self._dataset, indices, keys)
         else:
             batch = self._features.batch(indices)
         if self._flip_phases is not None:
             pixels = batch.images if batch.features is None else batch.features
             alternating_flip_(pixels, self._flip_phases[indices], keys)
-        return batch.pinned() if pin else batch
+        return batch if self.device.type == "cpu" else batch.pinned()
 
     def _copy(self, position: Position) -> tuple[Batch, torch.Event | None]:
         """Return the batch at a position on the device, and the end of its copy if it is one."""

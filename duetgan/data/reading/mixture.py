@@ -29,16 +29,14 @@ class MixedDataset(Dataset):
     def read(
         self,
         indices: Sequence[int] | np.ndarray,
-        out: np.ndarray | None = None,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Read real and synthetic records, as Dataset.read does. They have different keys."""
         requested = np.asarray(indices, dtype=np.int64)
         is_synthetic = requested >= len(self)
         if not is_synthetic.any():
-            return super().read(requested, out, keys)
-        shape = (len(requested), *self.spec.shape)
-        images = np.empty(shape, self.spec.depth) if out is None else out
+            return super().read(requested, keys)
+        images = np.empty((len(requested), *self.spec.shape), self.spec.depth)
         labels = np.empty(len(requested), np.int64)
         for rows, read, first in (
             (~is_synthetic, super().read, 0),

@@ -180,18 +180,16 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
 @pytest.mark.parametrize("other", [None, b"nonsense"])
 def test_verify_checks_the_signatures(packed: Path, capsys: pytest.CaptureFixture[str], other: bytes | None) -> None:
     change(packed, b"hash/00000000", other)
-    damaged, (first, last) = verified(packed, capsys)
+    damaged, (last,) = verified(packed, capsys)
     assert damaged == list(range(20))
-    assert first.startswith("record 0 to 19: ")
     assert "20 of 20 records are damaged" in last
     assert "signatures" in last
 
 
-def test_damaged_records_are_two_lines_however_many_and_a_grid_names_them(packed, capsys):
+def test_damaged_records_are_one_line_however_many_and_a_grid_names_them(packed, capsys):
     damage = Damage({0: "a", 1: "a", 3: "a", 4: "b", 7: "b"})
     with LMDBReader(packed) as reader, pytest.raises(UserError, match="5 of 20 records are damaged"):
         report(damage, reader)
-    assert capsys.readouterr().err.splitlines() == ["record 0 to 1: a", "and 3 more records; --json lists all"]
     flip(packed, sample_images(20)[4].tobytes())
     assert run_cli(main, [str(packed)]) == EXIT_USER
     (error,) = capsys.readouterr().err.splitlines()
