@@ -94,7 +94,7 @@ def test_held_out_images_are_whole_and_at_the_same_size(folder):
         ),
         (  # a recipe's own (U21)
             {"val_path": "none/x.lmdb"},
-            r"none/x\.lmdb: no such file, nor a folder .*none; give images held out from .*train\.lmdb with "
+            r"none/x\.lmdb: no such file; give images held out from .*train\.lmdb with "
             r"--data\.val_path FILE .*--val-share 0\.1",
         ),
         (
