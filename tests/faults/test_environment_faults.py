@@ -74,7 +74,7 @@ def test_fault_26_missing_data(command, recipe, trained, packed, tmp_path):
     ]
     for arguments in commands:
         command(*arguments(typo)).refusal("tarin.lmdb: no such file", "did you mean 'train.lmdb'?")
-        command(*arguments(nowhere)).refusal(str(nowhere), f"nor a folder {nowhere.parent}")
+        command(*arguments(nowhere)).refusal(str(nowhere), "no such file")
     command("data.pack", packed / "tarin.lmdb", tmp_path / "x.lmdb").refusal("did you mean 'train.lmdb'?")
     command(*recipe, key, tmp_path / "train-*.lmdb").refusal("train-*.lmdb: no file matches this pattern")
     assert [item.name for item in tmp_path.iterdir()] == ["recipe.yaml"]
