@@ -32,7 +32,6 @@ NEAREST = {
     "duetgan.training.engine.run": "tests/training/engine/test_start.py",
     "duetgan.training.engine.tasks": "tests/training/engine/test_tasks.py",
     "duetgan.training.reference": "tests/training/test_reference.py",
-    "duetgan.utils.runlog.run_log": "tests/utils/runlog/test_run_log.py",
 }
 IMPORT_ALL = """
 import importlib, pkgutil, duetgan
