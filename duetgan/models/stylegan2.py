@@ -1,5 +1,4 @@
-"""StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637),
-without custom CUDA.
+"""StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637).
 
 The formulas are those of the papers. The modulated convolution is the training form: the style
 scales the activations, one convolution for all samples follows, and the demodulation coefficient
@@ -20,7 +19,6 @@ from duetgan.models.gan import (
     NoiseMode,
     StyledGenerator,
     TruncationMean,
-    floor_to_two,
     run,
     sizes_up_to,
 )
@@ -41,6 +39,7 @@ from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     FromRGB,
     MappingNetwork,
+    channels_at,
     minibatch_std,
 )
 from duetgan.utils.config.model import Decay, PositiveFloat, PositiveInt
@@ -90,14 +89,6 @@ class DiscriminatorConfig(SizeConfig):
     def group(self) -> int:
         """Number of consecutive samples that must stay together in one forward pass."""
         return self.minibatch_std_group
-
-
-def channels_at(resolution: int, base: int, maximum: int) -> int:
-    """Return the channels at a resolution: min(base / resolution, maximum), but at least 1.
-
-    The resolution is rounded down to a power of two.
-    """
-    return max(1, min(base // floor_to_two(resolution), maximum))
 
 
 # --- the generator

@@ -8,9 +8,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from duetgan.models.gan import one_hot
+from duetgan.models.gan import floor_to_two, one_hot
 from duetgan.models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
 from duetgan.models.layers.fp16 import LayerPrecision, clamped
+
+
+def channels_at(resolution: int, base: int, maximum: int) -> int:
+    """Return the channels at a resolution: min(base / resolution, maximum), but at least 1.
+
+    The resolution is rounded down to a power of two.
+    """
+    return max(1, min(base // floor_to_two(resolution), maximum))
 
 
 class MappingNetwork(nn.Module):

@@ -8,7 +8,7 @@ is one stage.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from duetgan.models.growing import Alpha, StageGenerator
 from duetgan.models.layers import upsample_fir
+from duetgan.training.base.compiled import CompileSetting, is_compiled
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.errors import UserError
@@ -179,17 +180,15 @@ class Growth:
     def __init__(
         self,
         stages: Stages,
-        generator: Any,  # a GrowingGenerator
-        average: Any,  # the moving average of `generator`
-        discriminator: Any,  # a GrowingDiscriminator
-        *,
-        is_compiled: bool,
+        # a GrowingGenerator, its moving average, and a GrowingDiscriminator
+        networks: Sequence[Any],
+        compile_setting: CompileSetting,
         device: torch.device,
     ) -> None:
         self.stages = stages
-        self.networks = (generator, average, discriminator)
-        self.average = StageGenerator(average)
-        self.is_compiled = is_compiled
+        self.networks = networks
+        self.average = StageGenerator(networks[1])
+        self.is_compiled = is_compiled(compile_setting, device)
         self.device = device
         self.stage = stages.at(0)
 

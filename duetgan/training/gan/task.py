@@ -11,7 +11,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
 from duetgan.models.gan import ImageGenerator
 from duetgan.models.registry import architecture_of
-from duetgan.training.base.compiled import is_compiled
 from duetgan.training.base.config import Shape
 from duetgan.training.base.data import check_same_classes
 from duetgan.training.base.phases import phase
@@ -62,14 +61,8 @@ class GanTask(Task):
         self.ema = EMA(self.generator, buffers="copy")
         self.growth = None
         if self.stages.growing:
-            self.growth = Growth(
-                self.stages,
-                self.generator,
-                self.ema.model,
-                self.discriminator,
-                is_compiled=is_compiled(config.compile, device),
-                device=device,
-            )
+            networks = (self.generator, self.ema.model, self.discriminator)
+            self.growth = Growth(self.stages, networks, config.compile, device)
         self.context = Context(
             config, dataset, self.generator, self.discriminator, device, self.growth
         )
