@@ -78,8 +78,8 @@ def test_each_technique_has_its_file_key_and_test():
     assert len(rows) > 15
     options = option_names(parser_of("train"))
     for _, file, key, test in rows:
-        assert (ROOT / "duetgan" / file).is_file(), file
-        assert "def test_" in (ROOT / "tests" / test).read_text(), test
+        assert (ROOT / file).is_file(), file
+        assert "def test_" in (ROOT / test).read_text(), test
         assert key == "-" or normalise([key])[0] in options or any(f".{name}".endswith(f".{key}") for name in KEYS), key
 
 

@@ -104,12 +104,12 @@ def find(
 
     With `similar` near duplicates are searched for as well. Raises DamageError.
     """
-    other = second or reader
-    classes, other_classes = _record_classes(reader), _record_classes(other)
+    target = second or reader
+    classes, target_classes = _record_classes(reader), _record_classes(target)
 
     def labels_differ(records: list[int], other_records: list[int]) -> bool:
         """Return True if class names of the records differ. Unlabelled images agree with all."""
-        names = {*classes[records].tolist(), *other_classes[other_records].tolist()}
+        names = {*classes[records].tolist(), *target_classes[other_records].tolist()}
         return len(names - {""}) > 1
 
     count = len(reader)
@@ -130,7 +130,7 @@ def find(
         else:
             continue
         groups.append(Group(records, other_records, labels_differ(records, other_records)))
-    specs = (reader.meta.spec, other.meta.spec)
+    specs = (reader.meta.spec, target.meta.spec)
     report = Report(
         file=str(reader.path),
         images=count,
@@ -141,14 +141,14 @@ def find(
         exact=groups,
         names=(
             _naming(reader, classes, item_name),
-            _naming(other, other_classes, None if second else item_name),
+            _naming(target, target_classes, None if second else item_name),
         ),
     )
     if similar:
         candidates = near(signatures, other_signatures)
         size = min(spec.side or 64 for spec in specs)
         pairs, correlations = confirm(
-            candidates, partial(visible_image, reader), partial(visible_image, other), size
+            candidates, partial(visible_image, reader), partial(visible_image, target), size
         )
         report.near = []
         for row in np.argsort(-correlations, kind="stable"):
@@ -201,8 +201,8 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     groups = []
     for group in report.exact:
         sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
-        shown = [listed(side, limit or len(side)) for side in sides if side]
-        groups.append((" = ".join(shown), group.labels_differ))
+        texts = [listed(side, limit or len(side)) for side in sides if side]
+        groups.append((" = ".join(texts), group.labels_differ))
     head = _count(report.exact_duplicates, "exact duplicate")
     if report.other_file:
         head = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
