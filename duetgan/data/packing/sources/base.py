@@ -143,6 +143,7 @@ class Source(AbstractContextManager["Source"]):
         else:
             self.classes, numbers = numbered(where, list(map(str, labels)), places, whole=whole)
         self._labels = np.array(numbers, np.int64)
+        self.remarks += similar_names(where, self.classes)
 
     def _take_label_lists(
         self, where: str, labels: Sequence[str | list[str]], places: Sequence[str]
@@ -308,6 +309,18 @@ def numbered(
     classes = sorted(names, key=int if numeric else None)
     order = {name: number for number, name in enumerate(classes)}
     return list(map(printable, classes)), [order[spelled[label]] for label in labels]
+
+
+def similar_names(where: str, classes: Sequence[str]) -> list[str]:
+    """Return a remark for each group of class names that differ only by case or spaces."""
+    groups = defaultdict(list)
+    for name in classes:
+        groups[" ".join(name.casefold().replace("_", " ").split())].append(repr(name))
+    return [
+        f"{where}: the classes {' and '.join(names)} differ only by case or spaces; are they one?"
+        for names in groups.values()
+        if len(names) > 1
+    ]
 
 
 def with_slashes(name: str) -> str:

@@ -50,6 +50,11 @@ UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueErro
 CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # names of folders with unlabelled images
 ARRAY = ".npy"
+# suffixes of images that are not read
+UNREAD_IMAGES = frozenset(
+    {".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr", ".pcx"}
+    | {".dcm", ".nii", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw"}
+)
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # most folders in a message
 MANIFEST = "dataset.json"  # StyleGAN's labels: {"labels": [["name", class], ...]}
@@ -72,6 +77,11 @@ def arrange(
     images, ignored = _images(where, files)
     source.take_names(images)
     source.ignored += ignored
+    if unread := [name for name in ignored if PurePosixPath(name).suffix.lower() in UNREAD_IMAGES]:
+        source.remarks.append(
+            f"warning: {where}: {len(unread):,} of {len(images) + len(unread):,} images are of"
+            f" kinds that are not read{_describe_files(unread)}: convert them to PNG"
+        )
     if options.classes_from == "none":  # all images at any depth
         if options.split:
             raise UserError(

@@ -76,6 +76,11 @@ class TarSource(ListedSource):
         with_notes = {match[1] for match, _ in parts if match[2].lower() in NOTES}
         image_keys = {match[1] for match, _ in parts if _is_image(match[2])}
         if options.label_column is None and not image_keys & with_notes:
+            if label := next((member for member in members if member.name.endswith(".cls")), None):
+                raise UserError(
+                    f"{path}: {label.name} is the label of no image: a sample's name ends at its"
+                    " first dot; rename the files"
+                )
             self._take_folders(members, options)
         elif options.classes_from is None:
             part_names = {member.name for _, member in parts}

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duetgan.commands.pack import main
 from duetgan.data.lmdb.format import multi_hot
 from duetgan.data.packing.sources import Source
-from tests.data.conftest import save, source_at
+from tests.data.conftest import save, source_at, succeed
 from tests.data.packing.sources.source_files import cells, content_of, parquet, refused
 from tests.data.packing.sources.test_sources import zipped
 from tests.data.packing.sources.test_tars import samples, tar
@@ -249,6 +250,10 @@ PLACES: list[tuple[str, dict[str, str], dict[str, str], str]] = [
     ("folder", {"Cat/a.png": "", "cat /b.png": "", "dog/c.png": ""}, {}, "Cat cat  dog"),
     *((kind, {"cat\\a.png": "", "dog\\b.png": ""}, {}, "cat dog") for kind in ("zip", "tar")),
     ("tar", {"cat/a.left.png": "", "dog/b.left.png": "", "README.txt": "x"}, {}, "cat dog"),
+    (
+        *("tar", {"a.left.png": "", "a.left.cls": "x", "a.right.png": "", "a.right.cls": "y"}, {}),
+        "!a.left.cls is the label of no image: a sample's name ends at its first dot",
+    ),
 ]
 
 
@@ -262,4 +267,15 @@ def test_places_of_labels_and_names(tmp_path: Path, case: int) -> None:
         return
     with source_at(where, **options) as source:
         assert (" ".join(labels for _, labels in read(source)), source.problems) == (expected, [])
+        assert any("'Cat' and 'cat ' differ only by case" in remark for remark in source.remarks) == ("Cat" in expected)
         assert isinstance(source.content(0), bytes)
+
+
+def test_d6_images_that_are_not_read_are_the_last_thing_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = arranged(tmp_path / "x", "folder", {"a.avif": "", "b.jxl": "x", "c.dng": "x", "d.jxl": "x", "e.txt": "x"})
+    save(where / "a.avif")
+    succeed(main, where, tmp_path / "x.lmdb")
+    told = f"warning: {where}: 3 of 4 images are of kinds that are not read (only 2 .jxl, 1 .dng): convert them to PNG"
+    assert capsys.readouterr().err.splitlines()[-1] == told
