@@ -54,7 +54,9 @@ class Figure:
         return self.compute(record)
 
     def keys(self, measured: Measured, names: Sequence[str]) -> Document:
-        """Return value, interval and values by class, by key; `names` are the class names."""
+        """Return the document's entries: value, interval and values per class.
+
+        `names` are the class names."""
         keys: Document = {self.key: measured.value}
         if self.interval:
             keys[f"{self.key}_interval"] = measured.interval
@@ -239,7 +241,7 @@ GAN = [
     ),
     Figure(
         "density", "density",
-        "density: mean number of real images that have a sample within reach (5th neighbour), divided by 5; about 1 "
+        "density: real images whose reach (5th neighbour) holds a sample, mean over the samples, divided by 5; about 1 "
         "if the samples are real images",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),

@@ -247,7 +247,7 @@ class Classifier(ImageNetwork):
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """Return the maxima [N, F] of equal parts of maps [N, C, H, W], gcd(side, `parts`) per side."""
+    """Divide maps [N, C, H, W] into gcd(side, `parts`) parts per side; return their maxima, [N, F]."""
     size = [int(side) for side in maps.shape[2:]]
     return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 

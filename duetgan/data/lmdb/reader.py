@@ -317,7 +317,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
         """Compare the checksum of a raw block at its first use.
 
-        Raises DamageError for any damage in the block, with `tolerant` only for damaged `rows`.
+        Raises DamageError for damage anywhere in the block; if `tolerant`, only in `rows`.
         """
         if raw.addresses[block] < 0:
             with handle.lock:

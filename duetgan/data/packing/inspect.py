@@ -47,7 +47,8 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 
 
 def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
-    """Count the images with no, one or several labels, with each label set, and of each class.
+    """Count images by number of labels (0, 1, more), by label set and by class.
+
     Returns {} for a file without label sets.
     """
     if label_sets is None:

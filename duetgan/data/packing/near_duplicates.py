@@ -239,7 +239,7 @@ def _correlation(difference: np.ndarray) -> np.ndarray:
 
 
 def _moves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the derivatives of the mean of two images by shifts and stretches in x and y.
+    """Return the derivatives of the mean of `a` and `b` by shift and by stretch in x and y.
 
     They are first-order, from the image gradient (Lucas & Kanade 1981): [n, S, S] to [n, 4, S * S].
     """

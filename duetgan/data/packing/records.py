@@ -224,7 +224,8 @@ def make_plan(
     By default channels and depth are those of the source; without `source.spec` they are 3 and 8
     bits for files, and unchanged for arrays. The default size is that of the source, else of the
     first readable image, and then all images must have it. Resize "auto" means "pad" if all images
-    have one known size, smaller on both sides by at most 1/8 of the shorter side, else "crop".
+    have one known size that is smaller than `size` on both sides, the smaller gap being at most 1/8
+    of the shorter side of `size`; else "crop".
 
     Raises UserError for options that do not fit together.
     """

@@ -95,9 +95,9 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
 def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
     """Return the p-value of the number of members that score above the `rank`-th held-out image.
 
-    Null hypothesis: all m + n images are in random order. The p-value is exact: k members or more
-    are above the image if fewer than `rank` of the first k + rank - 1 images are held-out ones,
-    and their number is hypergeometric. Ties count against the members.
+    Null hypothesis: all m + n images are in random order. The p-value is exact: k or more
+    members score above the image if the top k + rank - 1 images hold fewer than `rank` held-out
+    ones; that count is hypergeometric. Ties count against the members.
     """
     from scipy.stats import hypergeom  # imported here because the import takes a second
 

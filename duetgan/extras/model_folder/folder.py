@@ -61,7 +61,7 @@ class Program(nn.Module):
         return functional_call(self.hidden[0], dict(zip(self.names, weights, strict=True)), inputs)
 
     def write(self, path: Path) -> None:
-        """Trace the network for any number of rows and write the program."""
+        """Trace the network for any batch size and write the program."""
         state = self.hidden[0].state_dict()
         weights = [state[name] for name in self.names]
         batch = torch.export.Dim("batch", min=1)

@@ -136,8 +136,7 @@ class Converted:
             part: generator, generator_ema or discriminator.
             source: The other program's network.
             place: Maps our names to the program's.
-            absent: Ends of our names of tensors that the other network does not have; they become
-                zeros.
+            absent: Suffixes of our names of tensors that the other network lacks; they become zeros.
 
         Raises:
             Refused: The tensors differ from our network's.

@@ -232,7 +232,9 @@ class Count(NamedTuple):
 
 
 def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
-    """Count memory and operations of a process's steps of `samples` samples; all layers train.
+    """Count memory and operations of one process's steps with `samples` samples.
+
+    No layer is frozen.
 
     `precision: auto` counts as bf16. No image is read.
     """

@@ -123,7 +123,7 @@ class Backbone:
         return blocks | {"head": (self.head,)}
 
     def block_of(self, network: nn.Module) -> dict[str, str]:
-        """Return parameter name -> name of its block, from the images to the logits."""
+        """Return parameter name -> block name, ordered from images to logits."""
         block_of: dict[str, str] = {}
         for block, modules in self.blocks(network).items():
             for module in modules:

@@ -118,7 +118,7 @@ class MetricWindow(Fields):
         }
 
     def take(self) -> "MetricWindow":
-        """Return this window, and start a new one."""
+        """Fold, return a copy of this window, and reset it."""
         self.fold()
         window = copy.copy(self)
         self.sums = {}
@@ -142,7 +142,7 @@ class Failing:
         self.span: list[int] = []  # first and last of these steps; empty if no update was skipped
 
     def see(self, step: int, failed: list[bool]) -> None:
-        """Record and empty `failed`, one bool per step (see `MetricWindow`), the last for `step`."""
+        """Record which of the steps up to `step` failed, then clear `failed`."""
         for number, bad in enumerate(failed, step - len(failed) + 1):
             if not bad:
                 continue

@@ -169,7 +169,10 @@ class FrozenStages:
         return blocks(count, self.model.side or self.model.spec.side)
 
     def outputs(self, images: Tensor, step: int) -> Tensor | None:
-        """Return the features of images that update `step` reads, [n, F, 1, 1]; None for none."""
+        """Return the frozen stages' outputs for `images`, flattened to [n, F, 1, 1].
+
+        Returns None if update `step` reads images.
+        """
         if (span := self._span_of(step)) is None:
             return None
         with torch.no_grad():

@@ -186,7 +186,7 @@ class CheckpointManager:
         return content
 
     def _find(self, up_to: int | None) -> str | None:
-        """Return the path of the newest readable checkpoint up to step `up_to`; delete newer ones.
+        """Delete checkpoints after step `up_to`; return the path of the newest readable one.
 
         Without `up_to`, the limit is the step of `last.json` if the run broke after it. Called on
         rank 0.

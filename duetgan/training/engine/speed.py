@@ -330,8 +330,8 @@ def time_precisions(
 
 
 def _larger_size(smallest: int, largest: int, seconds: float) -> int:
-    """Return the number of samples of steps of TARGET_SECONDS or less, or of a few times as many
-    samples as the smallest batch, whose steps take `seconds`.
+    """Return a larger batch to time: a multiple of `smallest`, whose step takes `seconds`, up to
+    `largest`.
     """
     if seconds > LARGER_LIMIT:
         return smallest

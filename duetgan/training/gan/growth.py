@@ -217,7 +217,7 @@ class Growth:
                     updater.reset()
 
     def fade_in(self, images: Tensor) -> Tensor:
-        """Return real images as the stage shows them, faded in like the samples.
+        """Blend real images with their half-resolution version, as the stage blends samples.
 
         Source: 1710.10196, appendix A.1.
         """

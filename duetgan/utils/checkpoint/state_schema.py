@@ -66,8 +66,8 @@ def _kind(tensor: Tensor) -> str:
 def load_network(
     build: Callable[[], nn.Module], checkpoint: Mapping[str, Any], part: str, file: str
 ) -> nn.Module:
-    """Build a network and load a checkpoint's state of `part` after it was compared on the meta
-    device.
+    """Build a network and load the state of `part`, after checking on the meta device that it
+    fits.
 
     Raises UserError naming the file and the key.
     """

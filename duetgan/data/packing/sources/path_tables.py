@@ -200,8 +200,8 @@ class PathTable(LocalSource):
 def _find_place(
     path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions
 ) -> Place:
-    """Return the conversion that finds the files of the table: the first column of PATHS of which
-    one of the first values is a file.
+    """Return how to turn values of the table into paths, from the first column of PATHS where an
+    early value is a file.
 
     Raises UserError if there are no files, or several possible conversions.
     """
