@@ -4,8 +4,9 @@ SLURM sends SIGUSR1 before it ends a job. Duet's launcher forwards a signal to a
 (utils/distributed/launch.py); a scheduler or torchrun may send it to one alone, say rank 0. Rank 1
 learns of it at the end of its step, when all ranks exchange what they have received (`agreed`).
 Then all of them save, rank 0 writes status.json, and each raises StoppedBySignal, for which
-`run_cli` (utils/distributed/process.py) returns 3; rank 0 alone prints the line. Before and after
-training a signal ends the process at once (`leaving_on_signals`).
+`run_cli` (utils/distributed/process.py) returns 3; rank 0 alone prints the line. Before and
+after training a signal ends the process at once (`leaving_on_signals`; under a launcher the
+default action).
 """
 
 import os

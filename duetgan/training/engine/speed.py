@@ -6,7 +6,7 @@ faster of fp32 and bf16, and there is a thread for each core that other programs
 fewer if that is faster. A separate task is built for the measured steps, so that the run's
 networks, statistics and draws are not touched. `ThreadCount` sets the threads before each step
 (utils/machine.py counts free cores and sets torch's number), and `Precision` (optim/updater.py)
-applies the precision.
+applies the precision. `threads: adapt` is extras/pace.
 """
 
 import gc

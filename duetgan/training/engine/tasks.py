@@ -28,6 +28,7 @@ class Entry(NamedTuple):
     task: type[Any]  # a subclass of training.base.task.Task
 
 
+# An extra may replace an entry by a subclass: extras/few_labels trains with unlabelled images.
 TASKS = {
     "gan": Entry(config_of, GanTask),
     "classifier": Entry(lambda *_: ClassifierConfig, ClassifierTask),
