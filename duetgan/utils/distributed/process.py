@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from duetgan.utils import machine
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
-from duetgan.utils.text import printable
+from duetgan.utils.text import printable, shorten
 
 PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 
@@ -136,6 +136,12 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
                 flush=True,
             )
         return error.exit_code
+    except OSError as error:  # an impossible path may fail wherever it is first used
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or debug:
+            raise
+        path = shorten(printable(str(error.filename)), 80)
+        print(f"error: {path}: {error.strerror}; give another path", file=sys.stderr, flush=True)
+        return EXIT_USER
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(INTERRUPTED, file=sys.stderr, flush=True)
