@@ -42,7 +42,7 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.checkpoint.provenance import Lineage, recorded
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.images import save_captioned
 
 MIN_JUDGE_SKILL = 0.4  # from 0 (always predicts the most frequent class) to 1 (no mistakes)
@@ -277,17 +277,19 @@ def _fitting_labels(generator: ImageGenerator, dataset: Dataset, role: str) -> n
     """
     dataset.read(np.zeros(1, dtype=np.int64))  # raises UserError if the images differ in size
     spec, expected = dataset.spec, generator.spec
-    if spec != expected:
-        raise UserError(
+    refuse(
+        (
+            spec != expected,
             f"the {role} images are {spec.width}x{spec.height}, {spec.words}, the generator draws "
             f"{expected.width}x{expected.height}, {expected.words}; pack them with "
-            f"--size {expected.resolution} --channels {expected.channels}"
-        )
-    if generator.classes and len(dataset.classes) != generator.classes:
-        raise UserError(
+            f"--size {expected.resolution} --channels {expected.channels}",
+        ),
+        (
+            generator.classes and len(dataset.classes) != generator.classes,
             f"the {role} images have {len(dataset.classes)} classes, the generator {generator.classes}; "
-            "give the data it was trained on with --data"
-        )
+            "give the data it was trained on with --data",
+        ),
+    )
     return dataset.label_numbers() if generator.classes else np.zeros(len(dataset), dtype=np.int64)
 
 

@@ -18,6 +18,11 @@ def packages() -> list[ModuleType]:
     return [module for module in modules if set(getattr(module, "NEEDS", ())) <= set(names)]
 
 
+def names() -> list[str]:
+    """Return the names of the extras of this installation that have what they need."""
+    return [package.__name__.rpartition(".")[2] for package in packages()]
+
+
 def commands() -> dict[str, tuple[str, str]]:
     """Return the extras' commands: name -> (module with `main`, line in `duet --help`)."""
     table: dict[str, tuple[str, str]] = {}

@@ -12,7 +12,7 @@ from duetgan.commands import COMMANDS
 from duetgan.utils import extras
 from tests.test_project import LINKS, ROOT, imported, project_files
 
-EXTRAS = {package.__name__.rpartition(".")[2]: package for package in extras.packages()}
+EXTRAS = dict(zip(extras.names(), extras.packages(), strict=True))
 # module that an extra attaches to -> a test of it
 NEAREST = {
     "duetgan.commands.evaluate": "tests/metrics/test_scripts.py",

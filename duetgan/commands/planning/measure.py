@@ -23,7 +23,7 @@ from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.base import first_of
 from duetgan.utils import machine
 from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.machine import cores
@@ -50,12 +50,13 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
     chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
     with open_source(spec, **chosen) as source:
         count = len(source)
-        if count < FEWEST:
-            raise UserError(f"{spec}: holds {count} images; give {FEWEST} or more")
-        if source.label_sets is not None:
-            raise UserError(
-                f"{spec}: its images have several labels; pack them, and train with --loss.kind bce"
-            )
+        refuse(
+            (count < FEWEST, f"{spec}: holds {count} images; give {FEWEST} or more"),
+            (
+                source.label_sets is not None,
+                f"{spec}: its images have several labels; pack them, and train with --loss.kind bce",
+            ),
+        )
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, DECODED).astype(int)).tolist()

@@ -21,6 +21,7 @@ from duetgan.commands.planning.sizes import (
     work,
 )
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.utils import extras
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -152,7 +153,11 @@ class _Choice:
         self.labelled = survey.classes > 1
         self.pooled = survey.unlabelled > self.images
         self.from_gan = (
-            self.labelled and self.pooled and not machine.weights and self.images < SCRATCH_FROM
+            self.labelled
+            and self.pooled
+            and not machine.weights
+            and self.images < SCRATCH_FROM
+            and "few_labels" in extras.names()
         )
         self.gan_survey = survey.model_copy(update={"classes": 0}) if self.pooled else survey
         self.gan_images = self.images + survey.unlabelled * self.pooled

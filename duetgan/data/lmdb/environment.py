@@ -26,7 +26,7 @@ from duetgan.data.lmdb.raw_blocks import RawBlocks
 from duetgan.data.lmdb.tree import check_tree
 from duetgan.data.tar_files import TarFiles
 from duetgan.utils import files
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.text import did_you_mean
 
 MAGIC = bytes.fromhex("dec0efbe")  # at byte 16 of an LMDB file, little-endian
@@ -163,16 +163,18 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
         )
         entries = transaction.stat()["entries"]
     name, _, version = (mark or b"").decode(errors="replace").partition(" ")
-    if name != FORMAT or not version.isdecimal():
-        raise UserError(
+    refuse(
+        (
+            name != FORMAT or not version.isdecimal(),
             f"{path} is an LMDB file but not a packed data set of this program: pack the images"
-            " again"
-        )
-    if version != str(VERSION):
-        raise UserError(
+            " again",
+        ),
+        (
+            version != str(VERSION),
             f"{path} has format version {version[:20]}, this program reads {VERSION}: update it or"
-            " pack again"
-        )
+            " pack again",
+        ),
+    )
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run duet pack again")
     with files.reading(

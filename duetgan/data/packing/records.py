@@ -32,7 +32,7 @@ from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.sources.base import ArraySource, Problem, Source
 from duetgan.utils.checkpoint.provenance import Provenance
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.machine import cores
 
@@ -232,13 +232,17 @@ def make_plan(
     source_spec = source.spec
     shape = source_spec.size if source_spec is not None and source_spec.side else None
     if encoding == "source":
-        if size is not None or smallest is not None:
-            raise UserError(
+        refuse(
+            (
+                size is not None or smallest is not None,
                 "--encoding source keeps the files as they are: drop --size and --pyramid or choose"
-                " raw, jpeg or png"
-            )
-        if source_spec is not None or source.as_is:
-            raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
+                " raw, jpeg or png",
+            ),
+            (
+                source_spec is not None or source.as_is,
+                f"{source.name} has no files to keep: choose --encoding raw or png",
+            ),
+        )
         with explained(ValueError, lambda error: f"{source.name}: {error}"):
             return Plan(
                 layout=Layout.of(_form(source, channels or 3, depth or "8"), encoding), mode="exact"

@@ -30,7 +30,7 @@ from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, explained, require_same_classes
+from duetgan.utils.errors import UserError, explained, refuse, require_same_classes
 from duetgan.utils.runlog.run_log import say
 
 OPEN_FILES = 96  # open files of a process besides the images: libraries, sockets, logs
@@ -154,16 +154,19 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
 
     Raises UserError if they do not. Warns of held-out images that are also training images.
     """
-    if training.resolution == 0:
-        raise UserError(
+    refuse(
+        (
+            training.resolution == 0,
             f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack "
-            "again with --size N"
-        )
-    if getattr(vars(config).get("augment"), "trivial_augment", False) and not training.spec.plain:
-        raise UserError(
+            "again with --size N",
+        ),
+        (
+            getattr(vars(config).get("augment"), "trivial_augment", False)
+            and not training.spec.plain,
             f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are "
-            f"{training.spec.words}: set it false"
-        )
+            f"{training.spec.words}: set it false",
+        ),
+    )
     # Reading the labels raises an error for a damaged index and for a label without a class.
     training.label_numbers()
     synthetic = training.synthetic

@@ -20,7 +20,7 @@ from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.runlog.run_folder import SEARCHED
 
@@ -39,13 +39,17 @@ class Sweep:
     last: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.steps < FEWEST:
-            raise UserError(f"--lr-find-steps {self.steps}: a curve needs {FEWEST} steps or more")
-        if not 0 < self.first < self.last < math.inf:
-            raise UserError(
+        refuse(
+            (
+                self.steps < FEWEST,
+                f"--lr-find-steps {self.steps}: a curve needs {FEWEST} steps or more",
+            ),
+            (
+                not 0 < self.first < self.last < math.inf,
                 f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}: the first rate must be positive and below "
-                "the last"
-            )
+                "the last",
+            ),
+        )
 
     def rate(self, step: int) -> float:
         return self.first * (self.last / self.first) ** (step / (self.steps - 1))

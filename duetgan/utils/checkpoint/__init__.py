@@ -22,7 +22,7 @@ from duetgan.utils import files
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
-from duetgan.utils.errors import StoppedBySignal, UserError, explained
+from duetgan.utils.errors import StoppedBySignal, UserError, explained, refuse
 from duetgan.utils.files import replace_file, replacing, sync_folder
 from duetgan.utils.image_spec import MOST_CHANNELS, PixelFormat, Rectangle
 
@@ -423,12 +423,17 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     entry = pointer(folder, which)
     if entry and (folder / entry["file"]).is_file():
         return folder / entry["file"]
-    if which == "best" and (folder / "best.json").exists():
-        raise UserError(
-            f"{folder / 'best.json'}: damaged, or the checkpoint that it names is gone; use --which last or name a file"
-        )
-    if which == "best":
-        raise UserError(f"{folder}: has no best.json (no evaluation has run yet); use --which last")
+    refuse(
+        (
+            which == "best" and (folder / "best.json").exists(),
+            f"{folder / 'best.json'}: damaged, or the checkpoint that it names is gone; "
+            "use --which last or name a file",
+        ),
+        (
+            which == "best",
+            f"{folder}: has no best.json (no evaluation has run yet); use --which last",
+        ),
+    )
     paths = newest_first(folder)
     if not paths:
         raise UserError(

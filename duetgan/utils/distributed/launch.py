@@ -24,7 +24,7 @@ from duetgan.utils.distributed.process import (
     process_state,
     python_arguments,
 )
-from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.errors import StoppedBySignal, UserError, refuse
 from duetgan.utils.machine import cores
 
 # time for the other processes to end by themselves after one has failed
@@ -166,14 +166,16 @@ def requested_device(device: str | None, gpus: str | None, procs: int | None) ->
 
     count = len(parse_gpus(gpus))
     usable = torch.accelerator.device_count()  # among the GPUs in VISIBLE
-    if not usable:
-        raise UserError(
-            f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N"
-        )
-    if usable < count:
-        raise UserError(
-            f"--gpus {gpus}: only {usable} of these {count} can be used; nvidia-smi lists what is there"
-        )
+    refuse(
+        (
+            not usable,
+            f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N",
+        ),
+        (
+            usable < count,
+            f"--gpus {gpus}: only {usable} of these {count} can be used; nvidia-smi lists what is there",
+        ),
+    )
     return None  # the accelerator
 
 
