@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from duetgan.training.gan import context
+from duetgan.training.gan import draws
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint import writer
 from duetgan.utils.distributed import collectives
@@ -82,7 +82,7 @@ def with_a_cpu_tensor(softplus: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "an .item() in the step": (Updater, "step", reading_norms),
     "a CPU tensor in a loss": (torch.nn.functional, "softplus", with_a_cpu_tensor),
-    "a generator on the wrong device": (context, "keyed_generator", lambda make: lambda *key, device: make(*key)),
+    "a generator on the wrong device": (draws, "keyed_generator", lambda make: lambda *key, device: make(*key)),
     "memory that is not pinned": (torch.Tensor, "pin_memory", lambda _: lambda tensor, *__: tensor),
 }
 

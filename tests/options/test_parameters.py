@@ -41,6 +41,7 @@ ELSEWHERE = {  # public names without parameters of their own, and where they ar
     "AdaConfig": "config keys: tests/oracle/test_keys.py",
     "Objective": "a row of losses: tests/training/gan/test_losses.py",
     "ClassifierLoss": "a row of losses: tests/training/classifier/test_loss.py",
+    "open_dataset": "tests/data/packing/test_folder_copy.py",
     "Architecture": "a row of the registry: tests/extras/published/test_published.py",
     "Backbone": "a row of the registry: tests/models/test_backbones.py",
     "Figure": "a row of metrics: tests/metrics/test_figures.py",
@@ -209,7 +210,6 @@ def parts(world: dict[str, Path]) -> list[Case]:
         "weights": np.arange(12.0, 0, -1),
         "groups": np.arange(12) % 5,
         "stream": "another",
-        "shuffle": False,
     }
 
     def order(**arguments: Any) -> Any:
@@ -263,11 +263,12 @@ def parts(world: dict[str, Path]) -> list[Case]:
     linear = nn.Linear(2, 2)
     return [
         Case(data.Dataset, {"path": train},
-             {"path": test, "resolution": 4, "crop": RandomCrop()}, {"workers": 2}, read),
+             {"path": test, "resolution": 4, "crop": RandomCrop(), "name": "x"}, {"workers": 2}, read),
         Case(data.Dataset, {"path": broken}, {"on_damage": "skip"}, call=read),
         Case(data.GlobalSampler, sampler,
              {"count": 13, "batch_size": 6, "seed": 1, "rank": 1, "world_size": 1} | weights,
              call=order),
+        Case(data.GlobalSampler, {"count": 12, "batch_size": 4, "seed": 0}, {"shuffle": False}, call=order),
         Case(data.InfiniteLoader, {"dataset": images, "device": "cpu"},
              {"dataset": data.Dataset(test), "sampler": data.GlobalSampler(75, batch_size=2, seed=1), "device": "meta",
               "alternating": True, "batches_per_step": 2}, {"prefetch": 0}, loader),

@@ -83,7 +83,7 @@ def test_mixtures_and_walks_go_from_a_to_b(client, shown):
         ("draw", {**sample(), "run": "../../gan"}, "run '../../gan' is not"),
         ("draw", {"run": PLAIN, "seed": 1, "psi": 0.5}, "works on w"),
         ("edit", sample(by=GAN, target="dark"), "by: gan is a GAN; a classifier is needed"),
-        ("mix", two(layers="0-99"), "not within this generator's layers"),
+        ("mix", two(layers="0-99"), "is no layer or range within 0-3"),
         ("history", {"run": GAN, "place": "../../../etc/passwd"}, "is not a whole number from 0 to 2"),
     ],
 )
