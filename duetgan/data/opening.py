@@ -23,7 +23,7 @@ def open_dataset(
 ) -> Dataset:
     """Open packed files, tar files, or a folder or zip of images, which is packed once.
 
-    See `data.packing.packed_files` for the path, and `kind` for the other arguments and errors.
+    `packed_files.shard_paths` describes the path, the class `kind` the other arguments and errors.
     """
     name = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
     return kind(
@@ -42,7 +42,8 @@ def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Datase
     The resolution is `data.resolution` of the checkpoint's config. Without it, images are read at
     the model's resolution if they have individual sizes or are stored at it. Other images are read
     as stored, and the caller must refuse a wrong size. Labels are renumbered to the model's class
-    order if the file has the same classes (for a classifier also if it has only some of them).
+    order if the file has the model's classes, or for a classifier only some of them. Label sets are
+    never renumbered.
 
     Raises UserError if the images' pixel format is not the model's.
     """

@@ -45,7 +45,7 @@ class _Open:
 
 
 class TarFiles:
-    """Reads members of several tar files, and keeps the last OPEN files open.
+    """Read members of several tar files; the last OPEN files that were read stay open.
 
     Threads may share an instance, processes may not. `states` are earlier results of `state_of`; a
     file that has changed since is refused.

@@ -8,7 +8,7 @@ PACKAGE = "duetgan.extras"
 
 
 def packages() -> list[ModuleType]:
-    """Return the extras of this installation that have what they need, by name."""
+    """Return the installed extras, sorted by name, without those whose NEEDS are not installed."""
     try:
         folder = importlib.import_module(PACKAGE)
     except ModuleNotFoundError:
@@ -19,7 +19,7 @@ def packages() -> list[ModuleType]:
 
 
 def names() -> list[str]:
-    """Return the names of the extras of this installation that have what they need."""
+    """Return the names of the extras in `packages`."""
     return [package.__name__.rpartition(".")[2] for package in packages()]
 
 

@@ -215,9 +215,10 @@ def replaceable(path: Path) -> Path:
 
 
 def hold(file: IO[bytes] | IO[str] | int, *, wait: bool = False) -> bool:
-    """Lock a file until it is closed. If another process holds the lock, wait or return False.
+    """Lock a file until it is closed, and return True.
 
-    Where the file system has no locks, print a warning and return True. Raises OSError.
+    If another process holds the lock, wait if `wait` is set, else return False. Where the file
+    system has no locks, print a warning and return True. Raises OSError.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,10 @@
 """The machine: its cores and memory, the number of torch's threads, and copies to a device.
 
-The threads of an operation spin while they wait for each other. If the system suspends one of them
-for another program, the spinning ones occupy the core that it needs. Next to one busy process on
-two cores, two threads train at a tenth of their usual speed, and one thread at two thirds of it
-(benchmarks/busy.py). Hence torch gets as many threads as other programs leave cores for.
+The threads of an operation spin while they wait for each other. If the system suspends one thread
+for another program, the spinning threads occupy the core that the suspended one needs. Next to one
+busy process on two cores, two threads train at a tenth of their usual speed, and one thread at two
+thirds of it (benchmarks/busy.py). Hence torch gets as many threads as other programs leave cores
+for.
 """
 
 import ctypes

@@ -65,7 +65,7 @@ def random_flip(
     images: torch.Tensor,  # [n, C, H, W]
     flips: torch.Tensor,  # bool [n]
 ) -> torch.Tensor:
-    """Mirror the images left-right for which `flips` is true."""
+    """Return the images, mirrored left-right where `flips` is true."""
     if images.device.type != "cpu":
         # `where` does not wait for the device, as `nonzero` does.
         return torch.where(flips[:, None, None, None], images.flip(3), images)
@@ -124,8 +124,8 @@ def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int
     """Turn uniform draws [n, 5] into boxes for `random_erase`, int64 [n, 4].
 
     The five draws of an image decide on erasing, area, aspect, row and column. The area is uniform
-    in ERASE_AREA, the logarithm of the aspect between those of ERASE_ASPECT. Sides are limited to
-    those of the image.
+    in ERASE_AREA; the logarithm of the aspect is uniform between those of ERASE_ASPECT's limits.
+    Sides are limited to those of the image.
     """
     area = (ERASE_AREA[0] + draws[:, 1] * (ERASE_AREA[1] - ERASE_AREA[0])) * height * width
     low, high = math.log(ERASE_ASPECT[0]), math.log(ERASE_ASPECT[1])
@@ -148,12 +148,13 @@ def draw_and_apply(
     phase: str | None = None,  # part of the key, if a step has several batches
 ) -> torch.Tensor:
     """Augment images with draws of the key (seed, "augment", step[, phase]).
+
     The draws are made for the whole global batch on the images' device, and rows [start, start + n)
     of them are used, so that the result does not depend on the number of ranks. Each augmentation
     has its own draws, which do not depend on the other settings. The loader makes alternating flips
     (`data.reading.loader.alternating_flip_`).
 
-    Raises ValueError for rows outside the global batch.
+    Raises ValueError for rows outside the global batch, UserError for too large a reflected shift.
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(
@@ -298,7 +299,7 @@ def cut_boxes(
 ) -> Tensor:
     """Return CutMix's boxes (1905.04899, equation 2): top, left, height, width, int64 [n, 4].
 
-    They have the image's aspect and are clipped at its borders.
+    The boxes have the image's aspect and are clipped at its borders.
     """
     side = (1 - remaining).clamp(min=0).sqrt()
     tall, wide = (side * height).long(), (side * width).long()

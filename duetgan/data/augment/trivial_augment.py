@@ -134,8 +134,8 @@ def _warp(images: Tensor, maps: Tensor) -> Tensor:
     return images.flatten(2).gather(2, index.flatten(2)).view(images.shape) * inside[:, None]
 
 
-# --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1]; a factor of 0 of SIGNED
-# operations changes nothing
+# --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1]; with a factor of 0 the
+# operations of SIGNED change nothing
 
 
 def _to_bytes(values: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
 
 
 def has_another(image: Image.Image) -> bool:
-    """Return True if there is a second frame or page. To count 65,535 of them takes minutes."""
+    """Return True if there is a second frame or page. Counting all of them may take minutes."""
     try:
         image.seek(1)
     except EOFError:
@@ -122,8 +122,9 @@ def has_another(image: Image.Image) -> bool:
 
 
 def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None:
-    """Raise ImageError if the height and width in a header are too large, or not `size`, those in
-    the file's packed record (None: there is no record).
+    """Raise ImageError if the height and width in a header are too large, or differ from `size`.
+
+    `size` is the height and width in the file's packed record; None: there is no record.
     """
     if in_header[0] * in_header[1] > MOST_PIXELS:
         raise ImageError(TOO_LARGE)
@@ -246,9 +247,10 @@ def _scale(
 def through_floats(
     scaled: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray, alpha: bool
 ) -> np.ndarray:
-    """Apply `scaled` to an image's values as float32 [H, W, C], and convert back to its depth.
+    """Apply `scaled` to an image as float32 [H, W, C], and convert the result to the image's depth.
 
-    With `alpha`, the last channel, colours are multiplied by it before and divided by it after.
+    With `alpha`, colours are multiplied by the last channel before the call and divided by it
+    after.
     """
     floats, integers = pixels.astype(np.float32), pixels.dtype != np.float32
     most = np.float32(np.iinfo(pixels.dtype).max if integers else 1)

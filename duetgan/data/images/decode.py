@@ -1,8 +1,8 @@
 """Decode a stored image, crop it and resize it: the fast path of reading encoded images.
 
 libjpeg-turbo (simplejpeg) decodes JPEG as RGB, without the rows below the crop. A crop much larger
-than its target is decoded at 1/2, 1/4 or 1/8 of its size (scaled DCT), at least MARGIN times the
-target's. OpenCV decodes PNG. data/images/values.py decodes all other files.
+than its target is decoded at 1/2, 1/4 or 1/8 of its size (scaled DCT), but at least at MARGIN times
+the target's size. OpenCV decodes PNG. data/images/values.py decodes all other files.
 """
 
 import math

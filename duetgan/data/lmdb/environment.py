@@ -1,4 +1,5 @@
 """Open LMDB files for reading, and check them before the first read.
+
 py-lmdb refuses to open a file twice in one process, and a handle must not be used across a fork.
 Therefore the readers of a process share one handle per file, which is closed with its last
 reference, and a forked child opens its own.
@@ -35,7 +36,8 @@ MAGIC = bytes.fromhex("dec0efbe")  # at byte 16 of an LMDB file, little-endian
 class Handle:
     """An open file of this process.
 
-    Views into the file are valid while the handle exists: their users must keep a reference to it.
+    Views into the file are valid while the handle exists: their users must keep a reference to the
+    handle.
     """
 
     def __init__(self, environment: lmdb.Environment) -> None:

@@ -51,8 +51,8 @@ INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
 # `dhash`, a difference hash, differs in few bits for similar images.
 SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 
-# The position of an image in an index of tar files: the tar's number in `shards`, the first byte.
-# It is stored instead of the image's bytes.
+# An image's place, which an index of tar files stores instead of the image's bytes: the number of
+# the tar file in `shards`, and the position of the image's first byte in that tar file.
 LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
 
 # Keys. The first number is the index of a block, a group of SIGNATURES images, or an image; the

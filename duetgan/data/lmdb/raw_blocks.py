@@ -11,8 +11,7 @@ GATHER_BYTES = 512 << 10
 class RawBlocks:
     """Addresses, in the mapped file, of the verified raw blocks of one resolution.
 
-    py-lmdb touches every page of a value at each `get`, so that a block should be fetched only
-    once.
+    py-lmdb touches every page of a value at each `get`, so a block should be fetched only once.
     """
 
     def __init__(self, item: np.dtype, count: int) -> None:

@@ -1,11 +1,11 @@
-"""Check LMDB's pages before the library reads them, because a page that was zeroed or has a wrong
-number makes it end the process (SIGABRT, SIGBUS).
+"""Check a file's pages before LMDB reads them: at a page that was zeroed or has a wrong number the
+library ends the process (SIGABRT, SIGBUS).
 
 The format is that of lmdb 0.9 (`mdb.c`: MDB_page, MDB_node, MDB_meta) on little-endian 64-bit
 machines. A page starts with its number (u64), u16, flags (u16), and the start and end of its free
 space (u16 each), followed by the offsets of its nodes (u16 each). A node starts with 6 bytes: the
-size of its value, or the number of its child page, and the flags of the node. Then follow the size
-of its key (u16) and the key.
+size of its value, or the number of its child page, and the flags of the node. The size of the
+node's key (u16) and the key follow.
 """
 
 import os
@@ -27,9 +27,9 @@ META_AT = HEAD + 24 + 48 + 6
 
 
 def check_tree(descriptor: int, page_size: int, size: int) -> None:
-    """Check the pages of a file's tree, 4 KiB for about a hundred records. Records are not read.
+    """Check the pages of a file's tree, but do not read the values in overflow pages.
 
-    Raises ValueError for damage.
+    A page of 4 KiB is read for about a hundred records. Raises ValueError for damage.
     """
     metas = []
     for start in (META_AT, page_size + META_AT):

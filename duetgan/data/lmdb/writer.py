@@ -73,8 +73,8 @@ def _remove_empty(folder: Path) -> None:
 class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     """Write images one by one. `finish` completes the file and gives it its name.
 
-    Until then it is called `.NAME.partial` and has no completion record. Leaving the `with` block
-    without `finish` removes it. The next run overwrites a file left by a killed process.
+    Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with`
+    block without `finish` removes the file. The next run overwrites that of a killed process.
 
     Raises:
         UserError: if the target exists and `overwrite` is false, if another process is writing it,
@@ -248,8 +248,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         return meta
 
     def complete(self, split: Split | None = None) -> Meta:
-        """Write metadata and completion record, and sync. `publish` renames the file, so that
-        several files can appear together. Raises ValueError if no image was added.
+        """Write metadata and completion record, and sync. The file keeps its hidden name until
+        `publish`, so that several files can appear together. Raises ValueError without images.
         """
         if not self.count:
             raise ValueError("no images were added")

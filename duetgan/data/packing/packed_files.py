@@ -1,9 +1,9 @@
-"""The packed files of a path: those it names, or others that are made of its images once.
+"""Find the packed files that a path names, or make packed files of its images once.
 
 Tar files (webdataset) are read through an index, a packed file without the images' bytes. A folder
-or zip of images is read from a packed copy. Both lie in the user's cache. Every image is read and
-decoded once to make them. Afterwards an image in a tar is read from its position and compared with
-the checksum in the index (docs/data-at-scale.md).
+or zip of images is read from a packed copy. Index and copy lie in the user's cache. Every image is
+read and decoded once to make them. Afterwards an image in a tar is read from its position and
+compared with the checksum in the index (docs/data-at-scale.md).
 """
 
 import glob
@@ -143,7 +143,7 @@ def _is_unpacked(path: Path) -> bool:
 def _index_of(shards: Sequence[Path]) -> Path:
     """Return the path of the index of tar files.
 
-    It is made again if the size or time of a tar file has changed.
+    The index is made again if the size or time of a tar file has changed.
     """
     states = []
     for shard in shards:

@@ -1,5 +1,5 @@
 """Convert images to records: a single image, arrays in memory, and all images of a source, in
-threads and in order. Packing and the index of tar files use it.
+threads and in order. Packing uses this, also for the index of tar files.
 """
 
 import hashlib
@@ -399,8 +399,8 @@ def thread_count(source: Source, workers: int | None) -> int:
 def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     """Yield all images of a source in order, converted by `workers` threads (0: by this one).
 
-    Close the generator after an error. That does not wait for the threads, which are daemons: one
-    that waits for a server must not delay Ctrl-C or the end of the program.
+    Close the generator after an error. Closing does not wait for the threads, which are daemons: a
+    thread that waits for a server must not delay Ctrl-C or the end of the program.
     """
     if not workers:
         for row in range(len(source)):

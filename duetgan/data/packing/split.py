@@ -87,9 +87,9 @@ def draw(
     """Draw the held-out records, bool [n]. They depend on contents, labels and seed only.
 
     The groups are drawn in the order of their keys (seed, "split", smallest digest in hex). A group
-    is held out if it fits into the remaining quotas of its classes. A class without held-out images
-    then gets the smallest group that leaves an image of each of its classes for training, if there
-    is one.
+    is held out if it fits into the remaining quotas of its classes. A class with a quota but
+    without held-out images then gets the smallest group that leaves a training image of each class
+    in the group, if there is one.
 
     The key of a group does not depend on other groups, so that few images change between the parts
     when images are added.
@@ -164,7 +164,7 @@ def write_without(
     whole: Path, records: Sequence[Record], writer: LMDBWriter, excluded: Path
 ) -> int:
     """Copy the records of `whole`, except for images that are in the file `excluded` or similar to
-    one of its images. Returns the number of exceptions.
+    one of its images. Returns the number of images that were left out.
     """
     with LMDBReader(whole) as reader, LMDBReader(excluded) as second:
         report = find(reader, second, similar=True)

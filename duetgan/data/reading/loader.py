@@ -82,11 +82,11 @@ def alternating_flip_(images: torch.Tensor, phases: np.ndarray, keys: SampleKeys
 class InfiniteLoader:
     """Iterate endlessly over a rank's batches, on the device.
 
-    The loader's state is its position in the sampler's order. It is that of the batches which
-    `next` has returned, while a background thread reads up to `prefetch` batches ahead; with 0,
-    `next` reads the batch. For an accelerator batches are read into pinned memory and copied on a
-    stream of their own. `next` raises the thread's errors. `wait_seconds` is the time spent in
-    `next` since the caller set it to 0.
+    The loader's state is a position in the sampler's order: the one after the batches that `next`
+    has returned, although a background thread reads up to `prefetch` batches ahead. If `prefetch`
+    is 0, `next` itself reads the batch. For an accelerator batches are read into pinned memory and
+    copied on a stream of their own. `next` raises the thread's errors. `wait_seconds` is the time
+    spent in `next` since the caller set it to 0.
     """
 
     saves_step = False  # True if batches depend on the training step: it is part of the state
@@ -154,7 +154,7 @@ class InfiniteLoader:
         return batch if self.device.type == "cpu" else batch.pinned()
 
     def _copy(self, position: Position) -> tuple[Batch, torch.Event | None]:
-        """Return the batch at a position on the device, and the end of its copy if it is one."""
+        """Return the batch at a position on the device, and the event of its copy (CPU: None)."""
         batch = self._read(position)
         if self._stream is None:
             return batch, None

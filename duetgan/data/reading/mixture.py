@@ -31,7 +31,7 @@ class MixedDataset(Dataset):
         indices: Sequence[int] | np.ndarray,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Read real and synthetic records, as Dataset.read does. They have different keys."""
+        """Read real and synthetic records, which have different keys, as Dataset.read does."""
         requested = np.asarray(indices, dtype=np.int64)
         is_synthetic = requested >= len(self)
         if not is_synthetic.any():

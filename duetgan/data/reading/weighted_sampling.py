@@ -28,8 +28,8 @@ class WeightedEpochs:
     for nonlinear problems"). The samples are laid on a line in random order, each with its expected
     number of draws as its length. Marks at distance one, shifted by one random number, select the
     draws, which are then permuted. On average over epochs each sample gets exactly its expected
-    number. With groups, the samples of a group are contiguous (both in random order), so that the
-    total of a group is within one of its expected number as well.
+    number. With groups, the samples of a group are contiguous (groups and samples in random order),
+    so that the total of a group is within one of its expected number as well.
 
     Only the fractional parts of the expected numbers are on the line; the whole parts are always
     drawn. Lengths are integers (units of 2**-40 of a draw, coarser above four million samples), so

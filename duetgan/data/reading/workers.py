@@ -20,7 +20,7 @@ def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, fl
     threads are faster by GAIN. Raw images need no threads: nothing is measured.
 
     Returns:
-        The best number, and images per second by number. `dataset.workers` is unchanged.
+        The best number, and images per second by number of threads. `dataset.workers` is unchanged.
     """
     if dataset.gathers or len(dataset) == 0:
         return 0, {}

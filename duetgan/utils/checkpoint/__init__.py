@@ -211,7 +211,8 @@ def rotate(
 ) -> None:
     """Delete old checkpoints.
 
-    The newest `keep` stay, the best one, each `keep_every`-th step, and the steps in `also`.
+    The newest `keep`, the best one, those of every `keep_every`-th step and of the steps in `also`
+    stay. What killed writes left is deleted too (`sweep`).
 
     Args:
         until: the step of the latest save. Newer checkpoints, skipped as damaged, do not count and
@@ -242,7 +243,7 @@ def sweep(folder: Path) -> None:
 
 
 def forget_after(folder: Path, step: int) -> bool:
-    """Delete checkpoints after `step` and pointers to them.
+    """Delete checkpoints after `step` and pointers to them; write a deleted `last.json` anew.
 
     Returns False, and deletes nothing, if no checkpoint would remain.
     """
@@ -294,9 +295,9 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def checked(checkpoint: object, file: str) -> Checkpoint:
-    """Return the content of `file` after a check of everything but its state.
+    """Check all of a checkpoint but its state, and return a copy with the entry `file` added.
 
-    Raises CorruptCheckpoint naming the key.
+    Raises CorruptCheckpoint naming `file` and the key.
     """
     if not isinstance(checkpoint, dict) or not all(key in checkpoint for key in KEYS):
         raise CorruptCheckpoint(
@@ -328,8 +329,8 @@ def checked(checkpoint: object, file: str) -> Checkpoint:
 def _verify(path: Path) -> None:
     """Raise CorruptCheckpoint unless a file matches its checksum.
 
-    If a kill came before the checksum was written, the CRCs inside the zip file are checked, which
-    torch's reader ignores.
+    Without a checksum file, because a kill came before it was written, the CRCs inside the zip file
+    are compared. torch's reader ignores these.
     """
     checksum = _checksum_file(path)
     if checksum.is_file():
@@ -401,8 +402,8 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     """Return the checkpoint of a run folder: the one that `<which>.json` names, else the newest.
 
-    For a folder of the Hugging Face hub return its weights; a file and the name of a published
-    network are returned unchanged. Raises UserError if there is none.
+    For a folder of the Hugging Face hub return the weights file; a file and the name of a published
+    network are returned unchanged. Raises UserError if there is no checkpoint.
     """
     path = Path(run_or_file)
     if which not in ("last", "best"):

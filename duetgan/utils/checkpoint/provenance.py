@@ -18,7 +18,7 @@ Provenance = dict[str, Any]
 class Generated(Stored):
     """The generator and the settings that made a file of samples."""
 
-    generator: str  # fingerprint of its weights (metrics.features.extractors.fingerprint)
+    generator: str  # fingerprint of its weights (models.restore.fingerprint)
     step: Count  # step of its checkpoint
     seed: Whole  # seed of the samples
     truncation_psi: float
@@ -64,11 +64,11 @@ class Lineage(Stored):
         return self.model_dump(exclude_defaults=True)
 
     def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
-        """Return the reason why this network must not judge a generator; empty if it may.
+        """Return the reason why the network of this lineage must not judge a generator; else "".
 
         Args:
             generator: the lineage of the generator.
-            weights: the fingerprint of this network's weights.
+            weights: the fingerprint of the judging network's weights.
             images: content hashes and fingerprints of the test images.
         """
         if weights in generator.teachers:
@@ -84,8 +84,8 @@ class Lineage(Stored):
         return "" if set(self.trained_on).isdisjoint(images) else "was trained on the test images"
 
     def related(self, lineage: "Lineage") -> bool:
-        """Return True if both began with the same pretrained weights, so that their judgements
-        correlate.
+        """Return True if both lineages share pretrained weights, so that the judgements of their
+        networks correlate.
         """
         return not set(self.pretrained).isdisjoint(lineage.pretrained)
 

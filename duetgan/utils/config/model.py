@@ -151,9 +151,9 @@ def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
 
 
 def _first_error(error: ValidationError, model: type[BaseModel]) -> UserError | Unfit:
-    """Return the first error of a validation, unknown keys first.
+    """Return one error of a validation: an unknown key if there is one, else the most nested error.
 
-    This is an UnknownKey, the UserError of a check, or an Unfit.
+    The result is an UnknownKey, the UserError of a check, or an Unfit.
     """
     lines = error.errors(include_url=False)
     unknown = [line for line in lines if line["type"] in ("extra_forbidden", "invalid_key")]
@@ -278,8 +278,8 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _read(hint: object, value: object, place: str = "") -> object:
-    """Convert the value for a field: text is parsed unless the field takes text, numeric names
-    become text.
+    """Convert the value for a field: text is parsed unless the field takes text, and numbers become
+    text where they are keys of a mapping with text keys. Raises Unfit with the `place`.
     """
     if isinstance(value, str) and not _is_text(hint, value):
         value = from_text(value)

@@ -23,8 +23,8 @@ def recipe_file(name: str) -> str:
 
 
 def shipped_file(name: str) -> str:
-    """Return the path of a file named `configs/NAME`: an existing one, else that of Duet's own
-    configs/.
+    """Return `name`, or the path in Duet's own configs/ if `name` is `configs/NAME` and is missing
+    here.
     """
     shipped = CONFIGS / Path(name).name
     in_configs = Path(name).parent == Path("configs")

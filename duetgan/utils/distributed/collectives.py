@@ -187,7 +187,7 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def stop(*, lost: bool = False) -> None:
-    """Leave the process group. If `lost`, ranks are missing, and the others get no message."""
+    """Leave the process group; if ranks are `lost`, by `leave_threads`, without destroying it."""
     global _control, _patient
     if dist.is_initialized():
         if lost:
@@ -200,7 +200,7 @@ def stop(*, lost: bool = False) -> None:
 
 @contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """Run `start` and `stop` around work of all ranks that cannot be resumed.
+    """Run `start` and `stop` around work that all ranks do and that cannot be resumed.
 
     Raises TrainingHalted, exit code 4, for a lost rank.
     """
@@ -292,7 +292,7 @@ def gather_objects(value: T, *, patient: bool = True) -> list[T]:
 
 
 def gather_to_main(action: Callable[[], T]) -> list[T]:
-    """Return all ranks' results of `action()` on rank 0, in order, and nothing on the others.
+    """Return all ranks' results of `action()` on rank 0, in order of rank, and [] on the others.
 
     Results are plain data, with tensors on the CPU. The lowest rank's UserError is raised on all. A
     rank that exceeds the timeout is lost.
@@ -307,7 +307,7 @@ def gather_to_main(action: Callable[[], T]) -> list[T]:
 
 
 def main_first(action: Callable[[], T]) -> T:
-    """Run `action()` on rank 0 first, which may download, then on the others; return its result.
+    """Run `action()`, such as a download, on rank 0 and then on the others; return its result.
 
     The lowest rank's UserError is raised on all.
     """

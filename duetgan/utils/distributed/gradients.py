@@ -27,7 +27,7 @@ class GradientExchange:
 
     Args:
         missing: "zeros": a parameter without a gradient on this rank contributes zeros, so that all
-            ranks send the same; "skip": it is left out, which must then hold on all ranks.
+            ranks send the same; "skip": it is left out, so all ranks must lack the same gradients.
         compress: "bf16" halves the bytes; gradients are rounded to bfloat16 before and after the
             sum.
     """
@@ -52,7 +52,7 @@ class GradientExchange:
                 )
 
     def overlap(self) -> None:
-        """Send each bucket as soon as it is complete, in the last backward pass before `finish`."""
+        """Send each bucket as soon as it is complete; call this before the last backward pass."""
         self._waiting = [len(bucket) for bucket in self.buckets]
 
     def _arrived(self, number: int) -> None:

@@ -61,10 +61,10 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, reason: str | None = None, *, lost_peer: bool = False) -> None:
-        """End the thread and remove the file, or keep it, with a `reason`, for the other ranks.
+        """End the thread and remove the file; if there is a `reason`, write it to the file instead.
 
-        `lost_peer` is True if this process leaves because it lost another rank and is not the
-        cause.
+        The other ranks read it. `lost_peer` is True if this process leaves because it lost another
+        rank and is not the cause.
         """
         self._stopped.set()
         if self._thread.is_alive():
@@ -131,7 +131,9 @@ def _read(folder: Path, rank: int) -> Sign | None:
 
 
 def _failed(rank: int, sign: Sign | None) -> Silent | None:
-    """Return a rank that has announced its end, or whose local process is gone or stopped."""
+    """Return the rank as Silent if its file is missing, if it has announced its end, or if its
+    process is gone or stopped on this machine; else None.
+    """
     if sign is None:
         return Silent(rank, True, f"rank {rank} has left")
     if sign["left"] is not None and not sign["lost_peer"]:

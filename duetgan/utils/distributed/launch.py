@@ -29,7 +29,7 @@ from duetgan.utils.machine import cores
 
 # time for the other processes to end by themselves after one has failed
 GRACE_SECONDS = 30.0
-# set in the processes, of which this launcher reports a killed one
+# set in the environment of the processes: this launcher reports those that a signal kills
 LAUNCHED = "DUET_LAUNCHED"
 REMEDY = "the same command resumes from the last checkpoint"
 SAME = "nothing was lost, the same command resumes"

@@ -204,9 +204,10 @@ def _interrupt(_signum: int, frame: types.FrameType | None) -> NoReturn:
 
 
 def handle_interrupts() -> None:
-    """End this process with one line for Ctrl-C while a command imports its packages.
+    """Install a handler for Ctrl-C that ends this process with one line during an import.
 
-    Does nothing if SIGINT is ignored or has a handler already.
+    Elsewhere the handler raises KeyboardInterrupt. Nothing is installed if SIGINT is ignored or has
+    a handler of its own.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)

@@ -1,8 +1,8 @@
 """A key-value store for the processes of one start under torchrun.
 
-torchrun's launcher gives every start of the workers the same store (torch 2.15). After a restart it
-still holds the keys of the killed processes. A process that reads such a key before it is written
-again connects to an address without a listener ("Gloo connectFullMesh failed ... Connection
+torchrun's launcher gives every start of the workers the same store (torch 2.15). After a restart
+the store still holds the keys of the killed processes. A process that reads such a key before it is
+written again connects to an address without a listener ("Gloo connectFullMesh failed ... Connection
 refused"). Numbering the starts does not help, because the launchers of different nodes count them
 differently.
 """

@@ -30,7 +30,7 @@ def runs_folder(home: Path = Path()) -> Path:
 
 
 def default_folder(config_file: Path) -> Path:
-    """Return the default run folder of a config file; a run's own config.yaml gives that run."""
+    """Return the default run folder of a config file: for a run's own config.yaml, its folder."""
     folder = config_file.parent
     of_a_run = config_file.name == "config.yaml" and any(
         (folder / m).exists() for m in ("checkpoints", "status.json")

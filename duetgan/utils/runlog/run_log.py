@@ -144,8 +144,9 @@ class RunLog:
         )
 
     def pausing(self, description: str) -> AbstractContextManager[None]:
-        """Return a context for work between steps: the bar shows `description` and pauses its
-        clock.
+        """Return a context for work between steps, which the estimate of the time left excludes.
+
+        Lines of progress show `description`, see `Bar`.
         """
         return nullcontext() if self._bar is None else self._bar.pausing(description)
 

@@ -57,9 +57,9 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".npz": open_npz,
     ".npy": open_npy,
 }
-# The first of them opens URLs; an extra adds it.
+# The first function opens URLs; an extra adds it.
 URLS: list[Callable[[str, SourceOptions], Source]] = []
-# The first of them combines the files of a source for --stack; an extra adds it.
+# The first function combines the files of a source for --stack; an extra adds it.
 STACKS: list[Callable[[ListedSource, str], Source]] = []
 # Suffixes of files that may hold many images; in a folder each of these files is one image.
 IMAGES = (".npy", ".tif", ".tiff")

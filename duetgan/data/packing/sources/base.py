@@ -172,7 +172,7 @@ class Source(AbstractContextManager["Source"]):
         return [index[numbers] for numbers in numbered_sets]
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
-        """Convert the number of images per label to that per class."""
+        """Convert numbers of images per label to numbers of images per class."""
         if self.label_sets is None:
             return histogram
         return histogram @ multi_hot(self.label_sets, len(self.classes))
@@ -204,7 +204,7 @@ class Source(AbstractContextManager["Source"]):
         return ""
 
     def place(self, index: int) -> tuple[int, int] | None:
-        """Return an image's tar, by index, and first byte in it; None for other sources."""
+        """Return an image's tar by index, and the image's first byte in the tar; None without tars."""
         return None
 
     def __exit__(self, *error: object) -> None:
@@ -265,7 +265,7 @@ def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[s
 
 
 def has_few_values(counts: Counter[str]) -> bool:
-    """Return True for few distinct values, each on average at least twice."""
+    """Return True if the distinct values are few, and occur at least twice on average."""
     return 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2)
 
 

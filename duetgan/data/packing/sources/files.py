@@ -366,7 +366,7 @@ def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
 def walk(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of all files and all folders below `folder`, relative to it and with "/".
 
-    Links are followed, but a link to a folder above it counts as a file.
+    Links are followed, but a link to a folder above the link counts as a file.
     """
     files: list[str] = []
     folders = [""]

@@ -150,7 +150,7 @@ def _is_one_hot(values: Iterable[str]) -> bool:
 
 def _split(where: str, counts: Counts, option: str | None) -> tuple[str | None, dict[str, str]]:
     """Return the name of the split's column, and the split that each of its values means. Raises
-    UserError if it is unclear.
+    UserError if the column, or the meaning of one of its values, is unclear.
     """
     if option == NO_LABELS:
         return None, {}

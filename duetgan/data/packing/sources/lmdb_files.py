@@ -22,10 +22,10 @@ FORMATS: list[Callable[[Path, Handle, SourceOptions], Source | None]] = []
 
 
 def open_lmdb(path: Path, options: SourceOptions) -> Source:
-    """Open a packed file at the resolution `options.size`, if it has it, else at the largest.
+    """Open a packed file at the resolution `options.size` if the file has it, else at the largest.
 
-    Raises UserError if the file is damaged, truncated or of another program, and for a split other
-    than "train".
+    Raises UserError if the file is damaged, truncated or of a format that is not in FORMATS, and
+    for a split other than "train".
     """
     refuse_split(path, options.split)
     handle = acquire(path)

@@ -129,7 +129,7 @@ class Place(NamedTuple):
 
 
 class PathTable(LocalSource):
-    """The images with paths in a table. Raises UserError if it cannot be used."""
+    """The images with paths in a table. Raises UserError if the table cannot be used."""
 
     takes = frozenset(
         ("label_column", "label_separator", "split_column", "path_column", "root", "suffix")
@@ -176,7 +176,7 @@ class PathTable(LocalSource):
     ) -> list[tuple[str, str, list[str]]]:
         """Return for each file its position in the table, its path and its values of `columns`.
 
-        Rows that repeat a file become problems. Raises UserError if they have other values.
+        Rows that repeat a file become problems. Raises UserError if a repetition has other values.
         """
         first: dict[str, tuple[str, str, list[str]]] = {}
         for where, (path, *values) in self._usable(table, [place.column, *columns.names]):
@@ -200,8 +200,8 @@ class PathTable(LocalSource):
 def _find_place(
     path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions
 ) -> Place:
-    """Return how to turn values of the table into paths, from the first column of PATHS where an
-    early value is a file.
+    """Return the conversion of values to files, for the first column of PATHS in which an early
+    value is a file.
 
     Raises UserError if there are no files, or several possible conversions.
     """

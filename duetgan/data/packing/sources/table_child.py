@@ -41,7 +41,7 @@ class ParquetTable:
         self.rows = self._file.metadata.num_rows
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Yield whole record batches, from the one with row `start` on."""
+        """Yield the record batches of whole row groups, from the group with row `start` on."""
         parts = [f"{name}.bytes" if is_struct(self.schema, name) else name for name in columns]
         first = 0
         for number in range(self._file.metadata.num_row_groups):

@@ -123,8 +123,8 @@ class Shards:
     def pieces(
         self, columns: Sequence[str], start: int, rows: int, kind: files.FileLimit
     ) -> Pieces:
-        """Yield the number of bytes, and the values column by column, of the next rows from row
-        `start` on. Raises OSError if a file cannot be read.
+        """Yield the rows from row `start` on, at most `rows` at a time: their number of bytes, and
+        their values column by column. Raises OSError if a file cannot be read.
         """
         shard, row = self.place(start)
         paths = list(map(str, self.paths[shard:]))
@@ -133,7 +133,7 @@ class Shards:
     def rows(
         self, columns: Sequence[str], limit: float = math.inf
     ) -> Iterator[tuple[str, list[str]]]:
-        """Yield the rows as text. Raises UserError for more than `limit` bytes."""
+        """Yield each row's name and values as text. Raises UserError beyond `limit` bytes."""
         if not columns:
             return
         number, size = 0, 0
@@ -151,7 +151,7 @@ class Shards:
                 number += 1
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return the file of a row, and its number in that file."""
+        """Return the index of the file that has a row, and the row's number in that file."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         return shard, row - int(self.starts[shard])
 
@@ -159,7 +159,7 @@ class Shards:
 class TableSource(base.Source):
     """The images in a column of Parquet or Arrow files. Raises UserError for an unusable file.
 
-    Reading is fast in ascending order, as in packing; an earlier row needs a new start.
+    Reading is fast in ascending order, as in packing; for an earlier row a new process is started.
     """
 
     in_order = True
@@ -186,10 +186,10 @@ class TableSource(base.Source):
         self._take_rows(str(path), options)
 
     def _take_rows(self, where: str, options: base.SourceOptions) -> None:
-        """Set the labels, and the rows of the split, as the images.
+        """Set the images, which are the rows of the split, and their labels.
 
-        Rows without a label (null, empty text, a number below 0) are omitted. Classes of the schema
-        without images are omitted too.
+        Rows without a label (null, empty text, a number below 0) become problems. Classes of the
+        schema without images are omitted.
         """
         shards, first = self.shards, self.shards.first
         counts = labels.count(shards.names, (row for _, row in shards.rows(shards.names)))

@@ -92,7 +92,9 @@ class TarSource(ListedSource):
             )
 
     def _members(self, number: int) -> Iterator[Member]:
-        """Yield the regular files of a shard. Other members become problems."""
+        """Yield the regular files of a shard, without webdataset's metadata. Links and other
+        special members become problems, and so does damage.
+        """
         shard = self.shards[number]
         try:
             for member in read_members(shard):
@@ -172,7 +174,7 @@ class TarSource(ListedSource):
             yield sample
 
     def _read_notes(self, suffix: str, member: Member) -> dict[str, str]:
-        """Return the texts in a file of NOTES by its suffix, or by the fields of a `json` file."""
+        """Return the text in a file of NOTES by its suffix, or those in a `json` file by field."""
         try:
             if member.size > NOTE_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")
