@@ -43,7 +43,11 @@ class Key:
 
 
 def groups() -> dict[str, list[Key]]:
-    """Return the keys of all tasks by group; a key of several groups is in the first one only."""
+    """Return the keys of all tasks by group: every run, classifier, GAN, GAN by architecture.
+
+    Keys of every run are in that group only. The group of an architecture has only the keys that
+    differ from those of the group GAN.
+    """
     gans = {name: TASKS["gan"].config(name) for name in ARCHITECTURES}
     first, *architectures = gans
     configs = {"Classifier": TASKS["classifier"].config(), "GAN": gans[first]}

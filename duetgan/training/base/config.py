@@ -285,7 +285,10 @@ class RunConfig(Config):
 
     @property
     def smallest_batch(self) -> int:
-        """Number of samples in the smallest measured forward pass; larger ones are multiples of it."""
+        """Number of samples in the smallest batch that `engine.speed` times.
+
+        Larger ones are multiples of it.
+        """
         return 2  # BatchNorm has no statistics of one sample, and mixup needs a pair
 
     def shape(self, dataset: "Dataset") -> Shape:
@@ -331,6 +334,9 @@ class RunConfig(Config):
         return None if self.micro_batch == "auto" else self.micro_batch
 
     def micro(self, world_size: int) -> int:
-        """Return the samples in a process's forward pass; raises UserError like `rank_batch`."""
+        """Return the largest number of samples in a process's forward pass.
+
+        Raises UserError like `rank_batch`.
+        """
         rank_batch = self.rank_batch(world_size)
         return min(self.micro_limit or rank_batch, rank_batch)

@@ -123,7 +123,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, ob
 
 
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
-    """Return the lineage of a run on these images, with the generator of synthetic ones."""
+    """Return the lineage of a run on these images, including that of synthetic ones."""
     synthetic = training.synthetic
     if synthetic is None:
         return lineage_of(training)
@@ -133,9 +133,9 @@ def lineage(config: RunConfig, training: Dataset) -> Lineage:
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
-    """Open the held-out images, uncropped, at the resolution of the training images.
+    """Open the held-out images, if any, at the resolution of the training images.
 
-    A damaged record always raises an error, also with `data.on_damage` skip.
+    There are no random crops. Damaged records always raise errors, also with `data.on_damage` skip.
     """
     if not config.val_path:
         return None
@@ -325,7 +325,7 @@ def label_frequencies(config: DataConfig, dataset: Dataset) -> list[float]:
 
 
 def missing_per_class(class_frequencies: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return how many more images each class needs to equal the largest class, float64 [classes].
+    """Return by how much each class is less frequent than the largest one, float64 [classes].
 
     Raises UserError if all classes are equally frequent.
     """

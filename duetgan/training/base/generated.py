@@ -32,7 +32,8 @@ class GeneratedSamples:
     k, 16 k + 16) are always drawn in one pass. Truncation is off (psi 1). The `generator` computes
     on its own device.
 
-    Raises UserError if the checkpoint is not a GAN's.
+    Raises UserError if the checkpoint is not a GAN's, or if its number of classes is not that of
+    `class_frequencies`.
     """
 
     gathers = True  # nothing is decoded
@@ -85,7 +86,7 @@ class GeneratedSamples:
         return self._labels
 
     def passport(self, seed: int) -> Provenance:
-        """Return the provenance of the samples, which checkpoints of a run with this seed record."""
+        """Return the provenance that checkpoints of a run with this seed record for the samples."""
         return provenance_of(self.generator, self._origin, seed=seed)
 
     def read(
@@ -96,7 +97,8 @@ class GeneratedSamples:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return samples [n, C, H, W] in the pixel depth of the generator, and labels int64 [n].
 
-        `keys` holds the seed and the epoch of each sample. Raises ValueError without it.
+        `keys` holds the seed, and the epoch of each sample. Raises ValueError without `keys`. The
+        samples are written into `out` if it is given.
         """
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")

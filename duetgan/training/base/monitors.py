@@ -34,7 +34,7 @@ class Fields:
 
 
 class Stopwatch:
-    """The time of training since the last row of metrics, at `step`, without pauses."""
+    """The training time without pauses since the last row of metrics, which is that of `step`."""
 
     def __init__(self) -> None:
         self.restart(0)
@@ -118,7 +118,7 @@ class MetricWindow(Fields):
         }
 
     def take(self) -> "MetricWindow":
-        """Fold, return a copy of this window, and reset it."""
+        """Fold and reset this window; return a copy of it from before the reset."""
         self.fold()
         window = copy.copy(self)
         self.sums = {}

@@ -80,7 +80,7 @@ class Task(ABC):
         return None
 
     def as_read(self, batch: Batch, step: int) -> Batch:
-        """Convert a batch of images into a batch of the data from `source` for update `step`."""
+        """Return a batch of images as update `step` reads it: with features if `source` has any."""
         return batch
 
     @abstractmethod
@@ -99,10 +99,10 @@ class Task(ABC):
         """
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """Return one step of each kind with the fraction of all steps of that kind, largest first.
+        """Return one step number for each kind of step -> the fraction of all steps of that kind.
 
-        They are measured to predict the duration of a training. Step numbers are `first` or later,
-        except for kinds that only occur earlier.
+        The most frequent kind comes first. The steps are measured to predict the duration of a
+        training. Their numbers are `first` or later, except for kinds that only occur earlier.
         """
         return {first: 1.0}
 
@@ -119,7 +119,7 @@ class Task(ABC):
         return None
 
     def provenance(self) -> dict[str, object]:
-        """Return plain data about the models that checkpoints record in addition to the state."""
+        """Return plain data about the models, for checkpoints to record besides the state."""
         return {}
 
     def lineage(self) -> Lineage:

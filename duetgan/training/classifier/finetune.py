@@ -79,10 +79,11 @@ def plain(name: str) -> str:
 class FineTuning:
     """The parameters of `model` that train at each step, and the factors of their learning rates.
 
-    Keys of `begins`, `ends` and `factors` are parameter names. `begins` has the first update (from
-    0) that changes the parameter, None if it never trains, like those that the backbone freezes.
-    `ends` has the update from which on it does not train, None if it trains to the end. `factors`
-    has the factor of its learning rate. The model is not changed before `at`.
+    Keys of `begins`, `ends` and `factors` are parameter names. Values of `begins` are the first
+    update (from 0) that changes the parameter; None if it never trains, for example because the
+    backbone freezes it. Values of `ends` are the update from which on the parameter does not train;
+    None if it trains to the end. Values of `factors` are factors of the parameter's learning rate.
+    The model is not changed before `at`.
 
     Raises UserError for a part that matches no parameter, and for steps in which nothing trains.
     """
@@ -207,9 +208,10 @@ class FineTuning:
     def groups(self, weight_decay: float) -> list[Group] | None:
         """Return the optimizer's parameter groups; None if all train with one learning rate.
 
-        There are two for each pair of a factor (`lr_scale`) and a first update, because an
-        optimizer may count a group's updates: matrices and filters with `weight_decay`, and vectors
-        without. Parameters have names. Those that never train are in no group.
+        Each pair of a factor (`lr_scale`) and a first update has up to two groups: matrices and
+        filters, with `weight_decay`, and vectors, without. The first update matters because an
+        optimizer may count a group's updates. `params` holds pairs (name, parameter). Parameters
+        that never train are in no group.
         """
         if not self.config.regrouped:
             return None

@@ -171,7 +171,7 @@ class FrozenStages:
     def outputs(self, images: Tensor, step: int) -> Tensor | None:
         """Return the frozen stages' outputs for `images`, flattened to [n, F, 1, 1].
 
-        Returns None if update `step` reads images.
+        Sets `begin` and `shape`. Returns None if update `step` reads images.
         """
         if (span := self._span_of(step)) is None:
             return None
@@ -278,9 +278,10 @@ class FrozenStages:
 
 
 def on_disk(rows: Iterator[np.ndarray], row_bytes: int, folder: Path) -> np.ndarray:
-    """Write rows uint8 [n, row_bytes] to a temporary file, and map it: uint8 [rows, row_bytes].
+    """Return the arrays `rows`, uint8 [n, row_bytes] each, as one array that is mapped from disk.
 
-    The file is deleted when the process ends. Raises UserError if the disk is full.
+    The temporary file in `folder` has no name, and is freed with the array. Raises UserError if the
+    disk is full.
     """
     with writing(folder / "frozen"), tempfile.TemporaryFile(dir=folder) as file:
         for part in rows:

@@ -64,7 +64,7 @@ class Inputs:
     def augmented(self, batch: Batch, step: int, start: int) -> Samples:
         """Augment a batch, the rows [start, start + n) of the global batch.
 
-        8-bit images stay uint8, in a quarter of the memory.
+        8-bit images stay uint8, which takes a quarter of the memory of floats.
         """
         config = self.config
         images, labels = batch.images, batch.labels
@@ -116,7 +116,7 @@ class Inputs:
             yield MicroBatch(images, targets, samples.begin, rows.stop == self.micro.count)
 
     def rows(self, samples: Samples, rows: slice) -> tuple[Tensor, Targets]:
-        """Return rows of samples as inputs, mixed float images or features, and targets."""
+        """Return the network's inputs for `rows` of the samples, after mixing, and the targets."""
         images = self._float(samples.images[rows])
         if samples.partners is not None and samples.mixing is not None:
             partner_images = self._float(samples.partners[rows])

@@ -31,7 +31,7 @@ class ClassifierLoss:
     """A loss as a function of logits and targets, both [n, classes].
 
     `errors` returns one value per sample, [n], or if `several` is True one per label, [n, classes].
-    Raises UserError if it returns a mean.
+    Raises UserError if `errors` returns another shape, such as a mean.
     """
 
     errors: Callable[[Tensor, Tensor], Tensor]
@@ -193,7 +193,7 @@ def class_weight_list(
 class Criterion:
     """The loss of a batch's samples, with class weights, the prior, and a teacher's targets.
 
-    Raises UserError for unknown classes, and a teacher that has other classes.
+    Raises UserError for weights of unknown classes, and for a teacher that has other classes.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Criterion:
             self.teacher = Teacher("loss.teacher", config.teacher, dataset, device)
 
     def __call__(self, logits: Tensor, targets: Targets, images: Tensor) -> Tensor:
-        """Return the sum of the samples' losses, 0-d; `images` are those of the logits."""
+        """Return the sum of the samples' losses, 0-d; `images` are the inputs of the logits."""
         loss = classifier_loss(logits, targets, self.config, self.weights, self.prior)
         if self.teacher is None:
             return loss
@@ -253,8 +253,8 @@ def classifier_loss(
     The caller divides it by the global batch size. The whole loss of a sample, to its smoothed
     label, has the weight of its class: with a weight for each class of the smoothed label, the
     rarest class would become the largest target of every image. A mixed sample has the mean of the
-    losses to both labels. With a prior, label smoothing is proportional to it, since uniform
-    smoothing would undo the prior.
+    losses to both labels. With a prior, label smoothing is proportional to the prior's softmax,
+    since uniform smoothing would undo the prior.
     """
     loss, smoothing = config.function, config.label_smoothing
     classes = logits.shape[1]

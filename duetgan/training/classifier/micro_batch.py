@@ -43,8 +43,8 @@ class MicroBatchSize(Fields):
     def find(self, attempt: Callable[[], object]) -> None:
         """Halve the size until all ranks have the memory for `attempt`, the work of a step.
 
-        Nothing is done without `auto`, and until something that needs memory has changed. Raises
-        TrainingHalted if a single sample needs too much memory.
+        Does nothing without `auto`, or if `is_stale` is False. Raises TrainingHalted if a single
+        sample needs too much memory.
         """
         if not (self.auto and self.is_stale):
             return

@@ -80,8 +80,8 @@ class ProbeSummary(Fields):
 def look_alike_groups(dataset: Dataset) -> np.ndarray:
     """Return for each image the number of the first image that looks like it, int64 [n].
 
-    An image without look-alikes gets its own number. Data sets of several files or of more than
-    COMPARED images are not searched: each image gets its own number.
+    An image without look-alikes gets its own number, and so does each image of a data set that is
+    not searched: one of several files, of more than COMPARED images, or not packed.
     """
     firsts = np.arange(len(dataset))
     reader = dataset.shards[0]
@@ -102,8 +102,8 @@ def fit(
 ) -> Probe:
     """Fit a logistic regression, and choose the strength of its penalty by cross-validation.
 
-    The strength has the best accuracy on the first view of held-out images. The accuracy of each
-    fold is that of the strength that is best on the other folds.
+    The strength has the best accuracy on the first view of held-out images. The reported accuracy
+    uses for each fold the strength that is best on the other folds.
 
     Args:
         features: [n, V, F] of V views of each image, on the device that computes.
@@ -158,7 +158,7 @@ def _path(
     strengths: Sequence[float],
     scale: FeatureScale | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield weight [K, F] and bias [K], for features that are not standardised, for each strength."""
+    """Yield weight [K, F] and bias [K] of each strength, which apply to unstandardised features."""
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     mean, deviation = scale or scale_of(x)
     x, basis = (x - mean) / deviation, None

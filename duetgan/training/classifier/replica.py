@@ -35,9 +35,9 @@ class ClassifierFromStage(nn.Module):
 class Replica:
     """The training's copy of `model` in this process, which shares the model's parameters.
 
-    With several processes BatchNorm is synchronised over them, or with `sync_bn` off each
-    normalises by its own samples, and the running statistics are averaged after each step. DDP
-    adds up the gradients.
+    With several processes DDP adds up the gradients, and BatchNorm is synchronised. With `sync_bn`
+    off each process normalises by its own samples instead, and the running statistics are averaged
+    after each step.
     """
 
     def __init__(self, model: Classifier, config: ClassifierConfig, device: torch.device) -> None:
@@ -56,9 +56,9 @@ class Replica:
         self._is_alone = False
 
     def wrap(self) -> bool:
-        """Compile the model, in DDP for several processes, if other parameters train than before.
+        """Compile the model, in DDP for several processes, if the trained parameters have changed.
 
-        Return True if so.
+        Return True if they have changed since the last call, and at the first one.
         """
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         if trained == self._trained:

@@ -1,7 +1,7 @@
 """Progressive resizing: training starts with smaller images, which cost less (fast.ai, 2018).
 
-It ends at full size. Names and defaults are those of ProgressiveResizing in MosaicML's Composer.
-The size is a function of the step alone.
+Training ends at full size. Names and defaults are those of ProgressiveResizing in MosaicML's
+Composer. The size is a function of the step alone.
 """
 
 from bisect import bisect_right
@@ -14,8 +14,8 @@ from duetgan.utils.config.model import Config, PositiveFraction, Probability
 from duetgan.utils.errors import UserError
 
 SMALLEST = 8  # smallest image size in px, as for model.input_size
-# Sizes are multiples of this number of px, and few, because torch.compile compiles for each size,
-# at most eight times.
+# Sizes below the full one are multiples of this number of px. A training has at most eight sizes,
+# because torch.compile compiles a graph for each.
 INCREMENT = 4
 
 
@@ -81,7 +81,10 @@ class Resizing:
         return self.spans[bisect_right(self.spans, step, key=lambda span: span[0]) - 1][1]
 
     def typical_steps(self) -> dict[int, float]:
-        """Return the last step of each image size with its fraction of all steps, largest first."""
+        """Return the last step of each image size -> the fraction of all steps at that size.
+
+        The largest fraction comes first.
+        """
         ends = [*(first for first, _ in self.spans), self.steps]
         fractions = {end - 1: (end - first) / self.steps for first, end in pairwise(ends)}
         return dict(sorted(fractions.items(), key=lambda item: -item[1]))
@@ -97,8 +100,8 @@ class Resizing:
 def side_at(config: ResizingConfig, step: int, steps: int, full: int) -> int:
     """Return the side of the images at update number `step` of `steps` in px, at most `full`.
 
-    It is a multiple of 4 px, or for `full` above 32 px of an eighth of `full`, rounded up to a
-    multiple of 4 px. The arithmetic is exact.
+    A side below `full` is a multiple of an increment: an eighth of `full`, rounded up to a multiple
+    of 4 px. The arithmetic is exact.
     """
     # The decimal text of a float gives the exact fraction: 0.1 is a tenth.
     initial = Fraction(str(config.initial_scale))

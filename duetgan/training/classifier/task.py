@@ -88,9 +88,10 @@ class ClassifierTask(Task):
 
     @staticmethod
     def outline(config: ClassifierConfig, shape: Shape) -> Outline:
-        """Return a hidden head after the narrowest backbone, counted twice: weights and average.
+        """Return the hidden head, if any, after the narrowest backbone, as a lower bound.
 
-        Backbones are left out because their sizes cannot be configured.
+        It is counted twice: weights and average. Backbones are left out because their sizes cannot
+        be configured.
         """
         width = 1
         if config.model.head == "hidden":

@@ -35,7 +35,7 @@ class CheckpointManager:
         self.folder = folder
         self.loader = loader
         self.lineage = Lineage.of()  # all data that the weights were trained on
-        # The checkpoint of another run from which this run started (training.engine.transfer).
+        # The other run's checkpoint with which this run started (training.engine.transfer).
         self.origin: Mapping[str, object] | None = None
         # The last healthy step, while updates are being skipped. The two newest checkpoints up to
         # it are not deleted, because later ones may be broken.
@@ -57,7 +57,7 @@ class CheckpointManager:
         evaluation: Evaluation | None = None,
         best: bool = False,
     ) -> None:
-        """Write the states of the objects in `registry` as the checkpoint of `step`, if it is new.
+        """Write the states of the objects in `registry` as the checkpoint of `step`, once.
 
         `last.json` then points at it. If the disk is full, a warning is printed and the previous
         checkpoint remains; see `check`. With `checkpoint.asynchronous` a thread writes, and this
@@ -188,8 +188,8 @@ class CheckpointManager:
     def _find(self, up_to: int | None) -> str | None:
         """Delete checkpoints after step `up_to`; return the path of the newest readable one.
 
-        Without `up_to`, the limit is the step of `last.json` if the run broke after it. Called on
-        rank 0.
+        Without `up_to`, the limit is the step of `last.json` if training broke after that step.
+        Called on rank 0.
         """
         folder = self.folder.checkpoints
         last = checkpoints.pointer(folder, "last")
@@ -242,7 +242,10 @@ class CheckpointManager:
             ) from error
 
     def _point(self, path: Path, evaluation: Evaluation) -> None:
-        """Point at the checkpoint `path`, since the process may have been killed before it did."""
+        """Point `last.json`, and `best.json` if due, at `path`.
+
+        A process that was killed after writing `path` may not have done so.
+        """
         with suppress(OSError):  # If the disk is full, the next save reports a remedy.
             checkpoints.point(path.parent, "last", path, **evaluation)
             if self._best_step == self.saved_step:

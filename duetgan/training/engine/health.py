@@ -29,9 +29,10 @@ from duetgan.utils.text import listed
 
 
 def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
-    """Return the tensors by object of `registry` that must be equal on all ranks.
+    """Return, by object of `registry`, the tensors that must be equal on all ranks.
 
-    They are weights, averages, optimizer moments and the strength of ADA.
+    These are all tensors of an object's state, such as weights, averages and optimizer moments, and
+    its floats as 0-d tensors.
     """
     result = {}
     for name, part in registry.items():
@@ -71,7 +72,7 @@ class EqualWeights(Callback):
 
 
 class FirstStep(Callback):
-    """Sets the shorter timeout after compilation, and warns of parameters without gradients."""
+    """Sets the shorter timeout after the first step, and warns of parameters without gradients."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -111,7 +112,7 @@ class DamagedRecords(Callback):
 
 
 class Beat(Callback):
-    """Writes the step into the process's sign of life."""
+    """Passes the number of each step to this process's heartbeat."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat
@@ -191,8 +192,8 @@ def _memory_savers(config: RunConfig, world_size: int) -> list[str]:
 def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
     """Return the exception to raise after a collective operation failed with `error`.
 
-    The exception names the ranks that are missing, and so does status.json, since rank 0 may be one
-    of them. Only the lowest remaining rank reports them; none does if the launcher reports the
+    The exception names the missing ranks. The lowest remaining rank writes it into status.json,
+    since rank 0 may be missing. Only that rank prints it, and none does if the launcher reports the
     killed processes itself.
     """
     if under_launcher():

@@ -184,7 +184,7 @@ class Loop(Fields):
             yield batch
 
     def is_due(self, interval: int) -> bool:
-        """Return True at every `interval`-th step, if it is not 0, and at the last one.
+        """Return True at every `interval`-th step, if `interval` is not 0, and at the last step.
 
         The last step is the config's, not `max_steps`, because a run that stops there and is
         resumed must write the same rows as an uninterrupted one.

@@ -57,7 +57,7 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class Curve:
-    """The losses of a search, one for each rate: that of the batch after the update at this rate."""
+    """The losses of a search: for each rate the loss of the next batch after the update."""
 
     # optimizer.lr divided by the rate at this batch size (optimizer.lr_batch_size)
     scale: float = 1.0
@@ -87,7 +87,7 @@ class Rewind:
         self._state = Snapshot({"step": 0, **states}, copy_cpu=True).content
 
     def rewind(self) -> None:
-        """Restore the state from a copy of it, since objects may change what they have loaded."""
+        """Restore the state, as a copy that objects may change, and clear networks' gradients."""
         for name, part in self._registry.items():
             part.load_state_dict(copy.deepcopy(self._state[name]))
             if isinstance(part, torch.nn.Module):
@@ -121,7 +121,7 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
 
 
 def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
-    """Fill in the curve.
+    """Train at the rates of `sweep`; fill in and return `curve`.
 
     A step returns the loss before its update, so there is one more step than rates.
     """

@@ -56,7 +56,7 @@ def check_memory(
     outline: Callable[[], Outline],  # builds the networks; called on the meta device
     shape: Shape,  # of the images: channels, resolution
     device: torch.device,
-    images: int = sys.maxsize,  # in the dataset: the largest batch that is proposed
+    images: int = sys.maxsize,  # of the data set; the message proposes no larger batch
 ) -> None:
     """Raise UserError if weights and a batch of images alone exceed the memory."""
     processes = local_processes() if device.type == "cpu" else 1

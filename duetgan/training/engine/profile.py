@@ -27,7 +27,7 @@ TOP = 12  # number of rows in the table of operators
 
 
 class Profiler(Callback):
-    """Measures `count` steps of rank 0, traces as many, and writes RUN/profile/.
+    """Measures `count` steps of rank 0, traces as many after them, and writes RUN/profile/.
 
     Raises UserError if too few steps are left.
     """

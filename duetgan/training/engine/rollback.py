@@ -55,9 +55,9 @@ class SkippedUpdates(Callback):
 
 
 def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
-    """Return the error that ends a training with broken weights.
+    """Point `last.json` at the last healthy checkpoint; return the error that ends the training.
 
-    The same command then resumes from the last healthy checkpoint.
+    The same command then resumes from that checkpoint.
     """
     healthy = loop.manager.healthy
     step = select_healthy(loop.manager, loop.step - 1 if healthy is None else healthy, loop.step)
@@ -153,7 +153,7 @@ class SpikeRollback(Callback):
     def roll_back(self, loop: Loop, spike: int, problem: str) -> None:
         """Go back to the last checkpoint before step `spike`, and continue with new images.
 
-        `problem` describes the spike.
+        `problem` describes the spike. Without such a checkpoint this only prints a warning.
         """
         broken_step, count = loop.step, self.count + 1
         position = loop.loader.state_dict()

@@ -78,7 +78,7 @@ def train(
     """Train or resume a run; or search a learning rate or print the plan, if requested.
 
     Args:
-        profile_steps: Number of steps to profile first.
+        profile_steps: Number of steps to profile; the training then stops.
         sweep: Options of `lr_find.Sweep` for a learning-rate search.
         dry_run: If not None, only print the plan; a module's name adds its predictions.
         layers: Print every layer in the plan.

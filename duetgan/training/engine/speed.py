@@ -1,12 +1,12 @@
 """The precision and the number of threads of a run, and the speed of its steps.
 
-`choose` decides `precision: auto` and `threads: auto` before the task is built, and predicts the
-duration for the plan. On accelerators auto is bf16 if that is native, else fp16. On CPUs it is the
-faster of fp32 and bf16, and there is a thread for each core that other programs leave free, or
-fewer if that is faster. A separate task is built for the measured steps, so that the run's
-networks, statistics and draws are not touched. `ThreadCount` sets the threads before each step
-(utils/machine.py counts free cores and sets torch's number), and `Precision` (optim/updater.py)
-applies the precision. `threads: adapt` is extras/pace.
+`choose` decides `precision: auto` and `threads: auto` before the task is built, and measures the
+speed, from which `forecast` predicts the duration for the plan. On accelerators auto is bf16 if
+that is native, else fp16. On CPUs it is the faster of fp32 and bf16, and there is a thread for each
+core that other programs leave free, or fewer if that is faster. A separate task is built for the
+measured steps, so that the run's networks, statistics and draws are not touched. `ThreadCount` sets
+the threads before each step (utils/machine.py counts free cores and sets torch's number), and
+`Precision` (optim/updater.py) applies the precision. `threads: adapt` is extras/pace.
 """
 
 import gc
@@ -212,7 +212,7 @@ def _measure(
     candidates: Sequence[Fixed],
     text: str,
 ) -> Choice:
-    """Measure the speed in the precisions `candidates`, and choose the fastest if it is auto."""
+    """Measure the speed in the precisions `candidates`; choose the fastest for precision auto."""
     world_size, is_auto = collectives.world_size(), config.precision == "auto"
     seconds: dict[Fixed, float] = {}
     seconds_per_image: float | None = None
@@ -272,11 +272,11 @@ def time_precisions(
     *,
     try_fewer_threads: bool = False,
 ) -> tuple[dict[Fixed, float], float, bool]:
-    """Measure the steps of a task in each precision of `candidates`, with two sizes of the batch.
+    """Measure the steps of a task in each precision of `candidates`, with two batch sizes.
 
-    The second one is that of steps of about TARGET_SECONDS. What one more image adds to a step
-    follows from both, so that work that does not depend on the batch, such as the optimizer's, is
-    counted once per step. The overhead of each further micro-batch is not included.
+    With the second size a step takes about TARGET_SECONDS. The time that one more image adds to a
+    step follows from both sizes, so that work that does not depend on the batch, such as the
+    optimizer's, is counted once per step. The overhead of each further micro-batch is not included.
 
     Args:
         try_fewer_threads: True to halve torch's number of threads as long as that is faster.
@@ -330,8 +330,9 @@ def time_precisions(
 
 
 def _larger_size(smallest: int, largest: int, seconds: float) -> int:
-    """Return a larger batch to time: a multiple of `smallest`, whose step takes `seconds`, up to
-    `largest`.
+    """Return a larger batch size to time, a multiple of `smallest` of at most `largest`.
+
+    A step of `smallest` samples takes `seconds`; above LARGER_LIMIT `smallest` is returned.
     """
     if seconds > LARGER_LIMIT:
         return smallest
@@ -341,7 +342,10 @@ def _larger_size(smallest: int, largest: int, seconds: float) -> int:
 
 
 def _halve_threads(trial: Trial, name: Fixed, seconds: float) -> float:
-    """Halve torch's threads as long as a step gets faster than `seconds`; return its seconds then."""
+    """Halve torch's threads as long as that is faster; return the seconds of a step afterwards.
+
+    `seconds` is the time of a step before.
+    """
     while (count := torch.get_num_threads()) > 1:
         machine.use_threads(count // 2)
         halved = min(trial.seconds(name) for _ in range(2))
@@ -389,8 +393,8 @@ def measure_recipe(
 class ThreadCount(Callback):
     """Sets torch's number of threads before each step, and records it.
 
-    `setting` is the number that this process already uses, or a mapping from first step to number.
-    `--threads '{0: 2, 120: 1}'` repeats a run in which the number changed.
+    `setting` is a mapping from first step to number; any other setting stands for the number that
+    this process already uses. `--threads '{0: 2, 120: 1}'` repeats a run in which it changed.
     """
 
     def __init__(self, setting: Threads, device: torch.device) -> None:

@@ -113,7 +113,7 @@ def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
 def transfer(
     donor: Donor, registry: Mapping[str, object], *, resolution: int | str, classes: Sequence[str]
 ) -> str:
-    """Copy the donor's weights that fit into the networks of `registry`.
+    """Copy the donor's weights that fit into the networks of `registry`, and reset its optimizers.
 
     Args:
         resolution: The resolution of this run's images.

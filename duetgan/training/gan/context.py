@@ -73,7 +73,7 @@ class Context:
         """Return this rank's real images in micro-batches, after the augmentation of the data set.
 
         `phase` is part of the seed key of the augmentation: a step that reads two batches needs
-        two.
+        two phases.
         """
         config, spec = self.config, self.generator.spec
         micro_batches: list[Images] = []

@@ -67,7 +67,7 @@ class DiscriminatorStep:
         """Accumulate the gradients of D's losses and penalties on a micro-batch.
 
         A paired objective compares samples and real images, so that they share a backward pass.
-        Otherwise each has its own, which frees the graph of the samples first.
+        Otherwise each has its own; that of the samples comes first and frees their graph.
         """
         step_slice.add("logits/fake", fake_output.logits.sum() / step_slice.batch_size)
         if not self.objective.paired:

@@ -42,7 +42,7 @@ class GanEvaluation:
         )
 
     def metrics(self, generator: ImageGenerator, val_dataset: Dataset | None) -> dict[str, float]:
-        """Compute the distance between samples and validation images, and the copies.
+        """Compute the samples' distance to validation images, and the share that are copies.
 
         Without a validation set, the distance to the training images is computed.
         """
@@ -72,7 +72,7 @@ class GanEvaluation:
     def sample_grid(self, generator: ImageGenerator) -> np.ndarray:
         """Return a uint8 image [H, W, C] of samples with fixed latents.
 
-        It has one row for each of the first 20 labels.
+        It has one row for each of the first 20 labels, or 8 rows without labels.
         """
         rows = columns = 8
         labels = None

@@ -20,7 +20,7 @@ from duetgan.utils.distributed import collectives
 
 @contextmanager
 def frozen(network: nn.Module) -> Iterator[None]:
-    """Compute no gradients of the network's parameters inside the block."""
+    """Make no parameter of the network require gradients in the block, and all of them after it."""
     network.requires_grad_(False)
     try:
         yield

@@ -85,7 +85,7 @@ class Stages:
         _check_named("batch_sizes", sizes, sides)
         fades = _images("fade_kimg", config.fade_kimg, sides[1:])
         stables = _images("stable_kimg", config.stable_kimg, sides[:-1])
-        # These have alpha 1. Each stage ends with the batch that completes its images.
+        # All stages, with alpha 1. Each ends with the batch that completes its number of images.
         self.all: list[Stage] = []
         step = image = 0
         for side in sides:
@@ -102,7 +102,7 @@ class Stages:
         return bisect_right(self.all, step, key=lambda stage: stage.first_step) - 1
 
     def at(self, step: int) -> Stage:
-        """Return the stage of update `step` (from 0), with alpha by its images before this step."""
+        """Return the stage of update `step` (from 0), with alpha before that update."""
         stage = self.all[self._number(step)]
         seen = (step - stage.first_step) * stage.batch_size
         if seen < stage.fade_images:
@@ -115,7 +115,10 @@ class Stages:
         return stage.first_image + (step - stage.first_step) * stage.batch_size
 
     def describe(self) -> list[str]:
-        """Return a row of the printed plan for each stage, and a warning; empty without growth."""
+        """Return a row of the printed plan for each stage; empty without growth.
+
+        A warning follows if the run ends before full resolution with alpha 1.
+        """
         if not self.growing:
             return []
         rows = [self.row(stage) for stage in self.all]

@@ -1,8 +1,8 @@
 """Both halves of a GAN step from one pass of the discriminator over the samples.
 
 D has the same weights in both halves of a step. So one pass is enough if both halves use the same
-images, no other loss of G is added, and no penalty on samples is due. It takes 0.75 of the time of
-two passes for pairs.
+images, ADA is off, G has only the adversarial and the auxiliary loss, and R2 is not due. For pairs
+one pass takes 0.75 of the time of two.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ class JointStep:
         )
 
     def is_due(self, step: int) -> bool:
-        """Return True if an update can be made in one pass."""
+        """Return True if update `step` needs a single pass of D over the samples."""
         has_r2 = self.loss.r2_gamma > 0 and self.loss.penalty_due(step)
         return self.is_possible and not has_r2
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> None:
-        """Update both networks, the average of G and the strength of ADA."""
+        """Update both networks and the average of G."""
         fakes = []
         for rows, real, fake in self.generator_step.samples(step_slice, reals):
             self._backward(step_slice, rows, fake, real)
@@ -51,8 +51,8 @@ class JointStep:
     def _backward(self, step_slice: StepSlice, rows: slice, fake: Images, real: Images) -> None:
         """Accumulate the gradients of both networks' losses on a micro-batch.
 
-        The graph of D begins at the detached samples. It is kept (`retain_graph`) for the losses of
-        D after the gradient of G's losses for the samples, which then goes back through G.
+        The graph of D begins at the detached samples. The gradient of G's losses with respect to
+        these goes back through G. The graph is kept (`retain_graph`) for the losses of D.
         """
         detached = Images(fake.images.detach().requires_grad_(), fake.labels)
         with phase("discriminator/forward"):

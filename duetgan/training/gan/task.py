@@ -170,7 +170,7 @@ class GanTask(Task):
         return step_slice.metrics
 
     def _begin(self, step: int) -> StepSlice:
-        """Clear the gradients and return the slice of update number `step`."""
+        """Enter the stage of update number `step`, clear the gradients, and return its slice."""
         updaters = (self.generator_step.updater, self.discriminator_step.updater)
         if self.growth is not None:
             self.growth.begin(step, updaters)

@@ -1,6 +1,7 @@
 """Further losses of both networks: classification, wrong labels, feature matching, path lengths.
 
-Each is weighted, divided by the global batch size, and adds its unweighted value to the metrics.
+Each is weighted and divided by the global batch size. Most add their unweighted values to the
+metrics; that of wrong labels adds none.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ def further_terms(
 
 
 def classifier_term(context: Context, teacher: Teacher, judged: Judged) -> Tensor:
-    """Return the cross entropy of a classifier that must recognise the samples' labels."""
+    """Return the weighted cross entropy of the teacher's logits to the samples' labels, 0-d."""
     fake = judged.fake
     with context.precision.autocast():
         logits = teacher(fake.images)
@@ -58,7 +59,10 @@ def auxiliary_term(context: Context, judged: Judged) -> Tensor:
 
 
 def feature_matching_term(context: Context, judged: Judged) -> Tensor:
-    """Return the distance of D's mean features of groups of samples and real images."""
+    """Return the weighted distance between D's mean features of samples and real images, 0-d.
+
+    Means are over groups of `feature_matching_group` images.
+    """
     assert judged.real_output is not None
     loss = context.config.loss
     group = loss.feature_matching_group
@@ -117,8 +121,9 @@ def mismatch_loss(
 
 
 class PathLength(torch.nn.Module):
-    """StyleGAN2's path-length penalty (1912.04958, section 3.2), with the moving mean of the lengths,
-    which is the same on all ranks.
+    """StyleGAN2's path-length penalty (1912.04958, section 3.2).
+
+    The state is the moving mean of the lengths, the same on all ranks.
     """
 
     def __init__(self, decay: float) -> None:

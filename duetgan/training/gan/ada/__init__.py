@@ -77,7 +77,7 @@ class Ada:
         alpha: bool = False,  # the last channel is transparency
         device: torch.device,
         schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
-        # True if the networks are pretrained: p changes five times as fast.
+        # True if the networks are pretrained: p changes five times as fast by default.
         transfer: bool = False,
     ) -> None:
         self.config = config
@@ -121,7 +121,7 @@ class Ada:
     def augmented(
         self, images: Tensor, step: int, phase: str, batch_size: int, rows: slice
     ) -> Tensor:
-        """Draw for a global batch and augment its images `rows`; return them as they are if off."""
+        """Draw for a global batch, and augment `images`, its rows `rows`, unless ADA is off."""
         if not self.active:
             return images
         with phases.phase("augment"):

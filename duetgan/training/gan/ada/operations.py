@@ -92,7 +92,7 @@ def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple
     """Return inverse matrices [n, 3, 3] of the group "geometry"; and bool [n], True if any applies.
 
     The operations are isotropic scale, turn, anisotropic scale, turn and shift, in this order. Each
-    turn has the probability 1 - sqrt(1 - p), so that at least one is applied with probability p.
+    turn has the probability 1 - sqrt(1 - p), so that one or both happen with probability p.
     """
     turned = 1 - (1 - p).sqrt()
     happens = draws.chance < torch.stack([p, turned, p, turned, p])
@@ -291,8 +291,10 @@ def _turn_back(angle: Tensor) -> Tensor:
 
 
 def _about_grey(along: Tensor, across: Tensor) -> Tensor:
-    """Return the matrix `across * I + (along - across) * v v^T`, which scales colours by `along` in
-    the direction of grey, v, and by `across` at right angles to it."""
+    """Return the matrix that scales colours by `along` along grey, v, and else by `across`.
+
+    It is across I + (along - across) v v^T.
+    """
     side = (along - across) / 3
     diagonal = across + side
     return _matrix(

@@ -120,7 +120,7 @@ class Watch(Fields):
         self.objective = objective
         self.images = 0.0
         self.active: list[str] = []  # failures with a warning that is not cleared
-        self.means: dict[str, float] = {}  # moving means, over about a tenth of the training
+        self.means: dict[str, float] = {}  # moving means of MEANS, as config.memory says
         # Moving means of logarithms: `fast/...` over few rows, `slow/...` over a quarter of all.
         self.norms: dict[str, float] = {}
         # Metrics of the last evaluation, best values, and as `saw` a margin that was not "blind".

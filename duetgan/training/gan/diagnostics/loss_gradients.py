@@ -21,8 +21,8 @@ Gradients = dict[str, Tensor]  # loss -> its gradient with respect to all parame
 def separate_gradients(losses: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> Gradients:
     """Return the gradient of each of several losses that share one graph.
 
-    Each backward pass frees the activations that its graph has saved. `retain_graph` keeps them for
-    the next loss, until the last one. Parameters that a loss does not depend on get zeros.
+    `retain_graph` keeps the graph's activations until the backward pass of the last loss, which
+    frees them. Parameters that a loss does not depend on get zeros.
     """
     last = list(losses)[-1]
     gradients: Gradients = {}
