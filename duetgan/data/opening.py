@@ -39,11 +39,11 @@ def open_dataset(
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
     """Open images at the resolution and with the class order that a checkpoint's model needs.
 
-    The resolution is `data.resolution` of the checkpoint's config. Without it, images are read at
-    the model's resolution if they have individual sizes or are stored at it. Other images are read
-    as stored, and the caller must refuse a wrong size. Labels are renumbered to the model's class
-    order if the file has the model's classes, or for a classifier only some of them. Label sets are
-    never renumbered.
+    The resolution is `data.resolution` of the checkpoint's config. Without this key, images that
+    have individual sizes, or are stored at the model's resolution, are read at that. Others are
+    read as stored, and the caller must refuse a wrong size. Labels are renumbered to the model's
+    class order if the file has the model's classes, or for a classifier only some of them. Label
+    sets are never renumbered.
 
     Raises UserError if the images' pixel format is not the model's.
     """

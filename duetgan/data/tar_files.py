@@ -24,7 +24,7 @@ class Member(NamedTuple):
 
 
 def state_of(status: os.stat_result) -> tuple[int, int]:
-    """Return the size of a file in bytes and its modification time in ns, which show a change."""
+    """Return a file's size in bytes and modification time in ns, by which changes are noticed."""
     return status.st_size, status.st_mtime_ns
 
 

@@ -257,7 +257,10 @@ def start_measuring() -> None:
 
 
 def busy_since_start() -> float:
-    """Return the number of cores that other programs use, measured since `start_measuring`."""
+    """Return the number of cores that other programs used since the last call of this function.
+
+    The first call measures from `start_measuring` on; without that the result is 0.
+    """
     return 0.0 if _since_start is None else _since_start.busy_cores()
 
 

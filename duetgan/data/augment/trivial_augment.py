@@ -143,7 +143,7 @@ def _to_bytes(values: Tensor) -> Tensor:
 
 
 def _extrapolate(images: Tensor, origin: Tensor, factors: Tensor) -> Tensor:
-    """Move values away from `origin`, by `factors` times their distance."""
+    """Move values away from `origin`, by `factors` times the distance from it."""
     return _to_bytes(images * (1 + factors) - origin * factors)
 
 
@@ -159,8 +159,8 @@ def _contrast(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
-    """Move values, except for the border, away from the 3x3 blur with weight 5 in the centre and 1
-    around it.
+    """Move values, except at the border, away from their 3x3 blur (weights 5 in the centre and 1
+    around it), by `factors` times the distance.
     """
     height, width = images.shape[2:]
     if height <= 2 or width <= 2:

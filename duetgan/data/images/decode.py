@@ -69,8 +69,8 @@ def decode(
 ) -> np.ndarray:
     """Decode a whole image: [H, W, C] with the channels and depth of `spec`.
 
-    Raises ImageError if it cannot be decoded, and before decoding if its header has another height
-    and width than `size`, those of its record.
+    Raises ImageError if the image cannot be decoded, and before decoding if the header has another
+    height and width than `size`, those in the packed record.
     """
     if codec == CODEC_JPEG:
         return _decode_jpeg(payload, spec.channels, size)

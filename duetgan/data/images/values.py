@@ -153,8 +153,9 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
 def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
     """Move the channels of an image to the last axis: [H, W, C], or with `many` [n, H, W, C].
 
-    The last axis of an image has the channels if it has at most MOST_CHANNELS. Otherwise, or if
-    only the first axis leaves a square, the first axis has them. Raises ImageError if neither fits.
+    The last axis has the channels if its length is at most MOST_CHANNELS. Otherwise, or if only
+    without the first axis a square remains ([3, 8, 8]), the first axis has the channels. Raises
+    ImageError if neither fits.
     """
     first = int(many)
     if array.ndim == first + 2:

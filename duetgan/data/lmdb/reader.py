@@ -138,7 +138,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def _read_groups(self, key: bytes, content: str) -> Iterator[tuple[range, bytes]]:
         """Read the values of `key`, each of which is for a group of SIGNATURES images.
 
-        Yields the records of a group and its value without the checksum, b"" if there is none.
+        Yields the records of a group, and the group's value without the checksum; b"" for no value.
         `content` names the value in messages.
         """
         with self.handle().environment.begin(buffers=True) as transaction:

@@ -50,7 +50,7 @@ class _Skipped:
         self.add(*source.problems)
 
     def add(self, *problems: Problem) -> None:
-        """Add problems. Raises UserError if they are too many."""
+        """Add problems. Raises UserError if there are now too many."""
         self.problems += problems
         if self._stop and problems:
             remaining = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -2,7 +2,7 @@
 
 Tar files (webdataset) are read through an index, a packed file without the images' bytes. A folder
 or zip of images is read from a packed copy. Index and copy lie in the user's cache. Every image is
-read and decoded once to make them. Afterwards an image in a tar is read from its position and
+read and decoded once to make either. Afterwards an image in a tar is read from its position and
 compared with the checksum in the index (docs/data-at-scale.md).
 """
 

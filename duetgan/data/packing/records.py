@@ -94,7 +94,7 @@ def make_record(
 def add_image(
     writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None
 ) -> None:
-    """Append an image [H, W, C] of the largest resolution; `payload` is its file, to keep it."""
+    """Append an image [H, W, C] of the largest resolution; `payload` is the file to keep."""
     writer.add_record(make_record(image, label, writer.layout, payload))
 
 

@@ -32,8 +32,8 @@ CHUNKS = 4  # chunks of a batch per thread, so that no thread waits long for the
 class Dataset(AbstractContextManager["Dataset"]):
     """Images and labels by index, from one packed file or from several concatenated ones.
 
-    All images have one size, that of `spec`. A stored resolution is read unchanged. For another
-    one, images of the next larger resolution (or of individual sizes) are centre-cropped and
+    All images have one size, that of `spec`. A stored resolution is read unchanged. For any
+    other, images of the next larger resolution (or of individual sizes) are centre-cropped and
     scaled. With `crop`, and if `read` gets keys, a random part of every image is scaled instead.
 
     Raw images of a stored resolution are copied at memory speed in the calling thread. All other
@@ -177,7 +177,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
         Args:
             indices: int64 [n].
-            keys: keys of random crops, each of which depends only on its sample's key and `crop`.
+            keys: keys of random crops; a crop depends only on its sample's key and `self.crop`.
 
         Returns:
             Images [n, C, H, W] of type `spec.depth`, channels last in memory if they are decoded,

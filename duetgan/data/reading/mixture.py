@@ -59,11 +59,11 @@ class MixedSampler(GlobalSampler):
     """Global batches with a fixed fraction of synthetic images.
 
     The indices of synthetic images follow those of the real ones. Real and synthetic images each
-    have an endless order; the real one is that of GlobalSampler. Of the first n samples of the run
-    floor(fraction * n) are synthetic, so a batch has fraction * batch_size of them, rounded down or
-    up. Their positions in the global batch are drawn from the key (seed, "synthetic", "places",
-    samples before the batch), so that mixup pairs and the ranks' slices are random mixtures. From
-    global batch number `until` on all images are real.
+    have an endless order; that of the real images is GlobalSampler's. Of the first n samples of the
+    run floor(fraction * n) are synthetic, so a batch has fraction * batch_size of them, rounded
+    down or up. Their positions in the global batch are drawn from the key (seed, "synthetic",
+    "places", samples before the batch), so that mixup pairs and the ranks' slices are random
+    mixtures. From global batch number `until` on all images are real.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class Position(NamedTuple):
-    """A place in the order of samples: what all ranks together have taken before it."""
+    """A place in the order of samples: counts of what all ranks together have taken before it."""
 
     consumed: int = 0  # samples; of a mixture (data/reading/mixture.py) the real ones
     synthetic: int = 0  # synthetic samples of a mixture
@@ -59,9 +59,9 @@ class GlobalSampler:
     epoch), so that two data sets of one run have different orders.
 
     With `weights` sample i appears count * w_i / sum(w) times in every epoch, rounded down or up
-    (see WeightedEpochs). With `groups`, usually the labels, the total of each group is within one
-    of its expected number too. Equal weights give a permutation. Without weights `groups` have no
-    effect.
+    (see WeightedEpochs). With `groups`, usually the labels, the draws of each group are within
+    one of their expected number too. Equal weights give a permutation. Without weights `groups`
+    have no effect.
 
     A global batch is the next `batch_size` indices of the sequence and may span two epochs. Rank r
     of N takes its contiguous slice [r*B/N, (r+1)*B/N). A batch is a function of its position, the
@@ -186,7 +186,7 @@ class GlobalSampler:
         }
 
     def position_of(self, state: Mapping[str, Any]) -> Position:
-        """Return the position of a state. Raises UserError if it is of a different order."""
+        """Return the position of a state. Raises UserError for a state of a different order."""
         if "synthetic" in state:
             raise order_error("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):

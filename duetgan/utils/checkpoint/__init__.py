@@ -371,7 +371,7 @@ def load_latest(
 def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
     """Return the checkpoint that `resolve` finds; print a hint if "last" and "best" differ.
 
-    No hint is printed if the last one's metric lies in the best one's confidence interval.
+    No hint is printed if the metric of "last" lies in the confidence interval of "best".
     """
     path = resolve(run_or_file, which)
     if path == Path(run_or_file):

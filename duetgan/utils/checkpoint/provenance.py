@@ -102,7 +102,7 @@ def join(*lineages: Lineage) -> Lineage:
 def recorded(checkpoint: Mapping[str, Any]) -> Lineage:
     """Return a checkpoint's lineage.
 
-    Older checkpoints have none; they record only the file that they were trained on.
+    Older checkpoints have none; theirs is made of the hash of their data and their `teachers`.
     """
     content = (checkpoint.get("data") or {}).get("content_hash")
     lineage = Lineage.of(

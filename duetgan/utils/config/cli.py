@@ -41,7 +41,7 @@ def hyphens(text: str) -> str:
 def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> T:
     """Return the entry `name` of a registry.
 
-    Raises UserError with the most similar name for an unknown one.
+    Raises UserError for an unknown name, with the most similar one.
 
     Args:
         kind: what the registry holds, for the message.

@@ -187,7 +187,7 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def stop(*, lost: bool = False) -> None:
-    """Leave the process group; if ranks are `lost`, by `leave_threads`, without destroying it."""
+    """Destroy the process group; if ranks are `lost`, call `leave_threads` instead."""
     global _control, _patient
     if dist.is_initialized():
         if lost:
@@ -268,7 +268,7 @@ def broadcast_object(value: T) -> T:
 def from_main_process(action: Callable[[], T]) -> T:
     """Return rank 0's result of `action()` (plain data) on every rank.
 
-    Its UserError is raised on all ranks.
+    A UserError of rank 0 is raised on all ranks.
     """
     value: T | None = None
     with raising_together():
@@ -402,7 +402,7 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
     """Return a number for the bits of each part's tensors, int64 [parts], without waiting for the
     device.
 
-    It is the sum of the elements' bit patterns modulo 2^64, where each tensor has an odd weight.
+    The number is the sum of the elements' bit patterns modulo 2^64; each tensor has an odd weight.
     """
     sums = []
     for tensors in parts.values():
@@ -420,7 +420,7 @@ def unequal_ranks(
     """Return the parts whose bits differ between ranks, with the ranks that differ from the
     majority.
 
-    Of two ranks that is rank 1. All ranks must call this.
+    Of two ranks, rank 1 counts as the different one. All ranks must call this.
     """
     # [ranks, parts]
     table = torch.stack(gather_objects(fingerprints(parts, device).cpu(), patient=False))

@@ -189,7 +189,7 @@ class Source(AbstractContextManager["Source"]):
             )
 
     def fill_classes(self, classes: Sequence[str]) -> None:
-        """Replace the source's classes by `classes` if these include all of them and more."""
+        """Replace the classes by `classes`, and renumber labels, if `classes` has all and more."""
         if self.label_sets is None and set(self.classes) < set(classes):
             numbers = [classes.index(name) for name in self.classes]
             self._labels = np.array(numbers)[self._labels]
@@ -204,7 +204,7 @@ class Source(AbstractContextManager["Source"]):
         return ""
 
     def place(self, index: int) -> tuple[int, int] | None:
-        """Return an image's tar by index, and the image's first byte in the tar; None without tars."""
+        """Return an image's tar by index, and the image's first byte in it; None without tars."""
         return None
 
     def __exit__(self, *error: object) -> None:

@@ -89,7 +89,7 @@ def read_idx(path: Path) -> np.ndarray:
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
     """Return the files of images and labels of a split in `folder`, gzipped or not.
 
-    Returns None if one is missing.
+    Returns None if one of the two is missing.
     """
     files = []
     for kind in ("images-idx3", "labels-idx1"):
