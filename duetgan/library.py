@@ -54,10 +54,9 @@ class Classifier(nn.Module):
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits [N, classes] of images float [N, C, H, H] in [-1, 1], the output of
-        `transform`.
+        """Return the logits [N, classes] of images float [N, C, H, W] in [-1, 1].
 
-        Raises UserError for another type, shape or range.
+        `transform` makes such images. Raises UserError for another type, shape or range.
         """
         _check_images(images, self.image_shape)
         return self.network(images)
@@ -112,14 +111,15 @@ class Generator(nn.Module):
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """Return images [N, channels, H, H] in about [-1, 1].
+        """Return images [N, channels, H, W] in about [-1, 1].
 
         Args:
             z: [N, z_dim], normal.
             labels: int64 [N], indices into `class_names`; None for an unconditional generator.
             options: noise, truncation_psi, truncation_cutoff, truncation_mean, for the network.
 
-        Raises UserError for another type or shape, and for labels out of range.
+        Raises UserError for z of another type or shape, and for missing, superfluous or wrong
+        labels.
         """
         classes = len(self.class_names)
         refuse(
@@ -269,8 +269,9 @@ def _single_images(images: "Image | Iterable[Image]") -> Iterator[Image]:
 
 
 def _check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
-    """Raise UserError unless `images` is a float batch of images of this shape in [-1, 1]; warn if
-    the values look like [0, 1].
+    """Raise UserError unless `images` is a float batch of this shape, about in [-1, 1].
+
+    Warns if no value is below 0, as for images in [0, 1].
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return  # Checks of values would break the graph.

@@ -186,7 +186,7 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], Kind, str, "
 
 
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
-    """Evaluate in this process, which may be one of several, of which rank 0 writes and prints."""
+    """Evaluate in this process; of several processes (ranks), rank 0 writes and prints."""
     from duetgan.metrics.lineage import run_folder
     from duetgan.utils.distributed import collectives
 

@@ -24,11 +24,10 @@ from duetgan.utils.runlog.progress import Bar
 
 
 def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
-    """Write the film to an .mp4 or .gif file and return its number of frames. Memory does not grow
-    with this number.
+    """Write the film to an .mp4 or .gif file and return its number of frames.
 
-    `scale` enlarges the pixels, by default to sides of at least LEAST_SIDE px. Raises UserError if
-    a side would be odd.
+    Memory does not grow with this number. `scale` enlarges the pixels, by default to sides of at
+    least LEAST_SIDE px. Raises UserError if a side would be odd.
     """
     scale = enlargement(journey.sampler.generator.spec.size, scale)
     with film(out, fps=fps, scale=scale) as add:
@@ -41,7 +40,7 @@ class Journey:
     """The frames of a film, uint8 [H, W, C]. Every iteration computes them again, batch by batch.
 
     Frame k of the segment from a sample to the next lies k / `frames` of the way; the last segment
-    returns to the first sample. All frames have its noise maps, so that nothing flickers.
+    returns to the first sample. All frames have sample 0's noise maps, so that nothing flickers.
     """
 
     def __init__(
@@ -157,11 +156,10 @@ def enlargement(size: Sequence[int], scale: int | None = None) -> int:
 
 @contextmanager
 def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yield a function that appends a frame to a film. The file appears when the block ends without
-    an exception.
+    """Yield a function that appends a frame to a film.
 
-    Frames are uint8 [H, W, C] with C 1 or 3, all of one size; each pixel becomes scale x scale.
-    Raises UserError if the file cannot be written.
+    Frames are uint8 [H, W, C] with C 1 or 3, all of one size; each pixel becomes scale x scale. The
+    file appears when the block ends without an exception. Raises UserError if it cannot be written.
     """
     import av  # slow to import; most of generate.py does not need it
 
@@ -192,8 +190,9 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
 
 
 def _with_palette(pixels: np.ndarray) -> Any:
-    """Return a frame as indices into its palette, and the palette [256, 4]. This is lossless for up
-    to 256 colours, and so for grey images.
+    """Return a frame as indices into a palette, and the palette [256, 4].
+
+    Lossless for frames of at most 256 colours, and so for grey ones.
     """
     image = Image.fromarray(pixels).quantize(256, dither=Image.Dither.NONE)
     palette = np.full((256, 4), 255, np.uint8)  # alpha, red, green, blue

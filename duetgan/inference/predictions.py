@@ -313,10 +313,10 @@ def line(answer: Answer) -> str:
 def requested_files(
     options: Namespace, kind: str, extra: str, inputs: Inputs, classes: list[str]
 ) -> tuple[list[Path], int | None] | None:
-    """Return the output path of each image for `--KIND DIR` and the label of `--KIND-class` (None
-    if not set); None without `--KIND`. `extra` names another option that needs `--KIND`.
+    """Return each image's output path for `--KIND DIR`, and the label of `--KIND-class` or None.
 
-    Raises UserError for an unknown class, options without DIR, and a folder that is not writable.
+    Returns None without `--KIND`. `extra` names another option that needs `--KIND`. Raises
+    UserError for an unknown class, options without DIR, and a folder that is not writable.
     """
     folder, name = getattr(options, kind), getattr(options, f"{kind}_class")
     if folder is None:

@@ -112,7 +112,7 @@ class Distance:
     def __init__(
         self, target: Tensor, *, features: ResNetFeatures | None, pixel_weight: float
     ) -> None:
-        """Set the target [1, C, H, W] in [-1, 1]; it determines the device of the computation."""
+        """Set the target [1, C, H, W] in [-1, 1], on the device of the computation."""
         self._target = target
         self._features = features
         self._pixel_weight = pixel_weight
@@ -120,7 +120,7 @@ class Distance:
             self._target_features = features(target) if features else []
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the distance [n] of images [n, C, H, H] in [-1, 1]; differentiable."""
+        """Return the distance [n] of images [n, C, H, W] in [-1, 1]; differentiable."""
         pixels, features = self._pixel_weight * self.pixels(images), self.perceptual(images)
         return pixels if features is None else pixels + features
 
@@ -202,8 +202,10 @@ class Projector:
         self.spaces: dict[str, Projection] = {}
 
     def start(self, labels: Sequence[int]) -> Projection:
-        """Return the start of the search: of the mean w of each class in `labels`, the one whose
-        image is nearest to the target; without labels, `w_avg`.
+        """Return the start of the search, and set `first`, `spread` and `label`.
+
+        The start is the mean w of the class in `labels` whose mean gives the image nearest to the
+        target; without labels, `w_avg`.
         """
         noise: Maps
         if self.config.noise_mode == "optimise":
@@ -330,7 +332,7 @@ CELL = 192  # px; smaller images are enlarged to about this size
 
 def find(
     sampler: Sampler,
-    target: Tensor,  # uint8 [1, C, H, H]
+    target: Tensor,  # uint8 [1, C, H, W]
     config: ProjectionConfig,
     *,
     tick: Callable[[], object] = lambda: None,  # called after each step
@@ -362,14 +364,15 @@ def find(
 def project(
     sampler: Sampler,
     names: Sequence[str],
-    target: Tensor,  # uint8 [1, C, H, H]
+    target: Tensor,  # uint8 [1, C, H, W]
     out: Path,
     config: ProjectionConfig,
     *,
     save_to: Path | None = None,  # .safetensors file to which w and noise are saved
 ) -> list[str]:
-    """Project the target and write a PNG of it and the results with their distances. Returns the
-    distances as lines of text. `names` are those of the classes.
+    """Project the target; write a PNG of the target and the results; return the distances as text.
+
+    `names` are the names of the classes. There is a line of text for the start and each space.
     """
     steps = config.steps * len(SPACES[config.space])
     with Bar(total=steps, desc="projecting", unit="step", delay=1) as bar:

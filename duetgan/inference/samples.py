@@ -86,8 +86,9 @@ class Sampler:
         return [self.chosen[number % len(self.chosen)] for number in numbers if self.chosen]
 
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return the generator's input for the classes of these samples, on the CPU; None if it is
-        unconditional.
+        """Return the generator's `labels` input for these samples, on the CPU.
+
+        Returns None for an unconditional generator.
         """
         if not self.chosen:
             return None
@@ -146,8 +147,9 @@ class Sampler:
 
 
 def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
-    """Return the generator if it has a w between z and the image. Raises UserError, which names the
-    `operation`, if it has not.
+    """Return the generator; raise UserError if it has no w between z and the image.
+
+    The message names the `operation` that needs w.
     """
     if not generator.has_styles:
         raise UserError(
@@ -186,9 +188,9 @@ def draw_grid(
 ) -> int:
     """Write `count` samples as a grid if `out` ends in .png, else one by one into the folder `out`.
 
-    The numbers of samples of two classes differ by one at most. Names and text chunks of single
-    images hold the seed, the index (`Sampler.indices`) and the class's name from `names`. Returns
-    the number of samples.
+    Two classes differ by at most one sample. File names and text chunks of single images hold the
+    seed, the index (`Sampler.indices`) and the class's name from `names`. Returns the number of
+    samples.
     """
     num_classes, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * num_classes or GRID[1]

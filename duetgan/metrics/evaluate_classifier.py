@@ -56,7 +56,7 @@ MEASUREMENTS: list[Callable[[Classifier, Checkpoint, Dataset, Path, Namespace], 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
     """Return the logits float32 [n, K], on the CPU, of unnormalised images [n, C, H, W].
 
-    Adapts size and channels by `classifier_input`. Raises UserError if a logit is not finite.
+    `classifier_input` adapts the images. Raises UserError if a logit is not finite.
     """
     with evaluating(classifier), full_float32(device_of(classifier)):
         logits = classifier(classifier_input(classifier, images)).float().cpu()
@@ -210,7 +210,7 @@ def evaluate_classifier_run(
 def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.ndarray]]:
     """Return a classifier's metrics, ready for JSON, and the results of each image to store.
 
-    The latter are columns of `metrics.comparison.predictions`, each [n]. `seed` draws the half of the
+    The latter are columns [n] of `metrics.comparison.predictions`. `seed` draws the half of the
     images that the temperature is fitted on.
     """
     classes = per_class(answers)

@@ -120,10 +120,11 @@ def gather(
     batch_size: int = 64,
     show: bool = False,  # if True, show progress bars
 ) -> Gathered:
-    """Compute all features in one pass over the samples and one over each real dataset.
+    """Compute all features that the metrics need.
 
-    n is reduced to the size of the smallest real dataset. Sample i has the label of the i-th test
-    image drawn, so that samples and test images have the same class frequencies.
+    There is one pass over the samples, one over the test images, and one per extractor over the
+    training images. n is at most the number of test images and, with `floor`, of training images.
+    Sample i has the label of the i-th test image drawn, so that both have equal class frequencies.
     """
     train, notes = _second_real_set(dataset, train_dataset)
     real = real or RealFeatures(batch_size=batch_size, show=show)

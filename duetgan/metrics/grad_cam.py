@@ -21,8 +21,8 @@ def default_layer(classifier: Classifier) -> str:
     """Return the name of the layer whose maps Grad-CAM uses by default.
 
     For a ResNet this is the last stage whose maps have at least MIN_MAP_SIDE pixels a side, or
-    layer1 if there is none; other backbones name a layer. For images of 64 px, the maps of layer4 have 2x2
-    pixels, too few to localise anything.
+    layer1 if there is none; other backbones name a layer. For images of 64 px, the maps of layer4
+    have 2x2 pixels, too few to localise anything.
     """
     last = classifier.backbone.maps
     if last != RESNET_STAGES[-1]:
@@ -72,7 +72,7 @@ def image_heat(
 ) -> Tensor:
     """Return the Grad-CAM heat of each image, scaled to a maximum of 1, [n, h, w] on the CPU.
 
-    It is computed in full float32, and 0 everywhere for an image without evidence for its class.
+    Computed in full float32. An image without evidence for its class has heat 0 everywhere.
 
     Args:
         classifier: The classifier, which is put into evaluation mode.

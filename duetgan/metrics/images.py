@@ -36,11 +36,11 @@ def save_samples(
     *,
     seed: int,
 ) -> list[str]:
-    """Draw samples, generated again, into a folder; return the pictures' file names.
+    """Generate the samples again, draw them into a folder; return the pictures' file names.
 
-    These are samples.png, with a row for each class, recognised_best.png and recognised_worst.png,
-    if there is a judge, and real.png, with test images in the same rows. With several labels an
-    image, a row is a label set, and only the rows of the most frequent sets are drawn.
+    The files are samples.png, with a row for each class; if there is a judge, recognised_best.png
+    and recognised_worst.png; and real.png, with test images in the same rows as samples.png. With
+    several labels an image, a row is a label set, and only the most frequent sets are drawn.
     """
     spec = dataset.spec
     names = dataset.meta.label_names if generator.classes else []

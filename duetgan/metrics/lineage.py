@@ -75,9 +75,9 @@ def metas_of(dataset: Dataset) -> list[Meta]:
 def data_of(checkpoint: Checkpoint, key: str) -> Any:
     """Return `data.path` or `data.val_path` of a run's config, with paths that exist if possible.
 
-    A relative path that does not exist from the current folder is tried from each folder above the
-    checkpoint, where the run was most likely started, then in a folder `data` beside the run, where
-    quickstart.py has it.
+    A path that does not exist is tried relative to each folder above the checkpoint, because the
+    run was most likely started in one of them. Then its file name is tried in a subfolder `data` of
+    the nearest three, because quickstart.py has the data beside the runs.
 
     Args:
         key: `path` or `val_path`.

@@ -99,7 +99,7 @@ def metric_values(document: Document, rows: Iterable[Figure]) -> list[tuple[Figu
 
 def _context(document: Document, row: Figure) -> str:
     """Return the context of a metric, in brackets: its 95 % interval, the number of views of an
-    image, and the quality of the classifier that judged the samples.
+    image, and values to compare with, of the most frequent class and of the judge on real images.
     """
     context = interval_words(document.get(f"{row.key}_interval"), formatter(row))
     judge = as_dict(document.get("judge"))
@@ -141,7 +141,7 @@ def tables(document: Document) -> list[Table]:
 
 
 def _distance_table(document: Document) -> Table:
-    """Return a row of distances, with the upper halves of their intervals, per extractor."""
+    """Return a table of distances, each with ± the upper half of its interval, by extractor."""
     distances = [row for row in GAN if row.place == "column"]
     rows = []
     for results in as_dicts(document.get("distances")):

@@ -23,7 +23,7 @@ Network = TypeVar("Network", bound=nn.Module)
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
     """Leave the running statistics of the modules' BatchNorms unchanged inside the block.
 
-    They normalise by their batch as usual. A batch that is computed twice must not count twice.
+    The BatchNorms still normalise by the batch. A batch that is computed twice must count once.
     """
     originals: list[tuple[_BatchNorm, float | None, Tensor]] = []
     for module in modules:
@@ -46,7 +46,7 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
 
 
 def recomputed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Return the output of modules, called in turn, which the backward pass computes again."""
+    """Return the output of modules, called in turn; the backward pass recomputes activations."""
     function = partial(in_turn, modules)
     if torch.compiler.is_compiling():
         # A compiled graph updates BatchNorm's statistics once even if it computes them again.

@@ -1,6 +1,6 @@
 """Copying of per-class weights between networks by class name.
 
-The index of a class depends on how the images were packed.
+Indices will not do: those of the same class differ between differently packed files.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class ClassPart(NamedTuple):
 def class_parts(network: nn.Module) -> dict[str, ClassPart]:
     """Return state-dict key -> class dimension for the tensors with one slice per class.
 
-    These are embeddings, heads and thresholds.
+    Such tensors are those of embeddings, heads and thresholds.
     """
     parts = {"thresholds": ClassPart(0)}
     for name, module in network.named_modules():

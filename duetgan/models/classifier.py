@@ -145,7 +145,7 @@ class Classifier(ImageNetwork):
         if config.imagenet_normalised:
             scale, shift = normalisation(channels, self.backbone.mean, self.backbone.std)
         self.register_buffer("thresholds", None)
-        # They are not in the state dict, because the config determines them.
+        # Scale and shift are not in the state dict, because the config determines them.
         self.register_buffer("input_scale", scale, persistent=False)
         self.register_buffer("input_shift", shift, persistent=False)
         self.feature_dim: int = self.head.in_features
@@ -178,7 +178,7 @@ class Classifier(ImageNetwork):
         return nn.Linear(self.feature_dim, self.classes, bias=bias)
 
     def add_thresholds(self) -> None:
-        """Make the classifier multi-label: a class's probability is the sigmoid of its logit."""
+        """Make the classifier multi-label, with sigmoids as probabilities and thresholds of 0.5."""
         self.thresholds = torch.full((self.classes,), 0.5)
 
     def check_side(self, side: int, remedy: str | None = None) -> None:
@@ -247,7 +247,7 @@ class Classifier(ImageNetwork):
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """Divide maps [N, C, H, W] into gcd(side, `parts`) parts per side; return their maxima, [N, F]."""
+    """Return the maxima [N, F] of maps [N, C, H, W] over gcd(side, `parts`) parts per side."""
     size = [int(side) for side in maps.shape[2:]]
     return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 

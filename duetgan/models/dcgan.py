@@ -142,10 +142,10 @@ class Spectral(nn.Module):
 
 
 class DcganDiscriminator(ImageDiscriminator):
-    """Per size a 3x3 convolution and a 4x4 one that halves the side, then a 3x3 one and the output.
+    """Two convolutions for each size but the smallest, 3x3 and 4x4 with stride 2; then a 3x3 one.
 
-    The logit of a conditional discriminator is the first feature plus the product of the remaining
-    ones with the label's embedding (1802.05637).
+    A linear output follows. A conditional logit is the first feature plus the inner product of the
+    other features with the label's embedding (1802.05637).
     """
 
     def __init__(

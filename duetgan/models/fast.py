@@ -48,7 +48,7 @@ def faster(
 ) -> Classifier:
     """Return a copy of a trained classifier with a faster or more accurate `forward`.
 
-    `classifier` does not change; both share their parameters.
+    `classifier` does not change. Both share parameters; with `fold`, `forward` uses folded ones.
 
     Args:
         classifier: A classifier on `device`.

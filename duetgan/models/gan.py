@@ -249,9 +249,10 @@ class StyledGenerator(ImageGenerator):
 class ImageDiscriminator(ImageNetwork):
     """Base class of discriminators: images and labels -> logits [N] in the parameters' precision.
 
-    Call: `forward(images [N, channels, H, W], labels [N] or None)`. It has three steps, `hidden`,
-    `output` and `project`, so that one pass over the images serves several labels. The last two run
-    without autocast. `config.group` consecutive samples must be in the same forward pass.
+    Call: `forward(images [N, channels, H, W], labels [N] or None)`. The pass has three steps,
+    `hidden`, `output` and `project`, so that the result of `output` serves several labels.
+    `output` and `project` run without autocast. `config.group` consecutive samples must be in the
+    same pass.
     """
 
     # images -> the last hidden activations [N, H], in the parameters' precision
@@ -308,7 +309,10 @@ class ImageDiscriminator(ImageNetwork):
         return self.project(self.features(images), labels)
 
     def after_update(self) -> None:
-        """Adjust the network after an update of its parameters, which are equal on all ranks."""
+        """Adjust the network after an update of its parameters; by default, do nothing.
+
+        The parameters are equal on all ranks.
+        """
 
 
 def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
@@ -324,7 +328,7 @@ def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
 def conditioning_vectors(labels: Tensor, label_sets: Tensor | None) -> Tensor:
     """Return labels int64 [n] in the form that conditional networks take.
 
-    They are the labels, or their rows in `label_sets`, multi-hot floats [label sets, classes].
+    Returns `labels`, or with `label_sets` (multi-hot floats [label sets, classes]) a row per label.
     """
     return labels if label_sets is None else label_sets[labels]
 
@@ -332,7 +336,8 @@ def conditioning_vectors(labels: Tensor, label_sets: Tensor | None) -> Tensor:
 def label_loss(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Tensor:
     """Return the cross entropy of class logits [n, classes], summed over the images.
 
-    With `label_sets` (multi-hot) it is the binary cross entropy, averaged over the classes.
+    With `label_sets` (multi-hot) it is the binary cross entropy, averaged over the classes and
+    summed over the images.
     """
     if label_sets is None:
         return F.cross_entropy(logits, labels, reduction="sum")
@@ -356,7 +361,7 @@ def run(function: Callable[..., Output], *arguments: object, recompute: bool) ->
     """
     if not (recompute and torch.is_grad_enabled()):
         return function(*arguments)
-    # The recomputation must use the kind of convolution of the first pass, even after its block.
+    # Recomputation must use the first pass's kind of convolution, even if `penalised` has ended.
     if not torch.compiler.is_compiling():
         function = convolution.penalised(convolution.is_penalised())(function)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -32,7 +32,7 @@ def is_one(alpha: Alpha) -> bool:
 
 
 class GrowingBlock(SynthesisBlock):
-    """A block whose contribution to the image is scaled by `alpha`; the first block ignores it."""
+    """A block whose contribution to the image is scaled by `alpha`, except in the first block."""
 
     alpha: Alpha = 1.0
 
@@ -43,7 +43,7 @@ class GrowingBlock(SynthesisBlock):
 
 
 class GrowingGenerator(Generator):
-    """StyleGAN2's generator at the stage of the last call of `enter`, at first the full network.
+    """StyleGAN2's generator at the stage that `enter` set last; before, the full network.
 
     With alpha 0 the image is that of the previous stage, upsampled by `upsample_fir`.
     """

@@ -24,9 +24,9 @@ Objective = Callable[[Any], Tensor]  # the model's output -> a 0-d tensor to dif
 
 
 def find_layer(model: nn.Module, name: str) -> nn.Module:
-    """Return the layer called `name` (`network.layer4`), or whose name ends so (`layer4`).
+    """Return the layer whose full name is `name` (`network.layer4`) or ends in it (`layer4`).
 
-    If several names have this end, the layer that is nested least deeply is returned.
+    If several names end in `name`, the layer that is nested least deeply is returned.
 
     Raises:
         UserError: No layer matches (the message suggests a similar name), or several do.
@@ -110,10 +110,10 @@ def output_gradient(
 class LayerStatistics:
     """Statistics of the outputs of layers, and of the gradients with respect to these outputs.
 
-    They are over all passes inside `watching`: all calls of a layer and all backward passes, also
-    those of a gradient penalty. The device accumulates them; only `collect` waits for it.
-    Non-finite values count in `nonfinite` only. If the next layer works in place, the values are
-    those before it.
+    The statistics cover all passes inside `watching`: all calls of a layer and all backward passes,
+    also those of a gradient penalty. Accumulated on the device; only `collect` waits for it.
+    Non-finite values count in `nonfinite` only. Outputs are recorded before the next layer changes
+    them in place.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:

@@ -32,8 +32,8 @@ def normalisation(
 def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
     """Scale images [N, C, H, W] to `size` px, bilinearly with antialiasing.
 
-    `size` is (height, width), or the shorter side, which preserves the aspect ratio. It computes in
-    float32 at least, because torch has no bf16 kernel for CPUs.
+    `size` is (height, width), or the shorter side, which preserves the aspect ratio. The computation
+    is in float32 at least, because torch has no bf16 kernel for CPUs.
     """
     height, width = map(int, images.shape[-2:])  # tensors while a graph is traced
     if not isinstance(size, tuple):
@@ -50,7 +50,7 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
 def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
     """Convert images [N, C, H, W] in [-1, 1] to a classifier's `resolution` and `channels`.
 
-    It is differentiable. Images are scaled bilinearly, without preserving the aspect ratio; grey is
+    Differentiable. Images are scaled bilinearly, without preserving the aspect ratio; grey is
     repeated, RGB becomes grey by the weights .299, .587, .114 (ITU-R 601).
     """
     images = scaled(images, ImageSpec.of(channels, resolution).size)

@@ -174,8 +174,8 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """The residual blocks of one resolution, after the change from the previous resolution, if any.
 
-    With `resample` "up" this is a 1x1 convolution to the new width, then upsampling; with "down"
-    downsampling, then the 1x1 convolution.
+    With `resample` "up" the change is a 1x1 convolution, if the width changes, then upsampling;
+    with "down", downsampling, then this convolution.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ def _restored(
     """Build a network from a checkpoint and return it, frozen and in evaluation mode.
 
     Args:
-        section: The section of its config that describes the network, e.g. generator.
-        part: The entry of its state with the weights, e.g. generator_ema.
+        section: The section of the checkpoint's config that describes the network, e.g. generator.
+        part: The entry of the checkpoint's state with the weights, e.g. generator_ema.
         several: Accept a network for images with several labels.
         growing: Build the network for progressive growing.
     """
@@ -163,9 +163,10 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def inherited_lineage(checkpoint: Checkpoint) -> Lineage:
-    """Return the lineage (data and networks learnt from) of weights initialised from a checkpoint.
+    """Return the lineage of weights that are initialised from a checkpoint.
 
-    If the checkpoint is a classifier's, the classifier is one of the lineage's teachers.
+    A lineage names the data and the networks that weights learnt from. A classifier's checkpoint
+    counts as one of these networks (teachers).
     """
     lineage = recorded(checkpoint)
     if checkpoint["task"] != "classifier":
@@ -178,7 +179,7 @@ ENTRY = "duet"  # metadata key of export.py's files: description of the weights
 # task -> the entry of a checkpoint's state that is used
 NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}
 KEYS = ("schema", "task", "step", "config", "classes", "shape")
-# Each returns the checkpoint of a path or name that is not Duet's, or None.
+# Each returns a checkpoint for a path or name of another program's network, or None.
 READERS: list[Callable[[Path], Checkpoint | None]] = []
 
 

@@ -243,7 +243,7 @@ class SynthesisBlock(nn.Module):
         return x, self.add_rgb(image, self.to_rgb(x, ws[-1], clamp))
 
     def add_rgb(self, image: Tensor | None, rgb: Tensor) -> Tensor:
-        """Return the sum of the previous resolutions' image, upsampled, and this one's."""
+        """Return the previous resolutions' image, upsampled, plus this resolution's `rgb`."""
         return rgb if image is None else upsample_fir(image) + rgb
 
 

@@ -56,12 +56,12 @@ State = dict[str, Tensor]
 
 
 def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, dict[str, str]]:
-    """Return a file's state dict on the CPU and its metadata, by restricted unpickling.
+    """Return a file's state dict on the CPU and its metadata, without running code in the file.
 
-    It reads `.safetensors`, names and tensors written by `torch.save` (also under Python 2), and
-    Duet's checkpoints. Wrappers of other programs and the prefixes of DataParallel (`module.`) and
-    torch.compile (`_orig_mod.`) are removed. The metadata are those of a safetensors file, or for
-    Duet's checkpoints `stride`, `normalise`, `classes` and, with the `lineage`, `duet`.
+    The file is `.safetensors`, names and tensors written by `torch.save` (also under Python 2), or
+    Duet's checkpoint. Wrappers of other programs and the prefixes of DataParallel (`module.`) and
+    torch.compile (`_orig_mod.`) are removed. The metadata are those of a safetensors file, and
+    `stride` and `normalise` for Duet's files; for checkpoints also `classes` and `duet` (lineage).
 
     Args:
         option: The file's command-line option, for messages.
@@ -90,7 +90,7 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
 def read_plain(path: Path, remedy: str) -> Any:
     """Return the content of a torch.save file (names, tensors, numbers) without running code in it.
 
-    Raises UserError for a file that is missing, too large, damaged, or holds anything else.
+    Raises UserError for a file that is missing, too large or damaged, or has other content.
     """
     with files.reading(path, remedy):
         files.check(path, files.WEIGHTS)
@@ -188,8 +188,9 @@ def _plain_names(state: Mapping[str, Tensor]) -> State:
 def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
     """Return the path of the weights file that `model.weights` names for the network `name`.
 
-    `weights` is a file, a run folder (for its last checkpoint), or the name of published weights,
-    which are downloaded once. Raises UserError if there is no such file, or no internet.
+    `weights` is a file (with a suffix or "/", it need not exist), a run folder (for its last
+    checkpoint), or the name of published weights, which are downloaded once. Raises UserError for
+    an unknown name or a failed download.
     """
     path = Path(weights)
     if path.is_dir():
@@ -207,7 +208,7 @@ def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
 
 
 def cached_weights(name: str) -> Path | None:
-    """Return the latest published weights of `name` that torch's cache has, as a path or None."""
+    """Return the path of the latest published weights of `name` in torch's cache, or None."""
     cached = [_cache_path(url) for url in reversed(backbone_of(name).published(name).values())]
     return next((path for path in cached if path.is_file()), None)
 
@@ -236,10 +237,10 @@ def missing_published(url: str, subject: str) -> str:
 
 
 def _download(url: str, subject: str) -> str:
-    """Return the path of `url` in torch's cache; fetch it if it is missing, and check its hash.
+    """Return the path of `url` in torch's cache; fetch the file if it is missing there.
 
-    The hash is a part of the file's name. A line on stderr says the size and the folder. Nothing is
-    fetched if the environment variable DUET_OFFLINE is set.
+    A fetched file's hash must be that in its name; a line on stderr says its size and folder.
+    Raises UserError if the download fails or the environment variable DUET_OFFLINE forbids it.
     """
     path = _cache_path(url)
     remedy = f"fetch {url} on a machine with a network and put it there"
@@ -269,7 +270,7 @@ def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> 
     """Copy the weights that `model.config.weights` names into `model`.
 
     The first convolution is adapted to the channels and the stem. The head stays new if its shape
-    differs; if the class names of both are known, its rows are copied by name.
+    differs; if the classes of file and classifier are known, the head is copied by class name.
 
     Args:
         classes: Names of the classifier's classes.
@@ -338,8 +339,8 @@ def _class_names(metadata: Mapping[str, str]) -> list[str]:
 def lineage_of(path: Path, metadata: Mapping[str, str]) -> Lineage:
     """Return the lineage of a file's weights.
 
-    Duet's checkpoints and exports have it in their metadata; that of other files is their hash.
-    Raises UserError for damaged metadata.
+    The metadata of Duet's checkpoints and exports hold the lineage; that of another file is the
+    file's hash. Raises UserError for damaged metadata.
     """
     faults = (ValueError, AttributeError, RecursionError)
     with files.reading(f"{path}: its metadata", "export it again", *faults):
@@ -480,14 +481,14 @@ def network_of(state: Mapping[str, Tensor]) -> str | None:
 
 
 def similar_networks(state: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield networks whose first layer `state` has, each with the fraction of matching tensors."""
+    """Yield (name, fraction of equal tensor shapes) of networks whose first layer `state` has."""
     for name, backbone in BACKBONES.items():
         if f"{backbone.first}.weight" not in state:
             continue
         try:
             with torch.device("meta"):
                 network = backbone.build(name)
-        except NotImplementedError:  # RegNets compute while they are built
+        except NotImplementedError:  # a network that computes while it is built
             continue
         ends = (f"{backbone.first}.", f"{backbone.head}.")  # a config may change these layers
         shapes = _inner_shapes(network.state_dict(), ends)

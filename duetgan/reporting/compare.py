@@ -63,8 +63,9 @@ def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[Picture]]]:
 
 
 def shared_charts(runs: Mapping[str, Run]) -> list[Chart]:
-    """Return a chart of all runs for each key of metrics.jsonl that all runs have and that a report
-    shows at once, not folded away.
+    """Return a chart for each key of metrics.jsonl that all runs have, with a curve per run.
+
+    Keys that a report folds away, and keys without a finite value, have no chart.
     """
     from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of  # This module imports torch.
 

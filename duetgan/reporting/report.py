@@ -96,8 +96,9 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def refresh(output: Path) -> None:
-    """Rewrite the report of the run whose folder contains `output`, if there is one, so that it
-    shows this file.
+    """Rewrite the report of the run whose folder or subfolder contains `output`, to show it.
+
+    Does nothing if there is no such run.
     """
     for folder in output.resolve().parents[:2]:
         if (folder / "config.yaml").is_file():

@@ -291,8 +291,8 @@ class _Choice:
         """Return the classifier's training.
 
         Pretrained weights are fine-tuned in all layers, or in the last ones if there are few images
-        or little time. The training uses a target number of images, or up to three times as many if
-        these take at most half of its time.
+        or little time. The training sees a target number of images, or up to three times as many if
+        these take at most half of the classifier's part of the budget.
 
         Args:
             budget: seconds for the GAN's and the classifier's trainings.
@@ -500,9 +500,9 @@ class _Choice:
     ) -> tuple[list[str], float]:
         """Return the command-line options of the GAN's evaluation, and its expected seconds.
 
-        If they would exceed `most` seconds, fewer training images are searched for copies, then
-        ResNet-50's features are left out, then fewer images are evaluated. `judging` is the
-        classifier's time for an image. ResNet-50 processes images above 64 px at 224 px.
+        If these exceed `most`, fewer training images are searched for copies, then ResNet-50's
+        features are left out, then fewer images are evaluated. `judging` is the classifier's
+        seconds per image. ResNet-50 processes images above 64 px at 224 px.
         """
         features, judged = self.machine.features_per_second, self.labelled and not self.from_gan
         features /= (224 / 64) ** 2 if size.side > 64 else 1

@@ -1,6 +1,6 @@
 """Run a quickstart's plan, whose steps are commands of Duet.
 
-Each command is printed before it runs. A later start repeats no finished step but evaluations.
+Each command is printed before it runs. A later start skips finished steps, except evaluations.
 """
 
 import functools
@@ -122,8 +122,9 @@ class Quickstart:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
     def replan(self) -> None:
-        """Fit the length of the GAN's training in plan.json to the time that is left, once, before
-        it begins.
+        """Fit the GAN's length of training in plan.json to the time that is left.
+
+        Does nothing with --quick, after an earlier change, and once the training has begun.
         """
         plan = self.plan
         if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
@@ -452,9 +453,9 @@ def call(command: list[str]) -> int:
 def run_python(arguments: list[str]) -> int:
     """Run Python in a child process and return its exit code, 128 + n if signal n ended it.
 
-    The child has its own session. This process forwards signals to it, Ctrl-C included, so that
-    each reaches it once, and waits for it to save its state. The child ends if this process is
-    killed.
+    The child has its own session, so that it gets each signal, Ctrl-C included, only once, from
+    this process, which waits until the child has saved its state and ended. The child ends if this
+    process is killed.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -470,8 +471,9 @@ def run_python(arguments: list[str]) -> int:
 
 
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
-    """Return the plan in a folder of results, which is made if it is missing, or the exit code if
-    that fails. Raises UserError.
+    """Return the plan in a folder of results, after making a missing one.
+
+    If making it fails, return the exit code. Makes $DUET_WEIGHTS absolute. Raises UserError.
     """
     file = folder / "plan.json"
     source = options.source

@@ -41,8 +41,9 @@ SINGLE_CALLS = 10  # calls with batch size 1 for each one with the larger batch
 
 
 class CheckFailed(TrainingHalted):
-    """The exported file does not agree with the original and was removed. Exit code 4, as for a
-    training that stops itself.
+    """An exported file does not agree with the original and was removed.
+
+    The exit code is 4, as for a training that stops itself.
     """
 
 
@@ -207,7 +208,7 @@ def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
 
 
 def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
-    """Load the network and the inputs to check it with; read a classifier's images."""
+    """Load the network, and read or draw the inputs to check its export with."""
     if checkpoint["task"] == "gan":
         return generator_subject(
             checkpoint, batch_size=job.batch_size, psi=job.truncation_psi, mean=job.truncation_mean
@@ -239,10 +240,10 @@ def _opened(option: str, path: str | None, checkpoint: Checkpoint) -> Dataset:
 
 
 def export(job: Namespace, checkpoint: Checkpoint) -> tuple[list[Row], Subject, str | None]:
-    """Write a file, load it again, check it, and rename it; `job` has the options of export.py.
+    """Write a temporary file, load it again, check it, and rename it to `job.out`.
 
-    Returns the rows of the original and the file, the subject, and the fault of the file or None.
-    If there is a fault, an existing file stays. Raises UserError.
+    `job` has the options of export.py. Returns the rows of the original and the file, the subject,
+    and the fault of the file or None. With a fault, `job.out` is not changed. Raises UserError.
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]

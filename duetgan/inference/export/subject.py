@@ -36,11 +36,10 @@ EXAMPLES = 2  # rows of the inputs for tracing; torch.export would treat a batch
 
 
 class Drawing(nn.Module):
-    """A generator as a function of z [N, z_dim] and labels, with its stored noise, truncated to
-    `psi`. The images [N, channels, height, width] lie in about [-1, 1].
+    """A generator as a function of z [N, z_dim] and labels, with stored noise, truncated to `psi`.
 
-    Labels are int64 [N], or multi-hot floats [N, classes] if images may have several; they are left
-    out for an unconditional generator.
+    The images [N, channels, height, width] lie in about [-1, 1]. Labels are int64 [N], or multi-hot
+    floats [N, classes] if images may have several; an unconditional generator takes none.
     """
 
     centres: Tensor  # centres of the truncation: [labels, w_dim], or [w_dim] for all labels
@@ -106,7 +105,7 @@ class Subject:
         return fold_batchnorm(self.network) if self.is_classifier else self.network
 
     def rows(self, count: int) -> Inputs:
-        """Return inputs of `count` rows: those of the check, repeated if they are fewer."""
+        """Return a batch of `count` of the check's inputs, repeated if there are fewer."""
         columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]
         rows = torch.arange(count) % len(columns[0])
         return tuple(_channels_last(column[rows]) for column in columns)
@@ -149,11 +148,10 @@ def classifier_subject(
     calibration: Dataset | None = None,  # images for int8; None: no int8 export
     calibrated: int = 0,  # largest number of images for the calibration
 ) -> Subject:
-    """Return a classifier with random images for the check, and other ones for the int8
-    calibration, which may come from the same file.
+    """Return a classifier with random images for the check, and others for int8's calibration.
 
-    Raises UserError if the images' classes are not those of the classifier, or if there are too few
-    images.
+    Both may come from the same file. Raises UserError if the images' classes are not those of the
+    classifier, or if there are too few images.
     """
     classifier = classifier_from(checkpoint, several=True)
     if images.classes:

@@ -39,8 +39,9 @@ def program(subject: Subject) -> torch.export.ExportedProgram:
 def traced(
     network: nn.Module, inputs: tuple[object, ...], shapes: Any
 ) -> torch.export.ExportedProgram:
-    """Trace a network with torch.export; `shapes` are its `dynamic_shapes`. The inputs, which may
-    be private images, and paths of this machine are removed from the program.
+    """Trace a network with torch.export; `shapes` are the argument `dynamic_shapes`.
+
+    The inputs, which may be private images, and this machine's paths are removed from the program.
     """
     program = torch.export.export(network, inputs, dynamic_shapes=shapes)
     program.example_inputs = None

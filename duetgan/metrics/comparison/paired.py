@@ -23,12 +23,12 @@ class Difference:
 
 
 def paired_fractions(first: np.ndarray, second: np.ndarray) -> Difference:
-    """Compare the fractions of hits of two classifiers on the same images, both bool [n].
+    """Compare the fractions of hits, bool [n], of two classifiers on the same images.
 
-    p is that of McNemar's exact test: if only one classifier is correct on an image, either is
-    equally likely to be. The interval is Tango's (1998), which keeps its level for few images and
-    for fractions near 0 and 1. It is extended to 0 if the exact test, which is more conservative,
-    is not significant.
+    p is that of McNemar's exact test; its null hypothesis: if only one classifier is correct on an
+    image, it is as likely the first as the second. The interval is Tango's (1998), which keeps its
+    level for few images and for fractions near 0 and 1, extended to 0 if the exact test, which is
+    more conservative, is not significant.
     """
     from scipy.stats import binomtest  # imported here because SciPy is slow to import
 
@@ -83,7 +83,7 @@ def independent_figures(
 
     Metrics of the same test images are correlated, so that the interval is too wide rather than too
     narrow. p is that of a normal distribution whose mean is the difference, and whose 95 % interval
-    has the same limit on the side of 0.
+    ends at the same limit on the side of 0.
     """
     value = second - first
     low = value - math.hypot(second - second_interval[0], first_interval[1] - first)

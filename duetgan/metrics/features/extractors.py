@@ -83,7 +83,7 @@ def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
     """Adapt an extractor of 8-bit grey or RGB images to images of `spec`.
 
     `visible` converts the images. Transparent images are laid on each of BACKGROUNDS, and the
-    features are concatenated. The extractor's new name has the channels and backgrounds.
+    features are concatenated. The extractor's new name tells the channels and backgrounds.
     """
     if spec.plain:
         return extractor
@@ -186,8 +186,8 @@ def resnet50_features(
 ) -> Extractor:
     """Return the extractor of the 2048 pooled features of an ImageNet ResNet-50.
 
-    Images up to 64 px are scaled bilinearly to 64x64 px, larger ones to 224x224 px. Grey is repeated
-    to three channels.
+    Images up to 64 px are scaled bilinearly to 64x64 px, larger ones to 224x224 px. Grey is
+    repeated to three channels.
     """
     path = needed_weights(weights, "extractor resnet50 needs a weights file")
     device = torch.device(device)

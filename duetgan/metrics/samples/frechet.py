@@ -2,10 +2,11 @@
 
 Heusel et al. 2017, 1706.08500, equation 6.
 
-The variance is that of the infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6), from the
-derivative of the distance by the weight of each image, which its own decomposition gives. A
-bootstrap would take minutes to decompose covariances of 2048 features for each resample, and would
-be biased: a resample that holds images twice has a narrower covariance than its source.
+The variance is that of the infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6). The
+jackknife needs the distance's derivative by each image's weight, which follows from the
+decomposition that gives the distance. A bootstrap would take minutes to decompose covariances of
+2048 features for each resample, and would be biased: a resample that holds images twice has a
+narrower covariance than its source.
 """
 
 import torch

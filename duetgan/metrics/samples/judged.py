@@ -16,7 +16,7 @@ def recognised(
     """Return the fraction of samples that a classifier, the judge, predicts as requested.
 
     If samples have several labels, all must be predicted as requested. The value of a class is the
-    fraction of the samples requested with it for which it is predicted; None if there are none.
+    fraction of the samples of this class predicted to have the class; None if there are none.
     """
     classes = probabilities.shape[1]
     requested = multi_hot(labels, classes)

@@ -69,7 +69,7 @@ def fraction_below(
 ) -> tuple[float, float, float]:
     """Return the fraction of samples that are unusually near to a training image.
 
-    Their distance is below a bound: the `tail` quantile of the distances of held-out images.
+    Near is below a bound, the `tail` quantile of the distances of held-out images.
 
     Args:
         samples: Distance of each sample to the nearest training image, [n].
@@ -218,7 +218,7 @@ def search_extractor(extractors: Sequence[Extractor], spec: ImageSpec) -> Extrac
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
-    """Draw training images, n for the floor and then others, in all `searched` if that is more.
+    """Draw `searched` training images, or all if there are fewer; at least n, for the floor.
 
     The first n do not depend on `searched`.
     """
@@ -297,7 +297,7 @@ def neighbour_images(
 ) -> tuple[list[Tensor], list[str]]:
     """Return pictures of the pairs of `search_copies`, with captions.
 
-    A picture, uint8 [C, H, 2 * W + gap], has the sample, generated again, left of the training image.
+    A picture, uint8 [C, H, 2 W + gap], has the sample, generated again, left of the training image.
 
     Args:
         copies: The result of `search_copies`.

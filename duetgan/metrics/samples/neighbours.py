@@ -79,7 +79,7 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
 class Neighbourhoods:
     """Counts of m samples and n real images in each other's balls.
 
-    Counts [., G] are separate for the group of the counted image.
+    The second dimension, G, separates the counts by the group of the counted image.
     """
 
     # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
@@ -141,7 +141,7 @@ def _one_hot(count: int) -> Tensor:
 
 
 class Estimate(NamedTuple):
-    """Mean over images of a metric of their counts, and its values without groups of images."""
+    """Mean over images of a function of their counts, and the mean without each group of images."""
 
     value: float
     without_averaged: Tensor  # [G]: without a group of the images that it averages over
@@ -160,8 +160,8 @@ def estimate(
     """Average a metric of single images, over all images and without each group of images.
 
     Args:
-        counts: Count of other images for each of a images, by the group of the others, [a, G].
-        figure: The metric of an image as a function of its total count, [a] -> [a].
+        counts: For each of A images, the numbers of counted images in each group, [A, G].
+        figure: The metric of an image as a function of its total count, [A] -> [A].
         counted: Number of images in the set that is counted.
         rescale: If True, counts without a group are scaled up to the size of the whole set.
     """
@@ -237,9 +237,10 @@ def clipped_density(near: Neighbourhoods) -> Measured:
 
 
 def clipped_coverage(near: Neighbourhoods) -> Measured:
-    """Return the fraction of good samples that is expected to fill real images' balls as observed.
+    """Return M / m if M ideal samples are expected to fill real images' balls as the m samples do.
 
-    The fullness of a ball is its number of samples, at most k, divided by k.
+    Ideal samples are distributed as the real images. The fullness of a ball is its number of
+    samples, at most k, divided by k.
     """
     samples = len(near.dense)
     fullness = estimate(near.covering, _filled, samples, rescale=True).measured()

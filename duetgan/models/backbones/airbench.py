@@ -1,5 +1,5 @@
-"""airbench94 (Keller Jordan, 2404.00498, as in its airbench94_muon.py): 94 % on CIFAR-10 in eight
-epochs.
+"""The network of airbench94 (Keller Jordan, 2404.00498, in airbench94_muon.py), which reaches 94 %
+on CIFAR-10 in eight epochs.
 
 The first convolution whitens patches of 2x2 px: `whitening` computes its filters from training
 images before the first step; of this layer only the bias trains. The other convolutions start as
@@ -57,9 +57,9 @@ def _layer(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class ScaledPool(nn.Module):
-    """Global max pooling to [N, C, 1, 1], times SCALE, which scales the logits.
+    """Global max pooling to [N, C, 1, 1], times SCALE.
 
-    Adaptive pooling has no deterministic gradient on CUDA.
+    Adaptive pooling is not used, because its gradient is not deterministic on CUDA.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 class Backbone:
     """Description of a family of networks by the names of their modules.
 
-    It is all that freezing, layer decay, splits, checkpointing, Grad-CAM, weights and export use.
+    Freezing, layer decay, splits, checkpointing, Grad-CAM, weights and export use nothing else.
     """
 
     names: tuple[str, ...]  # the family's values of model.name
@@ -70,7 +70,7 @@ class Backbone:
     ) -> nn.Module:
         """Return the network with initial weights.
 
-        Raises UserError for a stem or strides that it cannot have.
+        Raises UserError for a stem or strides that the network cannot have.
         """
         if stem != "imagenet" and not self.stems:
             raise UserError(
@@ -145,8 +145,8 @@ class Backbone:
     def images_of(self, name: str, file: str) -> tuple[int, int, str]:
         """Return the side, shorter side and filter (see `images`) for the published weights.
 
-        For torchvision's networks they are those of the weights file `file`, or else of the first
-        weights.
+        For a network of torchvision, `file` names the weights; if it is unknown, the values of the
+        network's first weights are returned.
         """
         if self.images is not None:
             return self.images
@@ -167,7 +167,7 @@ class Backbone:
         """Return the features [N, F] that the head takes.
 
         Args:
-            network: The network without its head.
+            network: The network; its head is not called.
             x: Images [N, channels, H, W] as the first convolution takes them, or the output of the
                 first `begin` stages.
             run: Calls a stage's modules, see `Run`.

@@ -8,8 +8,8 @@ from duetgan.models.backbones.base import Backbone
 def he_strides(network: Any) -> bool:
     """Move each stage's stride of 2 from conv2 to conv1, as in He's original bottlenecks.
 
-    Those stride in the first 1x1 convolution, torchvision's in the 3x3 one. Returns False, without
-    a change, for a network of basic blocks.
+    He's have the stride in the first 1x1 convolution, torchvision's in the 3x3 one. Returns False,
+    without a change, for a network of basic blocks.
     """
     if not hasattr(network.layer2[0], "conv3"):
         return False

@@ -58,8 +58,8 @@ class EqualizedConv2d(nn.Module):
     """Convolution with equalised learning rate, bias, and optional FIR downsampling by 2 before it.
 
     Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2].
-    `gain` scales the output (sqrt(0.5) on residual branches). To save an operation, it is
-    multiplied into the weights and bias, as is the activation's gain.
+    `gain` scales the output (sqrt(0.5) on residual branches). To save an operation, `gain` and the
+    activation's gain are multiplied into the weights and the bias.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ _kernels: dict[_KernelKey, Tensor] = {}
 def fir_kernel(channels: int, gain: float, x: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
     """Return a depthwise kernel [channels, 1, k, k] in the dtype and on the device of `x`.
 
-    It is the outer product of the k `taps` with themselves, of the sum `gain`.
+    The kernel is the outer product of the k `taps` with themselves, scaled to sum to `gain`.
     """
     make = _make_kernel if torch.compiler.is_dynamo_compiling() else constant_kernel
     return make(gain, taps, x.dtype, x.device).expand(channels, 1, -1, -1)
@@ -236,8 +236,8 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
 def uses_odd_taps(x: Tensor) -> bool:
     """Return True if 3x3 taps and means of neighbours are faster for `x` than 4x4 taps.
 
-    They are on CUDA: cuDNN has no kernel for 4x4 depthwise filters, which took 70 % of StyleGAN2's
-    step on an H200 (docs/measurements/gpu.md).
+    On CUDA this is so: cuDNN has no kernel for 4x4 depthwise filters, which took 70 % of
+    StyleGAN2's step on an H200 (docs/measurements/gpu.md).
     """
     return x.is_cuda
 

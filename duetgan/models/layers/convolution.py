@@ -24,7 +24,7 @@ _penalised = False
 def penalised(on: bool = True) -> Iterator[None]:
     """Make second derivatives of `convolve` fast inside the block, and first ones a little slower.
 
-    With `on` False they are autograd's inside the block.
+    With `on` False, the block uses autograd's derivatives.
     """
     global _penalised
     previous = _penalised
@@ -167,8 +167,8 @@ class _Joined(torch.autograd.Function):
 class _Gradient(torch.autograd.Function):
     """Gradient of <grad, convolution> for `target`: the input x if `for_input`, else the weight.
 
-    It is bilinear in `grad` and `factor`, which is the other of x and the weight. Only the shape
-    and the memory format of `target` matter.
+    The gradient is bilinear in `grad` and `factor`; `factor` is the weight if `for_input`, else x.
+    Only the shape and the memory format of `target` matter.
     """
 
     @staticmethod

@@ -69,11 +69,12 @@ def normalised_for_fp16(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Divide each sample's style [N, I] and each filter by its max norm.
 
-    With inputs within +-256 no product exceeds fp16's range. The result does not depend on the
-    norms, so gradients treat them as constants.
+    With inputs within +-256 no product exceeds fp16's range. The scaled output does not depend on
+    the norms, so gradients treat them as constants.
 
     Returns:
-        Style [N, I], weight [O, I, k, k] and the scale [N, O] that restores the norms.
+        Style [N, I]; weight [O, I, k, k] times `weight_gain`; and the output's scale [N, O], which
+        restores the norms and, if `scale` is given, applies it and undoes `weight_gain`.
     """
     style_norm = style.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-8)  # [N, 1]
     weight_norm = weight.detach().abs().amax(dim=(1, 2, 3)).clamp_min(1e-8)  # [O]

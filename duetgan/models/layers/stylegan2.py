@@ -24,8 +24,8 @@ def channels_at(resolution: int, base: int, maximum: int) -> int:
 class MappingNetwork(nn.Module):
     """Mapping network: z [N, z_dim] and labels [N] (int64) -> w [N, w_dim].
 
-    z and the embedded label are each normalised to unit second moment and concatenated. It runs
-    without autocast, in the precision of its parameters.
+    z and the embedded label are each normalised to unit second moment and concatenated. The network
+    runs without autocast, in the precision of its parameters.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class FromRGB(EqualizedConv2d):
 class DiscriminatorBlock(nn.Module):
     """Two 3x3 convolutions, the second of which halves H and W, and if `residual` a 1x1 skip.
 
-    With the skip, both branches are multiplied by sqrt(0.5). The clamp (for the second one times
-    this factor) bounds the 3x3 convolutions' outputs, not the skip's, as in NVIDIA's code.
+    With the skip, both branches are multiplied by sqrt(0.5), and so is the clamp of the second
+    convolution. The skip's output is not clamped, as in NVIDIA's code.
     """
 
     def __init__(
