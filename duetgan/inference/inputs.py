@@ -43,10 +43,10 @@ class Transform:
     """A function that prepares an image for a network: float32 [C, H, W] in [-1, 1], of the shape
     of `spec`.
 
-    The image is resized as the network's training images were. It is a file name, a PIL image, an
-    array [H, W] or [H, W, C], or a tensor [C, H, W]. Arrays and tensors are of uint8, or of floats
-    in [0, 1]; if `spec` is not plain, of values in its range. Transforms can be pickled for the
-    workers of a DataLoader. Raises UserError for an image that cannot be read, and for floats
+    Images are resized as the network's training images were. An image is a file name, a PIL image,
+    an array [H, W] or [H, W, C], or a tensor [C, H, W]. Arrays and tensors are of uint8, or of
+    floats in [0, 1]; if `spec` is not plain, of values in its range. Transforms can be pickled for
+    the workers of a DataLoader. Raises UserError for an image that cannot be read, and for floats
     outside [0, 1].
     """
 

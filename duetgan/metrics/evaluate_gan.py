@@ -122,9 +122,10 @@ def gather(
 ) -> Gathered:
     """Compute all features that the metrics need.
 
-    There is one pass over the samples, one over the test images, and one per extractor over the
-    training images. n is at most the number of test images and, with `floor`, of training images.
-    Sample i has the label of the i-th test image drawn, so that both have equal class frequencies.
+    There is one pass over the samples, one over the test images, and at most one per extractor over
+    the training images. n is at most the number of test images and, with `floor`, of training
+    images. Sample i has the label of the i-th test image drawn, so that both have equal class
+    frequencies.
     """
     train, notes = _second_real_set(dataset, train_dataset)
     real = real or RealFeatures(batch_size=batch_size, show=show)

@@ -120,8 +120,8 @@ def root(
 def jackknife_variance(left_out: Tensor) -> float:
     """Return the variance of an estimate by the delete-a-group jackknife (Tukey 1958).
 
-    It suits metrics of nearest neighbours, which a bootstrap would bias: a resample holds images
-    twice, and a duplicate is nearer than any neighbour.
+    The jackknife suits metrics of nearest neighbours, which a bootstrap would bias: a resample
+    holds images twice, and a duplicate is nearer than any neighbour.
 
     Args:
         left_out: The estimate without each of G equal groups of images, [G].

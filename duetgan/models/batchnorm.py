@@ -80,8 +80,8 @@ class _AllReduceSum(torch.autograd.Function):
 class CPUSyncBatchNorm2d(nn.BatchNorm2d):
     """`BatchNorm2d` whose training statistics are computed over the samples of all ranks.
 
-    It has the state-dict keys of BatchNorm2d and equals it in evaluation or with one process. Ranks
-    may have different numbers of samples.
+    The state-dict keys are those of BatchNorm2d, and so are the outputs in evaluation or with one
+    process. Ranks may have different numbers of samples.
     """
 
     def forward(self, input: Tensor) -> Tensor:

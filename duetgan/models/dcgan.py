@@ -2,9 +2,9 @@
 discriminator's weights have a fixed spectral norm.
 
 No layer uses statistics of the batch, so that several ranks and micro-batches give the same result
-as one process: where the papers' generators have BatchNorm, this one scales every pixel's channels
-to unit mean square (1710.10196, section 4.2), and the spectral norms are updated after the
-discriminator's updates instead of in its forward passes.
+as one process: where the papers' generators have BatchNorm, this generator scales every pixel's
+channels to unit mean square (1710.10196, section 4.2), and the spectral norms are updated after the
+discriminator's updates instead of in the discriminator's forward passes.
 """
 
 import math

@@ -211,7 +211,7 @@ class StyledGenerator(ImageGenerator):
 
         It is the mean w for each label [N, w_dim], or `w_avg` [w_dim] if `mean` is "global" or
         there are no classes. Truncation towards `w_avg` makes samples lose their class together
-        with their variety; the mean of the class preserves it (conditional truncation, 2202.11777).
+        with their variety; the mean of a class preserves the class (2202.11777).
         """
         if mean == "global" or not self.classes:
             return self.w_avg

@@ -158,7 +158,7 @@ class Linear(nn.Module):
 
 class Block(nn.Module):
     """Residual block x + 1x1(grouped 3x3(1x1(x))); a bias and a leaky ReLU follow the first two
-    convolutions. It starts as the identity.
+    convolutions. The block starts as the identity.
     """
 
     def __init__(self, width: int, inside: int, cardinality: int, *, gain: float) -> None:

@@ -192,7 +192,7 @@ def open_checkpoint(source: str | Path, which: str) -> tuple[Path, Checkpoint]:
 def read(path: Path) -> Checkpoint:
     """Return the checkpoint of a path or name that `resolve` returned, its tensors on the CPU.
 
-    No code in the file is run. Raises UserError if it is missing or damaged, and for weights that
+    No code in the file is run. Raises UserError for a missing or damaged file, and for weights that
     are not exactly those of a known network.
     """
     try:

@@ -2,7 +2,7 @@
 
 The formulas are those of the papers. The modulated convolution is the training form: the style
 scales the activations, one convolution for all samples follows, and the demodulation coefficient
-scales its output. Each block chooses its precision under fp16 autocast (`models/layers/fp16.py`).
+scales the output. `models/layers/fp16.py` chooses each block's precision under fp16 autocast.
 """
 
 import math

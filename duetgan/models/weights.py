@@ -378,8 +378,8 @@ def fit_first(filters: Tensor, target: Tensor, *, alpha: bool = False) -> tuple[
 
     Filters that fit already are returned unchanged. For grey images the filters are summed over the
     channels, so that a grey image gives the outputs of its RGB version. For other numbers of
-    channels they are repeated and scaled so that equal channels give the same outputs (timm's
-    `adapt_input_conv`). A smaller kernel is the centre of the filters.
+    channels the filters are repeated and scaled so that equal channels give the same outputs
+    (timm's `adapt_input_conv`). A smaller kernel is the centre of the filters.
 
     Args:
         filters: [O, C, k, k].

@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 class Quickstart:
-    """The runner of a quickstart's plan. It adds up the time of each step in timings.json.
+    """The runner of a quickstart's plan, which adds up each step's time in timings.json.
 
     Args:
         folder: folder of the results.

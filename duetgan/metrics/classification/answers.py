@@ -1,6 +1,6 @@
 """Metrics of a classifier: pure functions of its logits on labelled images.
 
-They depend neither on batches nor on processes. Calibration follows Guo et al. 2017 (1706.04599).
+The metrics depend neither on batches nor on processes. Calibration follows Guo et al. 2017 (1706.04599).
 """
 
 import itertools
@@ -23,8 +23,8 @@ class Ranking:
     """Ranking of images by a score, with its AUROC and average precision, and their influences.
 
     Images of equal score form one level. The influence of an image on a metric is the metric's
-    derivative by the image's weight, times n. For the AUROC, the mean squared influence divided by
-    n is DeLong's variance (1988).
+    derivative by the image's weight, times the number n of images. For the AUROC, the mean squared
+    influence divided by n is DeLong's variance (1988).
     """
 
     def __init__(self, scores: np.ndarray, positive: np.ndarray) -> None:

@@ -62,8 +62,8 @@ class Extractor:
 def pixel_features(spec: ImageSpec) -> Extractor:
     """Return the extractor `pixels`: the image averaged down to 8x8 px, in [0, 1].
 
-    Colours are multiplied by alpha. It needs no weights and hardly any time, but is only a rough
-    measure, meant for training.
+    Colours are multiplied by alpha. The extractor needs no weights and hardly any time, but is only
+    a rough measure, meant for training.
     """
 
     def compute(images: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ def resnet50_features(
 ) -> Extractor:
     """Return the extractor of the 2048 pooled features of an ImageNet ResNet-50.
 
-    Images up to 64 px are scaled bilinearly to 64x64 px, larger ones to 224x224 px. Grey is
-    repeated to three channels.
+    Images whose sides are at most 64 px are scaled bilinearly to 64x64 px, others to 224x224 px.
+    Grey is repeated to three channels.
     """
     path = needed_weights(weights, "extractor resnet50 needs a weights file")
     device = torch.device(device)

@@ -35,8 +35,8 @@ def class_score(probabilities: Tensor) -> Measured:
     Salimans et al. 2016, 1606.03498, section 4: exp(mean over images of KL(p(y|x) || p(y))), over
     all n images at once, not in splits. It lies between 1 (all predictions are the same, or none is
     confident) and K (all are confident, and all classes equally frequent). Published Inception
-    scores come from another network and cannot be compared with it. An image's influence on the
-    logarithm of the score is its divergence minus the mean divergence.
+    scores come from another network and cannot be compared with this one. An image's influence on
+    the logarithm of the score is its divergence minus the mean divergence.
     """
     p = probabilities.detach().cpu().double()
     divergences = torch.special.xlogy(p, p).sum(1) - torch.special.xlogy(p, p.mean(0)).sum(1)  # [n]

@@ -197,7 +197,7 @@ def recall(near: Neighbourhoods) -> Measured:
 def density(near: Neighbourhoods) -> Measured:
     """Return the mean number of real images' balls that hold a sample, divided by k.
 
-    It is about 1 if the samples are real images, and above 1 if they concentrate in dense regions.
+    About 1 if the samples are real images, above 1 if the samples concentrate in dense regions.
     """
     result = estimate(
         near.dense, lambda counts: counts / K_DENSITY, len(near.covering), rescale=True
@@ -258,7 +258,7 @@ def expected_fullness(samples: int, real: int, k: int) -> np.ndarray:
     """Return the expected min(J, k) / k for M = 0 to `samples` draws, float64 [samples + 1].
 
     J is the number of M draws from the distribution of N real images that lie in the ball to the
-    k-th nearest of the N - 1 other real images. It is beta-binomial with the parameters k and N - k
+    k-th nearest of the N - 1 other real images. J is beta-binomial with the parameters k and N - k
     for any distribution (section 4.2 of the paper).
     """
     from scipy.stats import betabinom  # imported here because the import takes a second

@@ -128,8 +128,8 @@ class _ScaledActivation(torch.autograd.Function):
 def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None) -> Tensor:
     """Return leaky_relu(x * scale + bias + noise), the step after a modulated convolution.
 
-    It keeps one intermediate in memory and is differentiable any number of times; autograd's
-    derivative of addcmul would pass over the image once more.
+    The backward pass needs only the inputs and the output. Differentiable any number of times;
+    autograd's derivative of addcmul would pass over the image once more.
 
     Args:
         x: [N, C, H, W].
@@ -185,11 +185,10 @@ def fir_kernel(channels: int, gain: float, x: Tensor, taps: tuple[float, ...] = 
 def _make_kernel(
     gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a kernel [1, 1, k, k] (see `fir_kernel`) filled on the device, without a copy
-    from the host.
+    """Return a kernel [1, 1, k, k] (see `fir_kernel`), filled on the device without a copy.
 
-    Compiled graphs call it in each pass, because a cached kernel would add guards, and torch 2.11
-    accepts only one constant in a graph.
+    Compiled graphs make the kernel in each pass, because a cached kernel would add guards, and
+    torch 2.11 accepts only one constant in a graph.
     """
     line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in taps])
     return (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]

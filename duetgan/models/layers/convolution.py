@@ -64,7 +64,7 @@ class Context(Protocol):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that convolutions of `x` run in: autocast's if it is on, else its own."""
+    """Return the dtype that convolutions of `x` run in: autocast's if that is on, else x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -104,7 +104,7 @@ class DiscriminatorBlock(nn.Module):
 def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
     """Append to `x` a map with the standard deviation over groups of samples.
 
-    It is sqrt(var + 1e-8), averaged over channels and pixels: [N, C, H, W] -> [N, C + 1, H, W].
+    The map is sqrt(var + 1e-8), averaged over channels and pixels: [N, C, H, W] -> [N, C + 1, H, W].
 
     Args:
         group: Number of consecutive samples of a group.
