@@ -44,11 +44,12 @@ def audit_gan_run(
     """Test if a generator gives away its training images; return the results, ready for JSON.
 
     The results hold attacks, controls, tests with planted copies and the verdict. Also writes
-    `audit.png` and `audit_nearest.png` into the folder `out`.
+    `audit.png` and `audit_nearest.png` into the folder `out`, and sets an empty
+    `options.extractor` to the default.
 
     Raises:
         UserError: If the training images or enough held-out images (`dataset`) are not available,
-            or their classes are not the generator's.
+            `dataset` has other classes than the generator, or `options.searched` is 0.
     """
     with collectives.raising_together():
         generator = generator_from(checkpoint, collectives.choose_device(options.device))
@@ -144,14 +145,15 @@ def audit_gan_run(
 
 
 def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> Document:
-    """Return the results of `attacks` and of their `controls`, by the name of the score.
+    """Return the results of `attack` for each score (`attacks`) and for its control (`controls`).
 
-    A control attacks one half of the held-out images as if they were training images.
+    A control attacks one half of the held-out images as if that half were training images.
 
     Args:
-        scores: Scores of the training images, then of the held-out images, [members + held out].
+        scores: Name of a score -> its values for the training images, then for the held-out
+            images, [members + held out].
         members: Number of training images.
-        seed: Seed of the halves.
+        seed: Seed of the division into halves.
     """
     document: Document = {"attacks": {}, "controls": {}}
     for name, score in scores.items():
@@ -168,7 +170,8 @@ def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
     """Open the dataset that the generator was trained on; the audit calls its images members.
 
     Raises:
-        UserError: If it is not available, or `dataset`, the held-out images, is part of it.
+        UserError: If that dataset is not available, or `dataset`, which should hold held-out
+            images, was trained on.
     """
     train, reason = training_images(checkpoint)
     if train is None:
@@ -241,7 +244,7 @@ def _logits(
     """Return the discriminator's logits of the selected images of all files, in order, float64.
 
     All ranks must call this; only rank 0 gets logits. Returns None if the checkpoint has no
-    discriminator, or one that has not grown to the full resolution.
+    discriminator, or if its discriminator has not grown to the full resolution.
     """
     full_side = generator.spec.side
     side, alpha = checkpoint.get("stage", [full_side, 1.0])
@@ -303,9 +306,9 @@ class Partners:
 
 
 def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
-    """Draw histograms and the ROC curve of each score of an audit.
+    """Draw histograms and the ROC curve of each score of an audit into the image file `path`.
 
-    A score has the values of `members` training images, then those of the held-out images.
+    A score holds the values of the training images, `members` in number, then of the held-out ones.
     """
     figure = new_figure(9.0, 3.2 * len(scores))
     axes = figure.subplots(len(scores), 2, squeeze=False)

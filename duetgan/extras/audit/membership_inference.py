@@ -37,14 +37,14 @@ NOT_SHOWN = [
 
 
 def attack(members: Tensor, held_out: Tensor) -> Document:
-    """Measure how well scores separate members, [m], from held-out images, [n].
+    """Measure how well the scores of members, [m], and of held-out images, [n], are separated.
 
     Both sets of images must be drawn from the same distribution.
 
     Returns:
         `auc` with its `interval`; `p_value`, corrected after Bonferroni for the number of tests;
-        `top`, fraction of held-out images above a threshold -> fraction of members above it; the
-        numbers of `members` and `held_out` images.
+        `top`, fraction of held-out images above a threshold -> fraction of members above the same
+        threshold; the numbers of `members` and `held_out` images.
 
     Raises:
         ValueError: If a side is empty.
@@ -76,9 +76,9 @@ def attack(members: Tensor, held_out: Tensor) -> Document:
 def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
     """Return the area under the ROC curve of members' and others' scores, and its 95 % interval.
 
-    Ties count as half. The interval is that of DeLong, DeLong and Clarke-Pearson (1988). If the
-    separation is perfect, their variance is 0, and the interval is Wilson's for the number of
-    images of the smaller side.
+    Ties count as half. The interval is that of DeLong, DeLong and Clarke-Pearson (1988). A perfect
+    separation has variance 0, which gives no such interval; then the interval is Wilson's for the
+    number of images of the smaller side.
     """
     sizes = len(members), len(held_out)
     ranking = Ranking(torch.cat([members, held_out]).numpy(), np.arange(sum(sizes)) < sizes[0])
@@ -95,9 +95,9 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
 def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
     """Return the p-value of the number of members that score above the `rank`-th held-out image.
 
-    Null hypothesis: all m + n images are in random order. The p-value is exact: k or more
-    members score above the image if the top k + rank - 1 images hold fewer than `rank` held-out
-    ones; that count is hypergeometric. Ties count against the members.
+    Null hypothesis: all m + n images are in random order. The p-value is exact: k or more members
+    score above that held-out image if fewer than `rank` of the k + rank - 1 images with the highest
+    scores are held-out ones; their number is hypergeometric. Ties count against the members.
     """
     from scipy.stats import hypergeom  # imported here because the import takes a second
 
@@ -119,7 +119,7 @@ def distances_with_copies(
     distances: Tensor,  # to the nearest sample, float64 [r]
     draws: Tensor,  # indices of the k real images to plant, in each of R tries, int64 [R, k]
 ) -> Tensor:
-    """Return the distance of each real image to the nearest sample or planted image, [R, r]."""
+    """Return each real image's distance to the nearest sample or planted image, by try, [R, r]."""
     to_planted = torch.stack(
         [neighbours(real, real[planted], 1)[0][:, 0].sqrt() for planted in draws]
     )

@@ -1,15 +1,15 @@
 """Edits: move images of a generator from one class of a classifier towards another, along a
 direction in w or z that changes little else.
 
-The gradients of the classes' logits give their slopes. The direction n from class a to b maximises
-(g n)^2 / n A n with g = slope_b - slope_a and
+The slope of a class is the mean gradient of its logit by w or z. The direction n from class a to b
+maximises (g n)^2 / n A n with g = slope_b - slope_a and
 
     A = 1 + pixel_weight * mean change of pixels + keep_weight * change of the other classes
 
-where each term is scaled to a trace of `size`, the dimension of w or z. With both weights 0, n is g
-itself (InterFaceGAN's normal, 1907.10786, is that of a linear model). With an infinite keep_weight,
-n is g without its component along the other classes, InterFaceGAN's conditional manipulation
-(section 2.3).
+where 1 is the identity and each change is scaled to a trace of `size`, the dimension of w or z.
+With both weights 0, n is g itself (InterFaceGAN's normal, 1907.10786, is that of a linear model).
+With pixel_weight 0 and an infinite keep_weight, n is g without its component along the other
+classes, InterFaceGAN's conditional manipulation (section 2.3).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +36,13 @@ from duetgan.utils.seeding import seed_of
 # number of other classes whose logits an edit preserves: the most probable ones of the samples
 PRESERVED = 8
 DRAWS = 4  # random vectors for each image that estimate the change of its pixels
-PATIENCE = 50  # most samples to draw for each one that is needed of a class
+PATIENCE = 50  # largest number of samples to draw for each sample that is needed of a class
 GRID = 24  # equal steps at which the probability of the target class is checked
 
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction from one class to another; a step of 1 adds `vector`."""
+    """A direction from one class to another; a step of 1 adds `vector` to w or z."""
 
     source: int
     target: int
@@ -52,8 +52,8 @@ class Direction:
 
 class Editor:
     """Directions from class to class, and edits of images along them. An edit in w moves the styles
-    of all layers; an edit in z leaves the generator's label unchanged. Deterministic for the
-    sampler's seed.
+    of all layers; an edit in z leaves the generator's label unchanged. Results are deterministic
+    for the sampler's seed.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class Editor:
         """Return the first `count` samples that the classifier predicts as `label`. `seed` replaces
         the sampler's seed.
 
-        A conditional generator draws samples of that class. Raises UserError if too few are found.
+        A conditional generator draws samples of the class `label` alone. Raises UserError if fewer
+        than `count` are found among PATIENCE times as many.
         """
         sampler = self.sampler if seed is None else replace(self.sampler, seed=seed)
         if sampler.chosen:
@@ -192,7 +193,7 @@ class Editor:
 
     def _sensitivity(self, start: Start, labels: list[int]) -> tuple[Tensor, Tensor]:
         """Return the slopes of the logits of `labels`, float64 [k, size], and the `pixel_rows` of
-        all images, float64 [m, size].
+        all images, float64 [m, size]; m is 0 if `pixel_weight` is 0.
         """
         slopes = torch.zeros(len(labels), self.size, dtype=torch.float64)
         rows = [torch.zeros(0, self.size, dtype=torch.float64)]
@@ -235,8 +236,9 @@ def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
 
 
 def pixel_rows(images: Tensor, offsets: Tensor, draws: Iterator[Tensor]) -> Tensor:
-    """Return rows r [n * draws, size] whose mean r r^T estimates how the mean square of the pixels
-    changes with the offsets: r = J^T v with v from N(0, 1 / pixels).
+    """Return random rows r [n * draws, size]; the mean of r r^T estimates J^T J / pixels.
+
+    J is the Jacobian of an image by its offset. A row is J^T v with v from N(0, 1 / pixels).
 
     Args:
         images: [n, C, H, W], which depend on `offsets` [n, size].

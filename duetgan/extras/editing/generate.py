@@ -70,7 +70,7 @@ def add_options(add: Add) -> None:
 
 
 def edit(options: Namespace) -> str:
-    """Draw images that change from one class to another."""
+    """Write strips of images that change from one class to another; return a summary of them."""
     config = config_from(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options, several=False)
     from duetgan.extras.editing.editor import Editor, pair_of

@@ -21,8 +21,8 @@ def load_edit_judge(
     """Load the classifier that judges edits.
 
     Raises:
-        UserError: If it cannot judge the generator's samples, or is the guide or another checkpoint
-            of the guide's run.
+        UserError: If the classifier cannot judge the generator's samples, or is the guide or
+            another checkpoint of the guide's run.
     """
     file, guide_file = resolve(run), resolve(guide)
     is_of_guide_run = (

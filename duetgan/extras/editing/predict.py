@@ -45,8 +45,9 @@ def add_options(add: Callable[..., object]) -> None:
 def prepare(
     options: Namespace, inputs: "Inputs", classes: list[str], classifier: "Classifier"
 ) -> Callable[[str, Answer], Answer] | None:
-    """Load the generator for `--counterfactual`, or return None without it. Raises UserError for
-    invalid options and for a generator of other classes.
+    """Return a function (image name, its prediction) -> its counterfactual, with the generator
+    loaded; None without `--counterfactual`. Raises UserError for invalid options and for a
+    generator of other classes.
     """
     from duetgan.extras.editing.strips import Counterfactuals
     from duetgan.inference.predictions import requested_files

@@ -24,7 +24,7 @@ from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 
-COLUMNS = 7  # images of a strip, without the one that was projected
+COLUMNS = 7  # images of a strip, not counting the original of a projected image
 END = 1.25  # last step of a strip, relative to the step at which its image arrives
 
 
@@ -36,7 +36,7 @@ class Strip:
     images: list[Tensor]
     captions: list[str]
     arrived: bool  # True if the target's probability reached `EditConfig.reach`
-    step: float  # the step at which it did, else the step of the largest probability
+    step: float  # the step at which the image arrived, else the step of the largest probability
     probability: float  # probability of the target at this step
     change: float  # mean absolute change of the pixels at this step, 0 to 1
 
@@ -51,8 +51,9 @@ def make_strips(
     # uint8 [1, C, H, H], first image of the strip, from which `start` was projected
     original: Tensor | None = None,
 ) -> list[Strip]:
-    """Return a strip for each image: `columns` equal steps from 0 to END times the step at which it
-    arrives. `judge` is a second classifier, for the captions only.
+    """Return a strip for each image of `start`: `columns` images at equal steps, from 0 to END
+    times the step at which the image arrives. `judge` is a second classifier, for the captions
+    only.
     """
     steps, arrived = editor.reach(start, direction)
     unedited = editor.images(start, direction, 0.0 * steps)
@@ -137,8 +138,7 @@ def counterfactual(
     judge: Classifier | None = None,
 ) -> tuple[Strip, Direction]:
     """Return the strip of an image from class `source` to `target`, and the direction. The image is
-    first projected to w, starting at the mean of class `source`; the projection to w+ starts at the
-    result.
+    first projected to w, starting at the mean of class `source`, and from the result to w+.
 
     Raises UserError for a generator without w.
     """

@@ -113,7 +113,7 @@ Answer = Document | str  # a JSON object, or HTML
 
 
 class Query:
-    """The parameters of a request. Every getter raises UserError for a missing or invalid one."""
+    """The parameters of a request. Methods raise UserError for missing or invalid ones."""
 
     def __init__(self, request: Request, runs: Sequence[LoadedRun]) -> None:
         self._request = request
@@ -241,8 +241,8 @@ class App:
         return response(environ, start_response)
 
     def _admit(self, request: Request) -> Response | None:
-        """Check whether the browser may use the explorer. Returns None if it may, or a redirect
-        that sets the cookie if the address contains the token. Raises HTTPException.
+        """Return None if the browser may use the explorer. For an address that contains the token,
+        return a redirect that sets the cookie. Raises HTTPException for all other requests.
         """
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")

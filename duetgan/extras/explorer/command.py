@@ -1,7 +1,7 @@
 """Explore models in a browser.
 
-It shows samples, style mixtures, latent walks, predictions with explanations, and the course of
-runs.
+The page shows samples, style mixtures, latent walks, predictions with explanations, and the course
+of runs.
 """
 
 import ipaddress

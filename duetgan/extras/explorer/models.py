@@ -235,7 +235,7 @@ def mix(run: LoadedRun, pair: tuple[Source, Source], layers: Sequence[int]) -> D
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair(Sampler):
-    """A sampler of two samples: sample 0 is its own first one, sample 1 the first of `second`."""
+    """A sampler of two samples: 0 is this sampler's first one, 1 is the first one of `second`."""
 
     second: Sampler
 
@@ -311,7 +311,7 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
 
 @cache
 def editor_of(run: LoadedRun, classifier: LoadedRun) -> "Editor":
-    """Return an editor of a generator's samples by a classifier. It caches latent directions."""
+    """Return the editor of a generator's samples by a classifier, cached with its directions."""
     from duetgan.extras.editing.editor import Editor
 
     names = classifier.checkpoint["classes"]

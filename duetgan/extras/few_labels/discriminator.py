@@ -112,11 +112,10 @@ def read_form(run: str) -> Tree:
 
 
 def load_discriminator(model: Classifier) -> str:
-    """Copy the weights of a GAN's discriminator, except its head, and return a message.
+    """Copy the weights of a GAN's discriminator, except its head, to `model`; return a message.
 
-    `model.config.weights` is the run of the GAN. Its discriminator has seen samples of its
-    generator. So the lineage of the classifier records these samples, and the classifier cannot
-    judge them.
+    `model.config.weights` is the run of the GAN. The discriminator has seen samples of the GAN's
+    generator, so `model.lineage` is set to record them: the classifier cannot judge this generator.
 
     Raises:
         UserError: The checkpoint is not of a GAN, or its discriminator differs from the one that

@@ -21,10 +21,11 @@ def spreading(
 ) -> tuple[Tensor, Tensor]:
     """Spread labels over a neighbour graph and return the scores of each class.
 
-    Two images are joined if one is among the NEIGHBOURS nearest of the other in principal
-    components of unit variance, of which there are at most a tenth as many as images. The iteration
-    is F <- ALPHA S F + (1 - ALPHA) Y with S = D^-1/2 W D^-1/2 (section 2). Scores of a class sum to
-    1 over the images of the graph.
+    Two images are joined if one is among the NEIGHBOURS nearest of the other, with weight 2 if both
+    are. Distances are in the first principal components, scaled to unit variance: COMPONENTS of
+    them, but at most a tenth of the number of images. The iteration is
+    F <- ALPHA S F + (1 - ALPHA) Y with S = D^-1/2 W D^-1/2 (section 2). Scores of a class sum to 1
+    over the images of the graph.
 
     Args:
         features: Features of the images of the graph, [n, F].

@@ -1,4 +1,4 @@
-"""The classifier's task with unlabelled images, which takes the place of the core's."""
+"""A classifier's task that can use unlabelled images. It replaces the core's `classifier` task."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ from duetgan.utils.distributed import collectives
 class FewLabelsTask(ClassifierTask):
     """The training of a classifier, with unlabelled images if the config names some.
 
-    With weight 0 these do not train, but standardise the features of the probe.
+    If `unlabelled.weight` is 0, they are used only to standardise the features of the probe.
     """
 
     def __init__(

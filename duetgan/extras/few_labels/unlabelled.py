@@ -69,8 +69,8 @@ class FewLabelsConfig(ClassifierConfig):
 class Unlabelled:
     """The unlabelled images and their pseudo-labels.
 
-    `draw` reads and labels the images of a step. Their order is a function of seed and step. The
-    state is the means that give the thresholds, and the propagated labels.
+    `draw` reads and labels the images of a step; their choice depends only on seed and step. The
+    state is the moving means from which the thresholds are computed, and the propagated labels.
     """
 
     optional = True  # A run that started without unlabelled images has no such state.
@@ -116,7 +116,8 @@ class Unlabelled:
     def draw(self, step: int, teacher: nn.Module, precision: Precision) -> tuple[Tensor, Targets]:
         """Read the unlabelled images of update number `step`, and label them by `teacher`.
 
-        `used_fraction` is set to the fraction of them that is used, which adds up over the ranks.
+        Sets `used_fraction` to the number of this rank's images that are used, divided by the size
+        of the global batch, so that it adds up over the ranks.
         Returns the images under strong augmentation, uint8 [n, C, H, W], and their targets.
         """
         settings, batch_size, device = self.settings, self.sampler.batch_size, precision.device
@@ -152,7 +153,8 @@ class Unlabelled:
     def _thresholds(self, probabilities: Tensor, confidences: Tensor) -> Tensor:
         """Return the least probability of a pseudo-label of each class, [K].
 
-        Adaptive ones are `threshold` times those of FreeMatch (2205.07246, equations 5, 8 and 9).
+        Adaptive ones are `threshold` times those of FreeMatch (2205.07246, equations 5, 8 and 9),
+        computed from `means`, which this call updates over all ranks.
         """
         if not self.settings.adaptive:
             return confidences.new_full((probabilities.shape[1],), self.settings.threshold)

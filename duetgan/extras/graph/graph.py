@@ -21,7 +21,7 @@ class _SideBySide(nn.ModuleDict):
 
 
 def draw(events: Events, networks: Mapping[str, tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
-    """Add one graph of all networks (name -> network, example inputs)."""
+    """Add one graph of all networks to TensorBoard; values are (network, example inputs)."""
     together = _SideBySide({name: network for name, (network, _) in networks.items()})
     inputs = tuple(values for _, values in networks.values())
     modes = {module: module.training for module in together.modules()}

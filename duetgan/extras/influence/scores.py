@@ -1,5 +1,5 @@
 """Scores of training images: their influence on a prediction, and how likely their labels are
-wrong. Both come from per-sample gradients of the loss.
+wrong. The scores come from per-sample gradients of the loss, and from predicted probabilities.
 
 No library is used: captum's TracInCP gives the same numbers for the head in the same time, but
 refuses channels_last networks for other layers, and needs as many lines around it; cleanlab depends
@@ -299,8 +299,8 @@ def snapshot(file: Path, device: torch.device) -> Snapshot:
 
 
 def check_data(dataset: Dataset, checkpoint: Checkpoint, path: str) -> None:
-    """Raise UserError unless the images have the classifier's classes; print a note if it was not
-    trained on them.
+    """Raise UserError unless the images have the classifier's classes; print a note if the
+    classifier was not trained on these images.
     """
     require_same_classes(
         path,
@@ -325,7 +325,9 @@ def _explain(
     image: Tensor,
     model: Classifier,
 ) -> Document:
-    """Find the training images with the largest influence on the prediction of `image`."""
+    """Write a grid of the training images with the largest influence on the prediction of `image`,
+    and return the JSON document.
+    """
     classes, top = dataset.classes, options.top
     probabilities = judge_images(model, image[None])[0]
     predicted = int(probabilities.argmax())

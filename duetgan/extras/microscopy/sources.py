@@ -55,7 +55,7 @@ class TiffSource(Source):
 class StackSource(Source):
     """Images with one file per channel, named by a pattern such as `{name}_{channel}.tif`.
 
-    Files with the same `name` are one image. Its channels are in the order of their names.
+    Files with the same `name` are one image, whose channels are sorted by the pattern's `channel`.
     """
 
     def __init__(self, files: ListedSource, pattern: str) -> None:

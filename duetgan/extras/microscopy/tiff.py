@@ -1,5 +1,5 @@
-"""TIFF files that Pillow refuses: several pages, which are the channels of an image, and other values
-than 8 bits.
+"""TIFF files that Pillow refuses: those with several pages, which become the channels of an image,
+and those with values of more than 8 bits.
 """
 
 import io
@@ -23,7 +23,7 @@ DEFLATE = (1, 8, 32946)  # Compression: none, or zlib
 
 
 def read_tiff(content: bytes) -> Values | None:
-    """Read the pages of a TIFF file as channels. Returns None for one page that Pillow reads."""
+    """Read the pages of a TIFF file as channels. Returns None for one page, if Pillow reads it."""
     # tifffile reads the files that Pillow refuses.
     with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:
         few = set(image.tag_v2.get(258, (1,))) <= {1, 8}  # type: ignore[attr-defined]  # BitsPerSample
@@ -49,7 +49,7 @@ def open_tiff(content: bytes | BinaryIO) -> Any:
     )
     with explained(ImportError, missing):
         import tifffile
-    # Its errors become ImageErrors, so that its log would only repeat them.
+    # tifffile's errors become ImageErrors, so its log would only repeat them.
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)
     # Exception: tifffile raises many types for damaged files.
     with explained(
@@ -99,7 +99,9 @@ def page_values(page: Any, size: int) -> Values:
 
 
 def _check_segments(page: Any, size: int) -> None:
-    """Raise ImageError if a strip or tile exceeds the file, or when decompressed its own size."""
+    """Raise ImageError for a compression other than deflate, and for a strip or tile that ends
+    beyond the file or holds more than its size when decompressed.
+    """
     if int(page.compression) not in DEFLATE:
         name = getattr(page.compression, "name", page.compression)
         raise ImageError(f"is compressed by {name}; save it without compression, or by deflate")

@@ -1,7 +1,8 @@
-"""The format `folder`, a model folder for publication: the weights, programs that take them as inputs, a Python module
-that needs only torch and safetensors, config.json, and README.md, a model card in the form of the
-Hugging Face hub. No file contains a path of this machine. The programs are made by torch.export;
-one file of weights serves all of them.
+"""The format `folder`: a model folder for publication.
+
+The folder has a file of weights, programs of torch.export that take these weights as inputs, a
+Python module that needs only torch and safetensors, config.json, and README.md, a model card in the
+form of the Hugging Face hub. No file contains a path of this machine.
 """
 
 import importlib.util
@@ -71,8 +72,8 @@ class Program(nn.Module):
 
 
 class Synthesis(nn.Module):
-    """A function of styles ws [N, num_ws, w_dim] and a noise map [N, 1, H, W] for each layer that
-    returns images.
+    """The synthesis of a generator as a module: styles ws [N, num_ws, w_dim] and a noise map
+    [N, 1, H, W] for each layer -> images.
     """
 
     def __init__(self, generator: StyledGenerator) -> None:
@@ -84,8 +85,8 @@ class Synthesis(nn.Module):
 
 
 def programs(subject: Subject) -> dict[str, Program]:
-    """Return the programs of a subject's network by name. In the file, weights have the names of
-    the checkpoint's state.
+    """Return the programs of a subject's network by name. In the file of weights, tensors have the
+    names of the checkpoint's state.
     """
 
     def synthesis_name(name: str) -> str:
@@ -183,8 +184,9 @@ def evaluated(checkpoint: Checkpoint) -> Document:
 
 
 def figures(document: Document) -> list[Document]:
-    """Return the metrics of an evaluation: `name`, `value`, `interval` (95 %) or null, the number
-    of images `n`, `extractor` or null, and the `floor` of distances (between real images).
+    """Return the metrics of an evaluation: `name`, `value`, `interval` (95 %) or None, the number
+    of images `n`, and `extractor` or None; for some distances also `floor`, the value between two
+    sets of real images.
     """
     # (metrics, their table, extractor)
     groups: list[tuple[Document, Sequence[Figure], str | None]] = []

@@ -118,7 +118,7 @@ class Generator(Network):
         return torch.stack(means)[indices]
 
     def synthesis(self, ws: Tensor, noise: str | Sequence[Tensor] = "const") -> Tensor:
-        """Return the images of a style for each layer, ws [N, num_ws, w_dim]."""
+        """Return the images of ws [N, num_ws, w_dim], which have a style for each layer."""
         if isinstance(noise, str):
             stored = [self.weights[name].repeat(len(ws), 1, 1, 1) for name in self.config["noise"]]
             noise = stored if noise == "const" else [torch.zeros_like(x) for x in stored]

@@ -32,7 +32,7 @@ class Block:
     name: str  # stem, a residual block (layer3.4), head
     weights: int  # its parameters
     entering: int  # its input
-    # tensors saved for its backward pass; its input counts only if no earlier block saves it
+    # tensors saved for the block's backward pass, except those that an earlier block saves too
     saved: int
 
 
@@ -55,8 +55,8 @@ def place(
     """Move the classifier's blocks to `devices` as `config.split` says.
 
     Hooks move the activations in each forward pass. The split "auto" minimises the largest memory
-    of a device in training. A copy of the classifier (`copy.deepcopy`) is split in the same way;
-    one that is moved to a single device as a whole works there.
+    of a device in training. A copy of the classifier (`copy.deepcopy`) is split in the same way; a
+    classifier that is then moved to a single device as a whole works there.
 
     Args:
         classifier: The classifier, with all weights on one device.
@@ -129,8 +129,8 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
 def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Block]:
     """Return the blocks with their memory in training, for forward passes of `samples` images.
 
-    A pass on torch's meta device determines it: nothing is computed or allocated. A tensor that
-    several blocks save counts for the first. If `reduced`, activations take half.
+    A pass on torch's meta device determines the memory: nothing is computed or allocated. A tensor
+    that several blocks save counts for the first of them. If `reduced`, activations take half.
     """
     with torch.device("meta"):
         network = Classifier(
@@ -265,7 +265,7 @@ def configured_ends(split: Mapping[str, int], names: Sequence[str], devices: int
 
 
 def place_parts(model: Classifier, config: ClassifierConfig, device: torch.device) -> None:
-    """Move the parts of a network to the devices of this process."""
+    """Move the parts of a network to the devices of this process, and set `model.parts`."""
     model.parts = place(
         model,
         collectives.own_devices(device),

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 
 def read(path: Path) -> "Converted":
-    """Return the networks in a file; its content determines which program wrote it.
+    """Return the networks in a file; its suffix and content tell which program wrote it.
 
     No code in the file is run. Raises UserError for a file that is missing, damaged, or holds
     networks that Duet does not support.

@@ -1,7 +1,7 @@
 """Conversion of networks from and to the files of other programs, tensor by tensor.
 
-For each program and network a function maps our (Duet's) tensor names to the program's names; it
-serves both directions.
+For each program and network, one function maps our (Duet's) tensor names to the program's names.
+Both directions of the conversion use this function.
 """
 
 import re
@@ -25,9 +25,9 @@ NETWORKS = {"generator": "G", "generator_ema": "G_ema", "discriminator": "D"}
 
 
 class Place(NamedTuple):
-    """Name of a tensor in another program's network, and the index that gives our tensor its shape.
+    """Name of a tensor in another program's network, and the index that turns ours into it.
 
-    The shapes differ only in dimensions of size 1.
+    `ours[view]` has the other tensor's shape, which differs only in dimensions of size 1.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Source:
     def take(self, name: str) -> Tensor:
         """Remove a tensor and return it as contiguous float32.
 
-        Raises Refused if it is missing or not finite.
+        Raises Refused if it is missing, not of floating point, or not finite.
         """
         if name not in self.tensors:
             raise Refused(f"{self.title} has no {name}")
@@ -100,7 +100,7 @@ class Source:
         return tuple(value.shape)
 
     def drop_filters(self, suffix: str, gains: tuple[float, ...] = (1.0,)) -> None:
-        """Remove the resampling filters; each must be [1, 3, 3, 1] times one of `gains`."""
+        """Remove the resampling filters, *SUFFIX; each must be FILTER times one of `gains`."""
         for name in [name for name in self.tensors if name.endswith(suffix)]:
             value = self.take(name).squeeze()
             if value.shape != FILTER.shape or not any(

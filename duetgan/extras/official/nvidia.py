@@ -73,7 +73,7 @@ class Arguments:
     def require(self, **allowed: Sequence[object]) -> None:
         """Remove arguments and raise Refused unless each has one of its allowed values.
 
-        The first value is the default.
+        `allowed` maps an argument to these values; the first one is the default.
         """
         for name, values in allowed.items():
             value = self.take(name, values[0])
@@ -143,9 +143,9 @@ def converted(
 
 
 def from_file(path: Path) -> Converted:
-    """Convert the networks in a .safetensors file made by `to_official`.
+    """Convert the networks in a .safetensors file of `export.py --format nvidia`.
 
-    Raises UserError if it is missing, too large or damaged.
+    Raises UserError if the file is missing, too large or damaged; Refused for other content.
     """
     states: dict[str, dict[str, Tensor]] = {}
     tensors, metadata = read_tensors(path, "export it again")
@@ -201,7 +201,7 @@ def to_official(gan: Converted) -> tuple[dict[str, Tensor], Tree]:
         if not state:
             continue
         place = partial(_place, network, gan.shape["resolution"])
-        # Each block and each convolution, except ToRGB's, has a resampling filter.
+        # Each block except b4, and each convolution except ToRGB's, has a resampling filter.
         matches = [FILTERED.fullmatch(place(name).name) for name in state]
         layers = {match[1] for match in matches if match}
         blocks = {layer.rpartition(".")[0] for layer in layers} - {"b4"}

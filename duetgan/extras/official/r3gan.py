@@ -54,8 +54,9 @@ def convert(content: Tree) -> Converted:
 def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> Place:
     """Return the `Place` of our tensor `name`, given the last stage and the blocks per stage.
 
-    R3GAN's generator begins a stage with the change of width, as ours does. Its discriminator ends
-    a stage with it, and ours begins the next one. The same holds for the layer at 4 px.
+    A stage of R3GAN's generator, as of ours, begins with the layer that changes the width. In
+    R3GAN's discriminator this layer ends a stage; in ours it begins the next one. The layers at
+    4 px, basis and linear, are placed in the same way.
     """
     edge = f"{MAIN}.{last}.Layers.{blocks}" if is_discriminator else f"{MAIN}.0.Layers.0"
     if name == "basis":

@@ -89,7 +89,8 @@ def to_official(gan: Converted) -> Tree:
     """Return the content of a file of rosinality's program.
 
     It has `g_ema`, `latent_avg` (one mean w for both generators) and, if present, `g` and `d`.
-    Raises Refused for networks that the program does not support.
+    A discriminator that the program does not support is left out. Raises Refused for other networks
+    that it does not support.
     """
     shape = gan.shape
     g = gan.generator

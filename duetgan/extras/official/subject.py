@@ -20,8 +20,8 @@ EXTRA_HEADS = ("auxiliary", "from_rgbs")
 
 
 def networks(checkpoint: Checkpoint) -> Converted:
-    """Return the checkpoint's networks with their complete configurations. Raises UserError unless
-    they are a StyleGAN2 at its full resolution.
+    """Return the checkpoint's networks with their complete configurations, without EXTRA_HEADS.
+    Raises UserError unless they are a fully grown StyleGAN2 for plain square images of 2^n px.
     """
     config, shape = checkpoint["config"], dict(checkpoint["shape"])
     name, size = config.get("architecture", DEFAULT), shape["resolution"]
@@ -77,7 +77,7 @@ def networks(checkpoint: Checkpoint) -> Converted:
 
 def note_group_difference(gan: Converted, fixed_group: int | None = None) -> None:
     """Print a note if the other program groups samples differently for the minibatch standard
-    deviation. `fixed_group` is its only group size, if it has only one.
+    deviation. `fixed_group` is the group size of a program that has only one.
     """
     group = gan.discriminator["minibatch_std_group"]
     order = gan.discriminator["minibatch_std_order"]

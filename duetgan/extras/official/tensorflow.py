@@ -35,7 +35,7 @@ NAMES = {
     r"LabelEmbed/(\w+)": r"mapping.embed.\1",
     r"Mapping(\d+)/(\w+)": r"mapping.fc\1.\2",
 }
-# TensorFlow's argument -> the PyTorch program's, with its default.
+# TensorFlow's argument -> the PyTorch program's argument, and the value if the file has none.
 COMMON: dict[str, tuple[str, object]] = {
     "resolution": ("img_resolution", 1024),
     "num_channels": ("img_channels", 3),
@@ -129,7 +129,7 @@ def _pytorch_name(name: str) -> str:
 
 
 def _transposed(name: str, x: np.ndarray) -> np.ndarray:
-    """Return a variable as PyTorch stores it: order of dimensions, and style biases plus 1."""
+    """Return a variable as PyTorch stores it: dimensions reordered, style biases plus 1."""
     if name.endswith("Const/const"):
         return x[0]
     if name.startswith("synthesis/noise"):

@@ -16,13 +16,13 @@ from duetgan.utils.runlog.run_log import Metrics, say_main
 from duetgan.utils.text import counted
 
 CHECK_INTERVAL = 1.0  # seconds between two checks of the load of other programs
-# seconds for which cores must be free before threads are added; doubled each time they are
+# seconds for which cores must be free before threads are added; doubled with each addition
 PATIENCE = 5.0
 MIN_ROW_SECONDS = 2.0  # shortest interval between rows whose speed is judged
 
 
 class Adapt(Callback):
-    """Uses as many threads as other programs leave cores free, with `threads: adapt` on a CPU."""
+    """Sets as many threads as other programs leave cores free, for `threads: adapt` on a CPU."""
 
     def __init__(self, count: ThreadCount) -> None:
         self.count = count
@@ -111,7 +111,7 @@ class Slowdown(Callback):
 
 
 def callbacks(config: RunConfig, device: torch.device, count: ThreadCount) -> list[Callback]:
-    """Return the callbacks of a run's pace; those before `count` set its number."""
+    """Return the callbacks of a run's pace. Their turn is before `count`, which `Adapt` sets."""
     is_cpu = device.type == "cpu"
     adapts = config.threads == "adapt" and is_cpu and collectives.world_size() == 1
     slowdown = Slowdown(watches_load=is_cpu and not adapts)

@@ -234,9 +234,8 @@ class Count(NamedTuple):
 def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
     """Count memory and operations of one process's steps with `samples` samples.
 
-    No layer is frozen.
-
-    `precision: auto` counts as bf16. No image is read.
+    Layers are frozen as at the end of the run, or of each image size. `augment` counts as its
+    default, `precision: auto` as bf16. No image is read.
     """
     config = config.changed(augment=type(vars(config)["augment"])())
     precision = "bf16" if config.precision == "auto" else config.precision
@@ -253,9 +252,9 @@ def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
 
 
 def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
-    """Return the largest multiple of `multiple` samples whose forward pass fits into `gib` GiB.
+    """Return the largest multiple of `multiple` samples that fit a GPU of `gib` GiB in one pass.
 
-    Memory lies on a line through two counts of one pass each.
+    Memory is taken as linear, through the counts `small` and `large` of one pass each.
     """
     slope = (large.peak - small.peak) / (large.samples - small.samples)
     samples = small.samples + (gib * USABLE * GIB - small.peak) / slope

@@ -16,8 +16,8 @@ def propagated_labels(
     """Propagate the labels of `labelled` images to every image of `dataset` over neighbours in the
     classifier's features.
 
-    Returns each image's class of the largest propagated weight, int64 [n], and the fraction of the
-    image's total weight that it has, float64 [n].
+    Returns the class with the largest propagated weight for each image, int64 [n], and this class's
+    fraction of the image's total weight, float64 [n].
     """
     extractors = [classifier_features(classifier, name="classifier")]
     real = RealFeatures(batch_size=batch_size)

@@ -1,6 +1,6 @@
-"""Read classifiers that other programs have trained as checkpoints.
+"""Read classifiers of other programs in the form of Duet's checkpoints.
 
-They are `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`, each optionally with `=FILE`;
+A source is `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`, optionally with `=FILE`;
 a state dict of one of torchvision's networks; or a folder that timm wrote for its hub (config.json,
 model.safetensors).
 """
@@ -35,7 +35,7 @@ IMAGENET = 1000  # number of ImageNet's classes
 
 
 def read(path: Path) -> Checkpoint | None:
-    """Return the checkpoint of a published network's name, or of another program's file."""
+    """Return the checkpoint of a published network's name or another program's file, else None."""
     if str(path).startswith(READY_MADE):
         return _ready_made(str(path))
     try:
@@ -147,7 +147,7 @@ def _classifier(
 def _class_names(path: Path, count: int, labels: Sequence[object]) -> list[str]:
     """Return `count` class names: the file's labels, ImageNet's for 1000 classes, or else numbers.
 
-    A line on stderr says so if they are numbers.
+    Prints a line to stderr if it returns numbers.
     """
     if len({str(label) for label in labels}) == count:
         return [str(label) for label in labels]

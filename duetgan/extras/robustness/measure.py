@@ -36,7 +36,7 @@ def measure_robustness(
     out: Path,
     options: Namespace,
 ) -> Finish | None:
-    """Classify corrupted images for `--robustness`.
+    """Classify corrupted images for `--robustness`; return None without this option.
 
     The returned function adds `robustness` to the results, and draws `robustness.png`.
     """
@@ -66,7 +66,7 @@ def measure_outliers(
     _out: Path,
     options: Namespace,
 ) -> Finish | None:
-    """Classify the outliers of `--ood`; the returned function adds `ood` to the results."""
+    """Classify the outliers of `--ood`, if any; the returned function adds `ood` to the results."""
     if not options.ood:
         return None
     with collectives.raising_together():
@@ -153,8 +153,8 @@ def outlier_scores(logits: Tensor, outliers: Tensor) -> Document:
 
     `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the
     logarithm of the sum of e^logit (Liu et al. 2010.03759). Test images should score higher. Each
-    score has `auroc`, `auroc_interval` and `fpr95`, the fraction of outliers whose score is as high
-    as that of 95 % of the test images.
+    score has `auroc`, `auroc_interval` and `fpr95`, the fraction of outliers that reach the
+    threshold which 95 % of the test images reach.
     """
     joined = torch.cat([logits, outliers]).double()
     is_test = np.arange(len(joined)) < len(logits)

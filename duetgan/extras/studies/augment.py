@@ -73,9 +73,9 @@ def file_of(place: Path, ratio: float) -> Path:
 def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[int]:
     """Return the number of samples of each class, rounded up.
 
-    All classes get equally many, or with `fill` in proportion to their difference from the largest
-    class, as training with `data.synthetic.balance: fill` needs. `counts` are the real images of
-    each class, `ratio` is samples per real image.
+    All classes get equally many. With `fill`, a class gets them in proportion to the number of real
+    images that it has less than the largest class, as training with `data.synthetic.balance: fill`
+    needs. `counts` are the real images of each class, `ratio` is samples per real image.
     """
     parts = max(counts) - np.array(counts, np.float64) if fill else np.ones(len(counts))
     return [int(count) for count in np.ceil(ratio * sum(counts) * parts / parts.sum() - 1e-9)]

@@ -41,8 +41,8 @@ class DistilConfig(StudyConfig):
 class Distil(Subject):
     """A comparison of students that learn a teacher's predictions on samples or on other images.
 
-    Teacher and generator are trained on all training images. A student has a few of them, which
-    differ between seeds, or none.
+    Teacher and generator are trained on all training images. A student has a few of the training
+    images, which differ between seeds, or none.
     """
 
     title = "Can samples carry what a teacher knows?"

@@ -165,8 +165,8 @@ def make_parts(data: StudyData, place: Path) -> Document:
     """Write packed files of the training, held-out, held-back and test images into `place`.
 
     Returns `classes`, the class names, and `counts`, the number of images of each class by part.
-    Raises UserError if there are no classes, if training and test images have different ones, or if
-    the images differ in size.
+    Raises UserError if there are fewer than two classes, if training and test images have different
+    classes, if a class has no test image or too few images to divide, or if images differ in size.
     """
     train, test = _sources(data, place)
     with Dataset(train) as dataset, Dataset(test) as test_dataset:
@@ -266,7 +266,10 @@ def _limits(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int
 
 
 def expected_counts(data: StudyData) -> list[int]:
-    """Return the expected number of training images of each class, duplicates included."""
+    """Return each class's number of training images before the removal of duplicates.
+
+    The classes of a named data set count as equally large.
+    """
     if data.path is None:
         return training_counts([EVEN_SOURCE] * 10, data.changed(largest=None))
     with Dataset(data.path) as dataset:

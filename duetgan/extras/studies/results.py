@@ -26,8 +26,9 @@ MIN_USED = 0.05  # fraction of its samples or labels below which an arm counts a
 class Comparison:
     """A test of whether the second arm is better than the first one and than all `controls`.
 
-    With `expected` it is a control: the study is void unless the second arm is significantly better
-    (`helps`), is not better (`not helps`), or is neither better nor worse (`same`).
+    A comparison with `expected` is a control of the study, which is void unless the second arm is
+    significantly better (`helps`), is not significantly better (`not helps`), or is neither
+    significantly better nor worse (`same`).
     """
 
     first: str

@@ -202,8 +202,9 @@ class Study:
     def _perform(self, job: Job, seed: int, title: str = "") -> bool:
         """Do a job or an arm's run, after the jobs that it needs, and write its outcome to a file.
 
-        Returns False if the outcome exists already. Raises UserError if the job's folder has files,
-        other than logs, that were made with other settings.
+        Then deletes the checkpoints of an arm's run, unless `keep_runs` is set or another job needs
+        them. Returns False if the outcome exists already. Raises UserError if the job's folder has
+        files, other than logs, that were made with other settings.
         """
         place, key = of_seed(job.place, seed), self._key(job, seed)
         file, note = record(place), place.with_name(f"{place.name}.key")
@@ -278,7 +279,10 @@ class Study:
 
 @contextmanager
 def _stopping(minutes: float | None) -> Iterator[None]:
-    """Raise StoppedBySignal after a signal or `minutes`; a training saves a checkpoint first."""
+    """Raise StoppedBySignal in the block after a signal or `minutes` (None: no limit).
+
+    A training saves a checkpoint first.
+    """
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         raise StoppedBySignal(f"{signal.Signals(signum).name}; the same command goes on")

@@ -61,7 +61,7 @@ class Drawing(Config):
         return {name: Drawing(**{name: value}) for name, value in criteria.items()}
 
     def accepts(self, classifier: Classifier, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
-        """Return True for accepted images, bool [n], and their probability of `label`, float64."""
+        """Return True for accepted images, bool [n], and each probability of `label`, float64."""
         probabilities = logits_of(classifier, images).double().softmax(1)
         low, high = self.confidence or (0.0, 1.0)
         confidence = probabilities[:, label]
@@ -89,8 +89,8 @@ def draw_samples(
     """Write packed files of samples; return the fraction of accepted candidates of each class.
 
     For each class, a smaller file has the first samples of a larger file. Existing files are
-    replaced. If too few candidates are accepted, a class gets fewer samples, but at least the one
-    with the best score.
+    replaced. If too few candidates of a `pool` are accepted, a class gets fewer samples, but at
+    least the candidate with the best score.
 
     Raises UserError if the generator is unconditional or has other classes, or if a rule without a
     pool accepts less than MIN_ACCEPTED of the samples.
@@ -147,7 +147,10 @@ def _accepted(
     pool: int | None,
     fractions: list[float | None],
 ) -> Iterator[Tensor]:
-    """Yield up to `total` accepted samples, then append the accepted fraction to `fractions`."""
+    """Yield up to `total` accepted samples, or the best one if none is accepted.
+
+    Then append the accepted fraction to `fractions`.
+    """
     drawn = accepted = 0
     best_score = -1.0
     best = torch.empty(0)

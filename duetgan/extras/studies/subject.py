@@ -91,7 +91,7 @@ class Subject(ABC):
         self.device = device
         self.jobs: dict[Path, Job] = {}  # folder -> job or arm
         self.comparisons: list[Comparison] = []
-        # name -> family whose best arm, chosen for each seed on held-out images, it stands for
+        # name of a best arm -> the family from which it is chosen, see `best`
         self.choices: dict[str, str] = {}
         self.captions: dict[str, str] = {}  # name of a picture -> caption
         self.add(
@@ -117,7 +117,8 @@ class Subject(ABC):
         """Return the names of the arms to run.
 
         These are the arms that match `only`, the controls that must help or be the same, and all
-        arms that these are compared with: for the best arm of a family, the whole family.
+        arms that these are compared with. A best arm (see `best`) with comparisons of its own is
+        included if an arm of its family matches; one without includes its whole family.
 
         Raises UserError for a pattern that matches no arm.
         """
@@ -150,8 +151,8 @@ class Subject(ABC):
         return [arm.name for arm in self.arms if arm.family == family]
 
     def compared(self, results: Results) -> list[Comparison]:
-        """Return the comparisons. One that is for GROUPS or CLASSES is repeated for each group of
-        classes or for each class.
+        """Return the declared comparisons; repeat those for GROUPS for each group of classes, and
+        those for CLASSES for each class.
         """
         class_groups = self.class_groups(results)
         groups = {GROUPS: class_groups, CLASSES: tuple(results.groups)[len(class_groups) :]}

@@ -1,7 +1,7 @@
 """Send a run's metrics to Weights & Biases, trackio or MLflow.
 
 Set `log.tracker: wandb` for a run that trains; use `duet track RUN --to wandb` for a finished one.
-Both send the rows of metrics.jsonl up to the last checkpoint, which no resume deletes.
+Both send the rows of metrics.jsonl up to the last checkpoint; a resume may delete later ones.
 RUN/tracker.json holds the last step that each tracker has, so that no row is sent twice, unless a
 kill or an error interrupts the sending. Nothing leaves this machine unless the tracker's own
 settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
@@ -128,7 +128,7 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 class Sent(Stored):
-    """A record of the rows of a run that a tracker has."""
+    """A run's state in a tracker: all rows up to `step` are there."""
 
     id: str  # the tracker's id of the run
     step: NonNegativeInt  # the last step that the tracker has

@@ -35,7 +35,7 @@ FINAL = (
 
 
 class RemoteSource(ListedSource):
-    """A "folder" below a URL: class folders, flat, or with StyleGAN's `dataset.json`."""
+    """Images below a URL: in class folders, side by side, or with StyleGAN's `dataset.json`."""
 
     def __init__(self, url: str, options: SourceOptions) -> None:
         self.url = without_secrets(url).rstrip("/")
