@@ -34,7 +34,7 @@ class Form(Stored):
 
 
 class Trunk(nn.Module):
-    """The stages of a discriminator, the means of the last maps, and a head for classes."""
+    """A network: a discriminator's stages, the means of their last maps, and a linear head."""
 
     def __init__(self, discriminator: ImageDiscriminator) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Training on unlabelled images in addition to labelled ones (FixMatch, 2001.07685).
 
-The average network predicts the class of a weakly augmented image. If it is confident, the
-prediction is the label of the same image under strong augmentation. The prediction can be mixed
-with labels that are propagated from labelled neighbours in the initial network's feature space.
+The average network predicts the class of a weakly augmented image. A confident prediction becomes
+the label of the same image under strong augmentation. Predictions can be mixed with
+labels that are propagated from labelled neighbours in the initial network's feature space.
 """
 
 import numpy as np

@@ -143,7 +143,7 @@ def tokens(overrides: Mapping[str, object]) -> list[str]:
 def _text(value: object) -> str:
     """Return a value as YAML on one line.
 
-    A bool becomes `on` or `off`, because YAML reads the mode `off` as a bool.
+    A bool becomes `on` or `off`, because YAML reads the value `off` of a mode as a bool.
     """
     if isinstance(value, str):  # Options of type str take the text unquoted.
         return value

@@ -211,8 +211,8 @@ class Subject(ABC):
     def add(self, job: Job, make: Callable[..., object], **settings: object) -> Path:
         """Declare a job or an arm, which `make(place, seed, **settings)` makes; return its folder.
 
-        An existing outcome with other settings is refused. If the settings have a path in the
-        folder of another job, that job is made first.
+        The runner refuses an outcome that was made with other settings. If the settings have a path
+        in the folder of another job, that job is made first.
         """
         needs: dict[Path, None] = {}
 
