@@ -46,7 +46,7 @@ def write_comparison(document: Document, folder: Path) -> Path:
         images=_images(runs),
         curves=shared_charts(runs),
         notes=[f"{key}: {note}" for key, note in document["notes"].items()],
-        command=shlex.join(["python", "-m", "reporting.compare", *names]),
+        command=shlex.join(["duet", "compare", *names]),
     )
 
 
