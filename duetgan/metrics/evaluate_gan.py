@@ -364,7 +364,7 @@ def evaluate_gan_run(
                 notes |= {"floor": reason, "memorisation": reason}
             interval = document["recognised_interval"]
             notes |= few_images(
-                samples.n, interval=interval, metric="recognised share", distances=True
+                samples.n, interval=interval, metric="recognised fraction", distances=True
             )
             notes |= flattered(extractors, recorded(checkpoint), judge)
             notes |= weak_judges(judge_skill, extractor_skills)

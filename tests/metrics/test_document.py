@@ -425,7 +425,7 @@ def test_a_gan(trained, pictures, capsys):
     rough += "the same n, and only large differences"
     biased = f"a class has {np.bincount(first).min()} images a side, so its distance is mostly the bias of small n: "
     biased += "compare it with metrics of the same n alone"
-    uncertain = few(expected["recognised_interval"], "recognised share", rough)
+    uncertain = few(expected["recognised_interval"], "recognised fraction", rough)
     expected["notes"] = {"n": uncertain, "intra_class_frechet": biased}
     drawings = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]
     expected["images"] = [f"{name}.png" for name in drawings]
