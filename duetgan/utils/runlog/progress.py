@@ -29,7 +29,8 @@ class Bar(tqdm):
     size.
 
     A line reads `14:03:21 packing: 1,200 of 5,000 images (24%), 85.3/s, 45 s left`. The time left
-    is estimated from recent progress, without the work inside `pausing`.
+    is estimated from recent progress, without the work inside `pausing`. Functions of the library
+    with an argument `progress` pass `disable=not progress`.
     """
 
     def __init__(
@@ -97,7 +98,11 @@ class Bar(tqdm):
 
 
 def has_terminal() -> bool:
-    """Return True if stderr can show a bar; the terminals of some containers have 0 columns."""
+    """Return True if stderr can show a bar, as notebooks can; the terminals of some containers have
+    0 columns.
+    """
+    if "ipykernel" in sys.modules:
+        return True
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):

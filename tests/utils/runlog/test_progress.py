@@ -83,6 +83,8 @@ def test_terminal_without_a_size_gets_lines(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", io.StringIO())
         assert not has_terminal()
+        patch.setitem(sys.modules, "ipykernel", io)  # a notebook draws bars, though its stderr is no terminal
+        assert has_terminal()
     parent, child = pty.openpty()
     with os.fdopen(child, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
