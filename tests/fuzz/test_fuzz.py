@@ -18,7 +18,7 @@ from tests.fuzz.kinds import KINDS
 SECONDS = os.environ.get("DUET_FUZZ_SECONDS")
 
 
-@pytest.fixture(scope="module", params=[5, pytest.param(20, marks=pytest.mark.slow)])  # seeds of each kind
+@pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])  # seeds of each kind
 def found(tmp_path_factory, request):
     """What `python -m tests.fuzz` wrote: the cases that were tried and those that broke the promise."""
     result = tmp_path_factory.mktemp("fuzz") / "result.json"
