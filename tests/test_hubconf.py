@@ -100,6 +100,7 @@ print(json.dumps(found))
             assert training is False
 
 
+@pytest.mark.slow
 def test_modules_imported_only_afterwards_are_the_users_and_late_imports_of_ours_are_ours(project):
     body = f"""
 REPO = {str(ROOT)!r}

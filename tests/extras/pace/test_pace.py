@@ -135,7 +135,8 @@ def changing(monkeypatch) -> None:
     monkeypatch.setattr(machine, "fitting", lambda _: next(fits))
 
 
-@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classifier", "gan"])
 def test_a_run_that_adapted_is_repeated_from_its_record(recipe, tmp_path, changing, task):
     config, adapted, again, other = recipe(task), *(tmp_path / name for name in ("adapted", "again", "other"))
     assert train_in_process(config, adapted, "--threads", "adapt", "--max-steps", "4") == 0

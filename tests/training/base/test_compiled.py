@@ -124,7 +124,8 @@ def test_graphs_of_each_step(folder, traced, capsys, request, name):  # noqa: F8
     assert "uncompiled" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), GROWTH], ids=["whole", "growing"])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, GROWTH], ids=["whole", "growing"])
 def test_compiled_phases_give_the_same_step(folder, traced, more):  # noqa: F811
     results = {}
     for setting in ("off", "on"):
