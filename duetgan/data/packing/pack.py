@@ -27,7 +27,7 @@ from duetgan.data.packing.split import (
 )
 from duetgan.data.packing.summary import Summary, Written, list_skipped
 from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.runlog.progress import Bar, showing
 
 # limits of --on-error skip; the larger one applies
 SKIPPED_IMAGES = 100
@@ -116,6 +116,7 @@ def pack(
     val_share: str | float | None = None,  # fraction of the images to hold out, in a second file
     val_dest: str | Path | None = None,  # the second file; None: `val_path`
     seed: int = 0,  # for drawing the held-out images
+    progress: bool = True,  # show progress bars on stderr
     # advice in the message about an image that cannot be used
     remedy: str = "pass --on-error skip to leave it out",
     **plan_options: Any,  # see data.packing.records.make_plan
@@ -133,6 +134,7 @@ def pack(
     plan = make_plan(source, **plan_options)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(showing(progress))
         *writers, whole = _open_writers(stack, source, plan, targets, overwrite, apart is not None)
         written = _write(
             source, converted(source, plan, workers), whole, skipped, drop_duplicates, bool(writers)

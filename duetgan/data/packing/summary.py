@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.record import Record
 from duetgan.data.packing.duplicates import shortened
 from duetgan.data.packing.sources import Problem
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.frames import data_frame
 from duetgan.utils.text import columns
+
+if TYPE_CHECKING:
+    import pandas
 
 LISTED = 10  # most names in the summary
 
@@ -44,6 +49,14 @@ class Summary:
     workers: int  # converting threads besides this one
     seconds: float  # until the file was complete
     duplicates: list[str] | None  # lines of the report; None: not searched
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a table of the skipped images with the columns `file` and `reason`.
+
+        Raises UserError if pandas is not installed.
+        """
+        files = [problem.name for problem in self.problems]
+        return data_frame({"file": files, "reason": [p.reason for p in self.problems]})
 
     def lines(self, dest: Path) -> list[str]:
         """Return the summary as aligned lines."""

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from tqdm import tqdm
 
 from duetgan.utils.text import duration
 
+IS_SHOWN = ContextVar("progress is shown", default=True)  # False inside `showing(False)`
 # without a terminal, however long a step or an evaluation takes
 SECONDS_BETWEEN_LINES = 25.0
 
@@ -30,7 +32,7 @@ class Bar(tqdm):
 
     A line reads `14:03:21 packing: 1,200 of 5,000 images (24%), 85.3/s, 45 s left`. The time left
     is estimated from recent progress, without the work inside `pausing`. Functions of the library
-    with an argument `progress` pass `disable=not progress`.
+    with an argument `progress` pass `disable=not progress`, or call others inside `showing`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Bar(tqdm):
         self.suffix = ""  # text at the end of a line
         self._pause = ""  # description of the current pause
         self._closed = threading.Event()
+        disable = disable or not IS_SHOWN.get()
         prints_lines = not disable and not has_terminal()
         stream = _Nowhere() if prints_lines else sys.stderr
         super().__init__(iterable, desc, total, file=stream, disable=disable, **options)
@@ -95,6 +98,16 @@ class Bar(tqdm):
             progress += f", {duration((self.total - self.n) / rate)} left"
         prefix = f"{self.desc}: " if self.desc else ""
         return f"{prefix}{progress}{self.suffix}"
+
+
+@contextmanager
+def showing(progress: bool) -> Iterator[None]:
+    """Show no bar of the work in the block unless `progress` is True."""
+    token = IS_SHOWN.set(progress and IS_SHOWN.get())
+    try:
+        yield
+    finally:
+        IS_SHOWN.reset(token)
 
 
 def has_terminal() -> bool:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from duetgan.utils.runlog import progress
-from duetgan.utils.runlog.progress import Bar, has_terminal
+from duetgan.utils.runlog.progress import Bar, has_terminal, showing
 
 LINE = re.compile(r"\d\d:\d\d:\d\d packing: 4 of 12 images \(33%\), [\d.,]+/s, \d+ s left")
 
@@ -98,3 +98,10 @@ def test_terminal_without_a_size_gets_lines(monkeypatch):
         while b"packing: 100%" not in shown:  # a pseudo-terminal gives what it has; pytest's time limit ends this
             shown += os.read(parent, 10_000)
     os.close(parent)
+
+
+def test_no_bar_is_shown_of_work_in_a_quiet_block():
+    with showing(False), showing(True):
+        assert Bar().disable
+    with showing(True), Bar() as bar:
+        assert not bar.disable
