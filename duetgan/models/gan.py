@@ -266,6 +266,8 @@ class ImageDiscriminator(ImageNetwork):
     # None, or a module: the last hidden activations [N, H] -> class logits [N, classes]
     auxiliary: Any
     config: Any
+    # True if an output depends only on its group of consecutive samples, whatever the pass holds
+    has_local_groups = True
 
     def __init__(self) -> None:
         super().__init__()

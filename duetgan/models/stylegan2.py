@@ -370,6 +370,7 @@ class Discriminator(ImageDiscriminator):
             DiscriminatorBlock(a, b, precision, residual=config.architecture == "residual")
             for (a, b), precision in zip(pairwise(widths), precisions, strict=True)
         )
+        self.has_local_groups = config.minibatch_std_order == "consecutive"
         last = self.trunk_width = widths[-1]
         self.last_conv = EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
         self.last_linear = EqualizedLinear(

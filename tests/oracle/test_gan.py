@@ -79,6 +79,10 @@ TREES: dict[str, dict[str, Any]] = {
     "defaults": SMALL | {"discriminator": {"channel_base": 64, "channel_max": 8}},
     "shared": STYLEGAN2 | {"loss": SHARED, "ema": {}, "schedule_kimg": 0.055},
     "shared-fakes": STYLEGAN2 | {"loss": SHARED | {"auxiliary_fakes": True}, "ema": {"ema_rampup": None}},
+    # its groups would mix images and samples if both were in one pass
+    "pairs-strided": STYLEGAN2
+    | {"loss": SHARED | ONE_PAIR | {"same_pairs": False}}
+    | {"discriminator": STYLEGAN2["discriminator"] | {"minibatch_std_order": "strided"}},
     "shared-pairs": STYLEGAN2 | {"loss": SHARED | ONE_PAIR},
     "same-pairs": STYLEGAN2 | {"loss": PAIRS | {"same_pairs": True}},
     "apart": STYLEGAN2 | {"loss": EVERYTHING | {"gradients_every": 2}},

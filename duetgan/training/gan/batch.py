@@ -62,8 +62,17 @@ class DiscriminatorOutput(NamedTuple):
     """Inputs and outputs of the discriminator for one micro-batch."""
 
     name: str  # kind of the images, part of the seed keys of their draws: "real", "fake", ...
-    images: Tensor  # [n, C, H, W] before adaptive augmentation
+    images: Tensor  # [n, C, H, W] before adaptive augmentation; those of the whole pass
     labels: Tensor  # int64 [n]
     hidden: Tensor  # [n, H]: the last activations
     features: Tensor  # [n, F]: multiplied by the label's embedding for the logits
     logits: Tensor  # [n]
+
+    def split(self, *names: str) -> list["DiscriminatorOutput"]:
+        """Return the outputs for each kind of images, of a pass over one kind after another."""
+        columns = (self.labels, self.hidden, self.features, self.logits)
+        parts = zip(*(column.chunk(len(names)) for column in columns), strict=True)
+        return [
+            DiscriminatorOutput(name, self.images, *part)
+            for name, part in zip(names, parts, strict=True)
+        ]

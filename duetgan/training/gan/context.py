@@ -145,24 +145,28 @@ class Context:
         batch: Images,
         step_slice: StepSlice,
         rows: slice,
-        name: str,
-        *,
+        *names: str,
         compiled: bool = False,
     ) -> DiscriminatorOutput:
         """Apply adaptive augmentation and the discriminator to a micro-batch, differentiably.
 
         Args:
-            rows: Rows of the global batch that these images are.
-            name: Kind of the images, part of the seed key of the augmentation.
+            batch: The images of the kinds `names`, one kind after another.
+            rows: Rows of the global batch that the images of each kind are.
+            names: Kinds of the images, part of the seed keys of the augmentation.
             compiled: Use the compiled network if there is one; allows a single backward pass.
         """
         network = self._compiled_hidden if compiled else self.discriminator.hidden
-        images = self.ada.augmented(
-            batch.images, step_slice.step, name, step_slice.batch_size, rows
-        )
+        images = batch.images
+        if self.ada.active:
+            parts = [
+                self.ada.augmented(part, step_slice.step, name, step_slice.batch_size, rows)
+                for name, part in zip(names, images.chunk(len(names)), strict=True)
+            ]
+            images = parts[0] if len(parts) == 1 else torch.cat(parts)
         with self.precision.autocast():
             hidden = network(images)
         features = self.discriminator.output(hidden)
         conditions = conditioning_vectors(batch.labels, self.label_sets)
         logits = self.discriminator.project(features, conditions)
-        return DiscriminatorOutput(name, batch.images, batch.labels, hidden, features, logits)
+        return DiscriminatorOutput(names[0], batch.images, batch.labels, hidden, features, logits)

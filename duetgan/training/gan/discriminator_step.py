@@ -34,27 +34,41 @@ class DiscriminatorStep:
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images], fakes: Sequence[Images]) -> None:
         """Update D and the strength of ADA from micro-batches of images and of detached samples."""
+        in_one_pass = self._in_one_pass(step_slice)
         for rows, real, fake in zip(step_slice.micro_batches(), reals, fakes, strict=True):
-            fake_output = self.discriminate(step_slice, rows, fake, "fake")
-            self.backward(step_slice, rows, fake_output, real)
+            real_output = None
+            if in_one_pass:
+                both = Images(*(torch.cat(pair) for pair in zip(real[:2], fake[:2], strict=True)))
+                output = self.discriminate(step_slice, rows, both, "real", "fake")
+                real_output, fake_output = output.split("real", "fake")
+            else:
+                fake_output = self.discriminate(step_slice, rows, fake, "fake")
+            self.backward(step_slice, rows, fake_output, real, real_output)
             self.penalise_between(step_slice, rows, real, fake)
         self.update(step_slice)
 
+    def _in_one_pass(self, step_slice: StepSlice) -> bool:
+        """Return True if D's output for images and for samples is computed in one pass.
+
+        Their graphs are needed at the same time if the objective is paired; one pass then has half
+        of the operators. A penalty on one of them alone would differentiate both.
+        """
+        due = self.penalty_weights(step_slice).keys() & {"r1", "r2"}
+        return (
+            self.objective.paired and len(due) != 1 and self.context.discriminator.has_local_groups
+        )
+
     def discriminate(
-        self, step_slice: StepSlice, rows: slice, batch: Images, name: str
+        self, step_slice: StepSlice, rows: slice, batch: Images, *names: str
     ) -> DiscriminatorOutput:
-        """Return the output of D, with a graph, for a micro-batch of images of the kind `name`.
+        """Return the output of D, with a graph, for images of the kinds `names`, one after another.
 
         The graph includes the images if a penalty on them is due.
         """
-        due = PENALTIES[name][0] in self.penalty_weights(step_slice)
+        due = PENALTIES[names[0]][0] in self.penalty_weights(step_slice)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
         with phase("discriminator/forward"), penalised(due):
-            output = self.context.discriminate(batch, step_slice, rows, name, compiled=not due)
-        if name == "real":
-            step_slice.add("logits/real", output.logits.sum() / step_slice.batch_size)
-            step_slice.add("logits/real_sign", output.logits.sign().sum() / step_slice.batch_size)
-        return output
+            return self.context.discriminate(batch, step_slice, rows, *names, compiled=not due)
 
     def backward(
         self,
@@ -75,6 +89,8 @@ class DiscriminatorStep:
             self._backward(step_slice, rows, values.sum(), [fake_output])
         if real_output is None:
             real_output = self.discriminate(step_slice, rows, real, "real")
+        step_slice.add("logits/real", real_output.logits.sum() / step_slice.batch_size)
+        step_slice.add("logits/real_sign", real_output.logits.sign().sum() / step_slice.batch_size)
         if self.objective.paired:
             values = self.objective.real(real_output.logits - fake_output.logits)
             self._backward(step_slice, rows, values.sum(), [real_output, fake_output])
@@ -148,12 +164,23 @@ class DiscriminatorStep:
             phase("discriminator/penalty" if due else "discriminator/backward"),
             penalised(bool(due)),
         ):
-            for output in due:
-                name, penalty = PENALTIES[output.name]
-                values = penalty(output.logits, output.images, self.context.precision.scale())
+            for output, values in zip(due, self._penalties(due), strict=True):
+                name, _ = PENALTIES[output.name]
                 mean = values.sum() / step_slice.batch_size
                 step_slice.add(f"loss/{name}", mean * weights[name])
                 loss = loss + mean * (weights[name] * self.loss.r1_interval)
             final = "between" if "gradient_penalty" in weights else "real"
             self.updater.overlap(last=step_slice.is_last(rows) and outputs[0].name == final)
             self.context.precision.backward(loss, self.updater.parameters)
+
+    def _penalties(self, outputs: Sequence[DiscriminatorOutput]) -> Sequence[Tensor]:
+        """Return the penalty of each image [n] of each output; the outputs are of one pass."""
+        if not outputs:
+            return ()
+        _, penalty = PENALTIES[outputs[0].name]
+        logits = outputs[0].logits
+        if len(outputs) > 1:
+            logits = torch.cat([output.logits for output in outputs])
+        return penalty(logits, outputs[0].images, self.context.precision.scale()).chunk(
+            len(outputs)
+        )
