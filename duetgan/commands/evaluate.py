@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.utils import extras
 from duetgan.utils.checkpoint import resolve, resolve_for_people
+from duetgan.utils.checkpoint.provenance import describe_history
 from duetgan.utils.config.cli import (
     Parser,
     add_model_options,
@@ -189,6 +190,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process; of several processes (ranks), rank 0 writes and prints."""
     from duetgan.metrics.lineage import run_folder
     from duetgan.utils.distributed import collectives
+    from duetgan.utils.runlog.run_log import say_main
 
     path = collectives.from_main_process(
         lambda: resolve_for_people(options.checkpoint, options.which)
@@ -210,6 +212,9 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         "data": data,
     }
     document = {**head, "seed": options.seed, **metrics}
+    if history := describe_history(checkpoint):
+        document["history"] = history
+        say_main(history)
     if kind is KINDS["gan"] and collectives.is_main():
         from duetgan.inference.samples import draw_style_tables
 

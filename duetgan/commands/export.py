@@ -10,6 +10,7 @@ from pathlib import Path
 from duetgan.inference.export.formats import FORMATS
 from duetgan.utils import machine
 from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.checkpoint.provenance import describe_history
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
 
 
@@ -107,6 +108,8 @@ def main(argv: list[str]) -> int:
 
     machine.settle()
     checkpoint = read(path)
+    if history := describe_history(checkpoint):
+        print(history, file=sys.stderr)
     rows, subject, failure = export(options, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:

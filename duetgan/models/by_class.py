@@ -20,7 +20,7 @@ class ClassPart(NamedTuple):
     """The dimension of a weight tensor that has one entry per class."""
 
     dimension: int
-    is_scaled: bool = False  # the network divides the tensor by sqrt(number of classes)
+    exponent: float = 0.0  # the network divides the tensor by (number of classes)^exponent
 
 
 def class_parts(network: nn.Module) -> dict[str, ClassPart]:
@@ -32,10 +32,11 @@ def class_parts(network: nn.Module) -> dict[str, ClassPart]:
     for name, module in network.named_modules():
         kind = name.rpartition(".")[2]
         if kind == "embed":
-            parts[f"{name}.weight"] = ClassPart(1, isinstance(module, EqualizedLinear))
+            parts[f"{name}.weight"] = ClassPart(1, isinstance(module, EqualizedLinear) / 2)
             parts[f"{name}.v"] = ClassPart(0)  # singular vector of a spectral norm
         elif kind == "auxiliary":
-            parts |= {f"{name}.weight": ClassPart(0), f"{name}.bias": ClassPart(0)}
+            # `u` is the other singular vector.
+            parts |= {f"{name}.{tensor}": ClassPart(0) for tensor in ("weight", "bias", "u")}
     if isinstance(network, Classifier):
         head = f"network.{network.backbone.head}"
         layers = [
@@ -72,20 +73,27 @@ def copy_by_name(
     pairs = [(index, number[name]) for index, name in enumerate(names) if name in number]
     to, origin = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
     copied = source.index_select(part.dimension, origin).to(target.dtype)
-    if part.is_scaled:
-        copied = copied * (len(names) / len(source_names)) ** 0.5
+    if part.exponent and len(names) != len(source_names):
+        copied = copied * (len(names) / len(source_names)) ** part.exponent
     return target.cpu().index_copy(part.dimension, to, copied)
 
 
 def describe_match(names: Sequence[str], source_names: Sequence[str]) -> str:
-    """Return a message about the classes that are copied by name; empty if both lists are equal."""
+    """Return a message about the classes that are copied by name; empty if both lists are equal.
+
+    It names the classes that were taken, those that are new, and those that were dropped.
+    """
     if list(names) == list(source_names):
         return ""
     if not names:
         return f"without the {len(source_names)} classes there: this network has none"
+    common = [name for name in names if name in set(source_names)]
     new = [name for name in names if name not in set(source_names)]
+    dropped = [name for name in source_names if name not in set(names)]
+    message = f"{len(common)} of {len(names)} classes taken by name"
     if not new:
-        return f"all {len(names)} classes taken by name"
-    return (
-        f"{len(names) - len(new)} of {len(names)} classes taken by name, new: {listed(new, LISTED)}"
-    )
+        message = f"all {len(names)} classes taken by name"
+    for text, group in ((": ", common), ("; new: ", new), ("; dropped: ", dropped)):
+        if group:
+            message += text + listed(group, LISTED)
+    return message

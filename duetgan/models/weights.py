@@ -293,7 +293,9 @@ def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> 
     copied = len(expected)
     notes = ["head taken"]
     file_classes = _class_names(metadata)
-    if classes and file_classes:
+    if classes and not file_classes:
+        notes = ["head taken by number, because the file names no classes"]
+    elif classes:
         match = describe_match(classes, file_classes)
         if match:
             notes = [f"head: {match}"]

@@ -133,6 +133,9 @@ def data_tables(run: Run) -> list[Table]:
         rows[2].append(size)
         rows[3].append(str(data.get("content_hash", "-"))[:12])
     tables: list[Table] = [(["data", *datasets], rows)]
+    if history := as_dict(run.data.get("history")):
+        changes = [[str(step), str(path)] for step, path in history.items()]
+        tables.append((["from", "training images"], changes))
     counts = [as_dict(data.get("by_class")) for data in datasets.values()]
     classes: dict[str, list[str]] = {}
     for count in counts:

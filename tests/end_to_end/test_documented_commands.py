@@ -69,7 +69,7 @@ def folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: recipes, class folders of photos, images to predict."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     rng = np.random.default_rng(0)
-    for part, count in (("photos", 12), ("parts/train", 12), ("parts/val", 12)):
+    for part, count in (("photos", 12), ("parts/train", 12), ("parts/val", 12), ("new-photos", 12)):
         for name in ("cats", "dogs"):
             (tmp_path / part / name).mkdir(parents=True)
             for index in range(count):
@@ -231,6 +231,7 @@ PREPARED = {  # page -> its files that are not of 64 px
     "data-at-scale": {"train.lmdb": 128},
 }
 FILES = ("train", "val", "train-val", "test", "photos", "photos-val", "few", "faces", "held-out", "datasets/photos")
+PHOTOS = ("parts/train", "parts/val", "datasets/photos", "new-photos")
 SHELL = ("cd", "cp", "mkdir", "export", "git", "source")  # of the system; what they name is on no fresh machine
 NETWORK = re.compile(r"s3://|/mnt/|/local/|/shared/|shards/|\bsample\b|fake\.lmdb|all\.lmdb")
 OF_DOCKER = {"build", "run", "compose", "stop"}
@@ -273,7 +274,7 @@ def checkout(photos, tmp_path, monkeypatch):
         files = [path for path in REPOSITORY.iterdir() if path.suffix in (".toml", ".lock", ".yaml", ".py")]
         for path in [*files, REPOSITORY / "configs", REPOSITORY / "Makefile"]:
             (tmp_path / path.name).symlink_to(path)
-        for folder in ("photos", "photos/train", "photos/val", "parts/train", "parts/val", "datasets/photos"):
+        for folder in (*PHOTOS, "photos", "photos/train", "photos/val"):
             (tmp_path / folder).mkdir(parents=True, exist_ok=True)
             if folder != "photos" or page != "classifier":
                 for name in ("cats", "dogs"):
@@ -323,7 +324,7 @@ def check_module(module: str, arguments: list[str], *, network: bool = False) ->
 
     Code of one's own would stay registered here; tests/test_package.py runs it.
     """
-    if "--import" in arguments:
+    if "--import" in arguments or "--new-data" in arguments:  # the latter takes a run
         network = True
     if module == "train" and "--list" not in arguments and not network:
         arguments = without_processes(arguments)

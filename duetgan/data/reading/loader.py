@@ -202,9 +202,16 @@ class InfiniteLoader:
         If batches depend on the training step, the state also has the step and the number of the
         batch within it.
         """
-        state = self.sampler.state_at(self.position)
+        return self._state_at(self.position)
+
+    def first_state(self, step: int) -> dict[str, object]:
+        """Return the state of a loader that reads its first batch in training step `step`."""
+        return self._state_at(Position(batches=step * self.batches_per_step))
+
+    def _state_at(self, position: Position) -> dict[str, object]:
+        state = self.sampler.state_at(position)
         if self.saves_step or self.dataset.synthetic is not None:
-            step, batch = divmod(self.position.batches, self.batches_per_step)
+            step, batch = divmod(position.batches, self.batches_per_step)
             state |= {"step": step, "batch": batch}
         return state
 

@@ -3,7 +3,7 @@
 The training loop decides which objects they hold.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +13,14 @@ from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Stateful
 from duetgan.utils import checkpoint as checkpoints
-from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
+from duetgan.utils.checkpoint.provenance import Lineage, TrainedOn, data_history, join, recorded
 from duetgan.utils.checkpoint.state_schema import FAULTS, check_part
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.runlog.run_log import say
+from duetgan.utils.runlog.run_log import say, say_main
 from duetgan.utils.runlog.versions import versions
 
 Registry = Mapping[str, Stateful]
@@ -37,6 +37,11 @@ class CheckpointManager:
         self.lineage = Lineage.of()  # all data that the weights were trained on
         # The other run's checkpoint with which this run started (training.engine.transfer).
         self.origin: Mapping[str, object] | None = None
+        # The images that the run was trained on in turn, the present ones last.
+        self.history = [self._present_images(0)]
+        # Changes a checkpoint of other images so that the run continues with the present ones.
+        self.adapt: Callable[[checkpoints.Checkpoint], str] | None = None
+        self.new_data = False  # False: a checkpoint of other images is refused
         # The last healthy step, while updates are being skipped. The two newest checkpoints up to
         # it are not deleted, because later ones may be broken.
         self.healthy: int | None = None
@@ -85,6 +90,7 @@ class CheckpointManager:
                 "content_hash": images.content_hash,
                 "count": images.count,
                 "resize_filter": images.resize_filter,
+                "history": [images.model_dump() for images in self.history],
             },
             "lineage": self.lineage.document(),
             "versions": self._versions or versions(),
@@ -204,15 +210,27 @@ class CheckpointManager:
         newest = checkpoints.load_latest(folder, warn=say)
         return None if newest is None else str(newest[0])
 
-    def _check_images(self, content: checkpoints.Checkpoint) -> None:
-        data = content.get("data") or {}
+    def _present_images(self, step: int) -> TrainedOn:
         images = self.loader.dataset.meta
-        if data.get("content_hash") != images.content_hash:
-            raise UserError(
-                f"{self.folder.path}: was trained on other images ({data.get('count')} then, "
-                f"{images.count} in {self.config.data.path} now); choose another --run-dir or give "
-                "its own data"
-            )
+        path = str(self.config.data.path)
+        return TrainedOn(step=step, content_hash=images.content_hash, count=images.count, path=path)
+
+    def _check_images(self, content: checkpoints.Checkpoint) -> None:
+        """Set `history`; if the images are not the checkpoint's, adapt its state or refuse it."""
+        self.history = data_history(content)
+        images = self.loader.dataset.meta
+        earlier = self.history[-1]
+        if earlier.content_hash != images.content_hash:
+            if self.adapt is None or not self.new_data:
+                raise UserError(
+                    f"{self.folder.path}: was trained on other images ({earlier.count} then, "
+                    f"{images.count} in {self.config.data.path} now); give its own data, add "
+                    "--new-data to continue with these, or choose another --run-dir"
+                )
+            say_main(self.adapt(content))
+            self.history.append(self._present_images(content["step"]))
+        # A later roll-back may reach a checkpoint of the earlier images.
+        self.new_data |= len(self.history) > 1
 
     def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
         """Check that the whole state fits the objects of `registry`, then load it.

@@ -74,6 +74,7 @@ def train(
     sweep: Mapping[str, Any] | None = None,
     dry_run: str | None = None,
     layers: bool = False,
+    new_data: bool = False,
 ) -> int:
     """Train or resume a run; or search a learning rate or print the plan, if requested.
 
@@ -82,6 +83,7 @@ def train(
         sweep: Options of `lr_find.Sweep` for a learning-rate search.
         dry_run: If not None, only print the plan; a module's name adds its predictions.
         layers: Print every layer in the plan.
+        new_data: Continue a run of other images with the present ones.
 
     Returns the exit code. Raises errors that `run_cli` prints.
     """
@@ -105,6 +107,7 @@ def train(
             torch_device,
             optional_weights="model.weights" not in given_keys(overrides),
         )
+        loop.manager.new_data = new_data
         if dry_run is not None:
             collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run))
             return 0
@@ -201,6 +204,7 @@ def prepare(
     if donor is not None:
         donor_lineage = donor.lineage
         loop.manager.origin = {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
+    loop.manager.adapt = transfer.NewImages(loop).adapt
     loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
     return loop
 
@@ -246,9 +250,11 @@ def _resume(loop: Loop, activity: str) -> None:
 
     collectives.from_main_process(open_folder)
     resumed, steps = loop.resume(), loop.config.steps
-    if loop.step > steps:
+    # New images need a step at least.
+    least = loop.step + (loop.step == loop.manager.history[-1].step > 0)
+    if least > steps:
         raise UserError(
-            f"--steps {steps}: the run has done {loop.step} already; give as many or more"
+            f"--steps {steps}: the run has done {loop.step} already; give {least} or more"
         )
     if resumed:
         say_main(f"{activity} step {loop.step} of {steps}")
@@ -271,6 +277,9 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train with a heartbeat of this process, and write the final status."""
     _resume(loop, "resumed at")
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
+    history = loop.manager.history
+    if len(history) > 1:
+        facts["history"] = {f"step {images.step}": images.path for images in history}
     status = StatusFile(folder)
     signals = StopSignals(status)
     loop.callbacks.append(signals)

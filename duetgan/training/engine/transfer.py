@@ -2,7 +2,8 @@
 
 Weights that fit by name and shape are copied, network by network, and the others are listed.
 Optimizers, schedules, counters and augmentation are not copied. A resumed run loads its own
-checkpoint and ignores the option.
+checkpoint and ignores the option. `NewImages` continues a run, with all of its state, on other
+images.
 """
 
 import re
@@ -18,6 +19,7 @@ from duetgan.models.by_class import class_parts, copy_by_name, describe_match
 from duetgan.models.registry import DEFAULT
 from duetgan.models.restore import inherited_lineage
 from duetgan.training.base.config import RunConfig
+from duetgan.training.engine.loop import Loop
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Updater
 from duetgan.utils import checkpoint as checkpoints
@@ -26,7 +28,7 @@ from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.config.recipes import shipped_file
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
@@ -38,6 +40,10 @@ LINES = 4  # number of tensors that a message lists; further ones are only count
 FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
 # layers that convert from and to RGB at the highest resolution
 AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
+
+# Optimizer state -> its power of the scale of the weights. If weights are multiplied by s so that
+# the outputs stay the same, gradients are divided by s.
+POWERS = {"z": 1, "momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
 class Donor(NamedTuple):
@@ -218,3 +224,105 @@ def by_resolution(name: str, network: str, resolution: int) -> str:
     if top:  # Use the name that such a layer has with progressive growing.
         return f"{top[1]}s.{resolution}.{name[top.end() :]}"
     return name
+
+
+# --- other images for a run that is resumed
+
+
+class NewImages:
+    """Other images with which a run continues (`train.py --new-data`).
+
+    Networks, averages, optimizers, counters and ADA's strength stay. The order of samples, the best
+    evaluation and early stopping begin anew, because they belong to the images.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        dataset = loop.loader.dataset
+        self.path = dataset.path
+        # empty for an unconditional generator, even if its images have classes
+        self.classes = list(dataset.classes)[: loop.task.shape["classes"]]
+        self.has_label_sets = dataset.meta.sets is not None
+        # Initial weights of each class, by id of the network, with which new classes begin.
+        self.initial: dict[int, dict[str, Tensor]] = {}
+        for part in loop.task.registry().values():
+            model = part.model if isinstance(part, EMA) else part
+            if isinstance(model, nn.Module):
+                state = model.state_dict()
+                self.initial[id(model)] = {
+                    name: state[name].detach().clone() for name in class_parts(model)
+                }
+
+    def adapt(self, content: checkpoints.Checkpoint) -> str:
+        """Change a checkpoint's state so that training continues with these images.
+
+        Weights and moments of classes are matched by class name.
+
+        Returns: A message for the user.
+
+        Raises UserError if images or classes do not fit the networks.
+        """
+        self._check(content)
+        state = content["state"]
+        if self.classes != list(content["classes"]):
+            for name, part in self.loop.task.registry().items():
+                model = part.model if isinstance(part, EMA) else part
+                if isinstance(part, Updater):
+                    self._match_moments(part, state[name]["state"], content["classes"])
+                elif isinstance(model, nn.Module):
+                    self._match_weights(model, state[name], content["classes"])
+        state["loader"] = self.loop.loader.first_state(content["step"])
+        state["loop"] |= {"best": {}, "stopping": {"best": None, "waited": 0}}
+        message = f"step {content['step']}: continuing with other images, those of {self.path}"
+        if match := describe_match(self.classes, content["classes"]):
+            message += f"; {match}"
+        return message
+
+    def _check(self, content: checkpoints.Checkpoint) -> None:
+        spec, expected = ImageSpec.read(self.loop.task.shape), ImageSpec.read(content["shape"])
+        saved = content["classes"]
+        had_label_sets = content.get("sets") or "thresholds" in content["state"].get("model", {})
+        where = f"--new-data: {self.path}"
+        refuse(
+            (
+                spec != expected,
+                f"{where}: its images are of {spec}, {spec.words}, the run's networks are for {expected}, "
+                f"{expected.words}; pack them alike, or set --data.resolution {expected.resolution}",
+            ),
+            (
+                self.classes and not saved,
+                f"{where}: its images have classes, the run has none; set --conditional false",
+            ),
+            (
+                saved and set(saved).isdisjoint(self.classes),
+                f"{where}: has none of the run's classes ({listed(saved)}), its own are "
+                f"{listed(self.classes) or 'none'}; give images of at least one of them",
+            ),
+            (
+                saved and self.has_label_sets != bool(had_label_sets),
+                f"{where}: either its images or the run's earlier ones have several labels; pack both alike",
+            ),
+        )
+
+    def _match_weights(
+        self, model: nn.Module, state: dict[str, Tensor], saved: Sequence[str]
+    ) -> None:
+        for name, part in class_parts(model).items():
+            initial = self.initial[id(model)][name]
+            state[name] = copy_by_name(initial, state[name], part, self.classes, saved)
+
+    def _match_moments(
+        self, updater: Updater, state: dict[int, dict[str, Tensor]], saved: Sequence[str]
+    ) -> None:
+        parts = class_parts(updater.model)
+        names = {id(parameter): name for name, parameter in updater.model.named_parameters()}
+        for index, parameter in enumerate(updater.parameters):
+            name, moments = names[id(parameter)], state.get(index, {})
+            if name not in parts:
+                continue
+            for key in POWERS.keys() & moments.keys():
+                initial = self.initial[id(updater.model)][name]
+                if key != "z":  # the parameter itself, without the latest gradients' average
+                    initial = initial.new_zeros(initial.shape)
+                part = parts[name]._replace(exponent=parts[name].exponent * POWERS[key])
+                moments[key] = copy_by_name(initial, moments[key], part, self.classes, saved)

@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
     assert torch.equal(after["blocks.3.first.conv.weight"], before["blocks.3.first.conv.weight"])
     assert "    stays new: blocks.3." in text
     assert "    left out: from_rgb." in text
-    assert text.splitlines()[-1] == "  3 of 5 classes taken by name, new: d, e"
+    assert text.splitlines()[-1] == "  3 of 5 classes taken by name: a, b, c; new: d, e"
 
 
 @pytest.mark.parametrize("classes", ["cab", "bd", "xyz", "abcdefg"])
@@ -210,9 +210,12 @@ def test_what_belongs_to_a_class_follows_its_name(tmp_path, classes):
         parts["dcgan"] = DcganDiscriminator(DcganConfig(width=2), resolution=16, channels=1, classes=count)
     before = {name: {k: v.clone() for k, v in net.state_dict().items()} for name, net in ours.items() if name != "loop"}
     told = taken_from(saved(tmp_path, theirs), ours, classes=classes).splitlines()[-1]
-    new = [name for name in classes if name not in "abc"]
-    some = f"  {len(classes) - len(new)} of {len(classes)} classes taken by name, new: {', '.join(new)}"
-    assert told == (some if new else "  all 3 classes taken by name")
+    assert told == {
+        "cab": "  all 3 classes taken by name: c, a, b",
+        "bd": "  1 of 2 classes taken by name: b; new: d; dropped: a, c",
+        "xyz": "  0 of 3 classes taken by name; new: x, y, z; dropped: a, b, c",
+        "abcdefg": "  3 of 7 classes taken by name: a, b, c; new: d, e, f, g",
+    }[classes]
 
     def embedded(network, number):
         network = getattr(network, "mapping", network)
@@ -240,7 +243,7 @@ def test_a_network_that_the_donor_lacks_stays_new_and_other_names_of_classes_are
     lines = taken_from(path, ours, classes="xbz").splitlines()
     assert torch.equal(ours["discriminator"].output.weight, before)
     assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in lines
-    assert lines[-1] == "  1 of 3 classes taken by name, new: x, z"
+    assert lines[-1] == "  1 of 3 classes taken by name: b; new: x, z; dropped: a, c"
 
 
 def test_weights_keep_our_precision_and_layout(tmp_path):
