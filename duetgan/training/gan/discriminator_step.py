@@ -173,14 +173,17 @@ class DiscriminatorStep:
             self.updater.overlap(last=step_slice.is_last(rows) and outputs[0].name == final)
             self.context.precision.backward(loss, self.updater.parameters)
 
-    def _penalties(self, outputs: Sequence[DiscriminatorOutput]) -> Sequence[Tensor]:
-        """Return the penalty of each image [n] of each output; the outputs are of one pass."""
-        if not outputs:
-            return ()
-        _, penalty = PENALTIES[outputs[0].name]
-        logits = outputs[0].logits
-        if len(outputs) > 1:
-            logits = torch.cat([output.logits for output in outputs])
-        return penalty(logits, outputs[0].images, self.context.precision.scale()).chunk(
-            len(outputs)
-        )
+    def _penalties(self, outputs: Sequence[DiscriminatorOutput]) -> list[Tensor]:
+        """Return the penalty of each image [n], for each of the outputs."""
+        passes: dict[int, list[DiscriminatorOutput]] = {}
+        for output in outputs:
+            passes.setdefault(id(output.images), []).append(output)
+        values: list[Tensor] = []
+        for parts in passes.values():
+            _, penalty = PENALTIES[parts[0].name]
+            logits = parts[0].logits
+            if len(parts) > 1:
+                logits = torch.cat([part.logits for part in parts])
+            images = parts[0].images
+            values += penalty(logits, images, self.context.precision.scale()).chunk(len(parts))
+        return values
