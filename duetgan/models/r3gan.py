@@ -15,7 +15,13 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 from duetgan.models.gan import ImageDiscriminator, PlainGenerator, floor_to_two, run, sizes_up_to
-from duetgan.models.layers import LEAKY_SLOPE, compute_dtype, downsample_fir, upsample_fir
+from duetgan.models.layers import (
+    LEAKY_SLOPE,
+    activated_convolution,
+    compute_dtype,
+    downsample_fir,
+    upsample_fir,
+)
 from duetgan.models.layers.convolution import Geometry, convolve
 from duetgan.utils.config.model import Config, PositiveInt
 from duetgan.utils.errors import UserError
@@ -137,9 +143,11 @@ class Convolution(nn.Module):
         dtype = compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
         geometry = Geometry(padding=self.weight.shape[-1] // 2, groups=self.groups)
-        x = convolve(x.to(dtype), self.weight.to(dtype), bias, geometry)
-        # In place, as nothing else needs the convolution's output: saves half of a block's memory.
-        return x if bias is None else F.leaky_relu(x, LEAKY_SLOPE, inplace=True)
+        x = x.to(dtype)
+        weight = self.weight.to(dtype)
+        if bias is None:
+            return convolve(x, weight, None, geometry)
+        return activated_convolution(x, weight, bias, geometry)
 
 
 class Linear(nn.Module):

@@ -27,6 +27,7 @@ from duetgan.models.layers import (
     EqualizedConv2d,
     EqualizedLinear,
     blur_fir,
+    clamped,
     compute_dtype,
     normalize_second_moment,
     pointwise,
@@ -34,7 +35,7 @@ from duetgan.models.layers import (
     upsample_fir,
 )
 from duetgan.models.layers.convolution import Geometry, convolve
-from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, clamped, normalised_for_fp16
+from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, normalised_for_fp16
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     FromRGB,
@@ -172,10 +173,10 @@ class StyledLayer(nn.Module):
 
     def forward(self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: Clamp = None) -> Tensor:
         x, scale = self.conv(x, w, ACTIVATION_GAIN)
-        bias = (self.bias * ACTIVATION_GAIN).to(x.dtype)[None, :, None, None]
+        bias = (self.bias * ACTIVATION_GAIN).to(x.dtype)
         if noise is not None:
             noise = (noise * (self.noise_strength * ACTIVATION_GAIN)).to(x.dtype)
-        return clamped(scaled_activation(x, scale, bias, noise), clamp)
+        return scaled_activation(x, scale, bias, noise, clamp)
 
 
 class ToRGB(nn.Module):
@@ -411,7 +412,7 @@ class Discriminator(ImageDiscriminator):
             if group > 1:
                 is_strided = self.config.minibatch_std_order == "strided"
                 x = minibatch_std(x, group, strided=is_strided)
-            return self.last_linear(clamped(self.last_conv(x), clamp).flatten(1))
+            return self.last_linear(self.last_conv(x, clamp).flatten(1))
 
     def embedded(self, labels: Tensor) -> Tensor:
         return self.label_mapping(normalize_second_moment(super().embedded(labels)))

@@ -46,7 +46,7 @@ def test_equalised_linear_starts_with_unit_scale_and_the_given_bias(lr_multiplie
 
 def activation_inputs(*, noise, dtype=torch.float64):
     """x, scale, bias and noise (or None) for `scaled_activation`, wanting gradients."""
-    shapes = {"x": (2, 3, 4, 5), "scale": (2, 3, 1, 1), "bias": (1, 3, 1, 1), "noise": (2, 1, 4, 5)}
+    shapes = {"x": (2, 3, 4, 5), "scale": (2, 3, 1, 1), "bias": (3,), "noise": (2, 1, 4, 5)}
     found = [draw(*shape, key=name).to(dtype).requires_grad_() for name, shape in shapes.items()]
     return found if noise else [*found[:3], None]
 
@@ -56,7 +56,7 @@ def activation_inputs(*, noise, dtype=torch.float64):
 def test_scaled_activation(noise, layout):
     x, scale, bias, extra = activation_inputs(noise=noise)
     arrays = [t.detach().numpy() for t in (x, scale, bias)]
-    sums = arrays[0] * arrays[1] + arrays[2] + (extra.detach().numpy() if noise else 0)
+    sums = arrays[0] * arrays[1] + arrays[2][:, None, None] + (extra.detach().numpy() if noise else 0)
     found = scaled_activation(x.to(memory_format=layout), scale, bias, extra)
     close(found, np.where(sums > 0, sums, LEAKY_SLOPE * sums))
     assert found.is_contiguous(memory_format=layout)
@@ -167,10 +167,10 @@ def matrix(oracle, shape):
     return np.stack([oracle(unit).reshape(-1) for unit in units], axis=1)
 
 
-@pytest.fixture(params=["at once", "in two"])
+@pytest.fixture(params=["convolution", "sums"])
 def low_pass(request, monkeypatch):
-    """As on the CPU, and as on GPUs."""
-    monkeypatch.setattr(layers, "uses_odd_taps", lambda _: request.param == "in two")
+    """As on the CPU, and as on GPUs without Triton."""
+    monkeypatch.setattr(layers, "uses_sums", lambda _: request.param == "sums")
 
 
 @pytest.mark.usefixtures("low_pass")

@@ -133,6 +133,7 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
 GAN_ELSEWHERE = {  # keys that no step of a GAN reads, and why
     "loss.gradients_every": "looks at gradients and changes no update",
     "architecture": "other sections: tests/oracle/test_gan.py",
+    "kernels": "tests/models/test_fused.py",
     "conditional": "another tree: tests/oracle/test_gan.py",
     **{f"{part}.{key}": f"tests/models/test_{file}.py" for part in ("generator", "discriminator")
        for key, file in (("activation_checkpointing", "activation_checkpointing"), ("fp16_resolutions", "fp16"))},

@@ -4,11 +4,13 @@ Formulas: Karras et al., StyleGAN (1812.04948) and StyleGAN2 (1912.04958).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from duetgan.models.layers import fused
 from duetgan.models.layers.convolution import Context, Geometry, convolve
 from duetgan.models.layers.convolution import compute_dtype as compute_dtype
 
@@ -81,22 +83,39 @@ class EqualizedConv2d(nn.Module):
         self.gain = gain * (ACTIVATION_GAIN if activation else 1.0)
         self.weight_gain = 1 / math.sqrt(in_channels * kernel_size**2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, limit: float | None = None) -> Tensor:
+        """Return the output, clamped to +-limit if a limit is given and there is an activation."""
         weight = self.weight * (self.weight_gain * self.gain)
         bias = None if self.bias is None else self.bias * self.gain
         kernel_size = weight.shape[-1]
+        geometry = Geometry(padding=kernel_size // 2)
         if self.downsample and kernel_size == 1:
-            x = convolve(downsample_fir(x), weight, bias, Geometry())
+            x = downsample_fir(x)
         elif self.downsample:
             # A blur at full resolution, then a convolution with stride; the blur's padding makes
             # the output H/2.
-            x = convolve(
-                blur_fir(x, padding=kernel_size // 2 + 1), weight, bias, Geometry(stride=2)
-            )
-        else:
-            x = convolve(x, weight, bias, Geometry(padding=kernel_size // 2))
-        # In place, because no derivative of a convolution needs its output.
-        return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
+            x = blur_fir(x, padding=kernel_size // 2 + 1)
+            geometry = Geometry(stride=2)
+        if self.activation:
+            return activated_convolution(x, weight, bias, geometry, limit)
+        return convolve(x, weight, bias, geometry)
+
+
+def clamped(x: Tensor, limit: float | None) -> Tensor:
+    """Return `x` clamped to +-limit; `x` itself if `limit` is None."""
+    return x if limit is None else x.clamp(-limit, limit)
+
+
+def activated_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, limit: float | None = None
+) -> Tensor:
+    """Return `convolve`'s output after a leaky ReLU and a clamp to +-limit."""
+    if bias is not None and uses_kernels(x):
+        x = convolve(x, weight, None, geometry)
+        return fused.Activation.apply(x, None, bias, None, limit)
+    x = convolve(x, weight, bias, geometry)
+    # In place, because no derivative of a convolution needs its output.
+    return clamped(F.leaky_relu(x, LEAKY_SLOPE, inplace=True), limit)
 
 
 class _ScaledActivation(torch.autograd.Function):
@@ -125,8 +144,12 @@ class _ScaledActivation(torch.autograd.Function):
         )
 
 
-def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None) -> Tensor:
+def scaled_activation(
+    x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None, limit: float | None = None
+) -> Tensor:
     """Return leaky_relu(x * scale + bias + noise), the step after a modulated convolution.
+
+    The output is clamped to +-limit if a limit is given.
 
     The backward pass needs only the inputs and the output. Differentiable any number of times;
     autograd's derivative of addcmul would pass over the image once more.
@@ -134,13 +157,16 @@ def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | No
     Args:
         x: [N, C, H, W].
         scale: [N, C, 1, 1]; all tensors have the same dtype.
-        bias: [1, C, 1, 1].
-        noise: [N, 1, H, W] or None.
+        bias: [C].
+        noise: [N or 1, 1, H, W] or None.
     """
+    if uses_kernels(x):
+        return fused.Activation.apply(x, scale, bias, noise, limit)
+    bias = bias[None, :, None, None]
     if torch.jit.is_tracing():  # TensorBoard's graph: the tracer cannot record a custom node
         x = torch.addcmul(bias, x, scale)
-        return F.leaky_relu(x if noise is None else x + noise, LEAKY_SLOPE)
-    return _ScaledActivation.apply(x, scale, bias, noise)
+        return clamped(F.leaky_relu(x if noise is None else x + noise, LEAKY_SLOPE), limit)
+    return clamped(_ScaledActivation.apply(x, scale, bias, noise), limit)
 
 
 def pointwise(x: Tensor, filters: Tensor) -> Tensor:
@@ -165,44 +191,39 @@ def pointwise(x: Tensor, filters: Tensor) -> Tensor:
 # a loop over the channels.
 
 TAPS = (1.0, 3.0, 3.0, 1.0)
-ODD_TAPS = (1.0, 2.0, 1.0)  # [1, 2, 1] * [1, 1] = [1, 3, 3, 1]
 TRANSPOSED = {"blur": "blur", "down": "up", "up": "down"}  # operation -> its transpose
 
-_KernelKey = tuple[float, tuple[float, ...], torch.dtype, torch.device]
+_KernelKey = tuple[float, torch.dtype, torch.device]
 # Kernels are cached because building one in each call would cost seven launches.
 _kernels: dict[_KernelKey, Tensor] = {}
 
 
-def fir_kernel(channels: int, gain: float, x: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
+def fir_kernel(channels: int, gain: float, x: Tensor) -> Tensor:
     """Return a depthwise kernel [channels, 1, k, k] in the dtype and on the device of `x`.
 
-    The kernel is the outer product of the k `taps` with themselves, scaled to sum to `gain`.
+    The kernel is the outer product of TAPS with themselves, scaled to sum to `gain`.
     """
     make = _make_kernel if torch.compiler.is_dynamo_compiling() else constant_kernel
-    return make(gain, taps, x.dtype, x.device).expand(channels, 1, -1, -1)
+    return make(gain, x.dtype, x.device).expand(channels, 1, -1, -1)
 
 
-def _make_kernel(
-    gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _make_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a kernel [1, 1, k, k] (see `fir_kernel`), filled on the device without a copy.
 
     Compiled graphs make the kernel in each pass, because a cached kernel would add guards, and
     torch 2.11 accepts only one constant in a graph.
     """
-    line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in taps])
-    return (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]
+    line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in TAPS])
+    return (torch.outer(line, line) * (gain / sum(TAPS) ** 2))[None, None]
 
 
-def constant_kernel(
-    gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def constant_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the kernel of `_make_kernel`, cached."""
-    key = (gain, taps, dtype, device)
+    key = (gain, dtype, device)
     kernel = _kernels.get(key)
     if kernel is None:
         with torch.inference_mode(False):
-            kernel = _make_kernel(gain, taps, dtype, device)
+            kernel = _make_kernel(gain, dtype, device)
         if type(kernel) is Tensor:  # not a stand-in of torch.export
             _kernels[key] = kernel
     return kernel
@@ -215,6 +236,8 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
     beyond which the filter reads zeros. A depthwise transposed convolution would be 3 (fp32) to 40
     (bf16) times slower on the CPU.
     """
+    if uses_kernels(x):
+        return fused.kernels().fir(x, kind, gain, padding)
     if kind == "up":
         x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it is cheapest
         with torch.autocast(x.device.type, enabled=False):  # CUDA's autocast would return fp32
@@ -223,20 +246,23 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
             edge.mul_(0.75)
         return x
     channels, stride = x.shape[1], 2 if kind == "down" else 1
-    if not uses_odd_taps(x):
+    if not uses_sums(x):
         return F.conv2d(
             x, fir_kernel(channels, gain, x), stride=stride, padding=padding, groups=channels
         )
-    x = F.conv2d(x, fir_kernel(channels, gain, x, ODD_TAPS), padding=padding, groups=channels)
-    x = torch.lerp(x[:, :, :-1:stride], x[:, :, 1::stride], 0.5)
-    return torch.lerp(x[..., :-1:stride], x[..., 1::stride], 0.5)
+    x = F.pad(x, [padding] * 4)
+    height, width = x.shape[2] - 3, x.shape[3] - 3
+    rows = [x[:, :, k : k + height : stride] for k in range(4)]
+    x = 0.125 * (rows[0] + rows[3]) + 0.375 * (rows[1] + rows[2])
+    columns = [x[..., k : k + width : stride] for k in range(4)]
+    return (columns[0] + columns[3]) * (gain / 8) + (columns[1] + columns[2]) * (gain * 3 / 8)
 
 
-def uses_odd_taps(x: Tensor) -> bool:
-    """Return True if 3x3 taps and means of neighbours are faster for `x` than 4x4 taps.
+def uses_sums(x: Tensor) -> bool:
+    """Return True if a sum of shifted images is faster for `x` than a depthwise convolution.
 
-    On CUDA this is so: cuDNN has no kernel for 4x4 depthwise filters, which took 70 % of
-    StyleGAN2's step on an H200 (docs/measurements/gpu.md).
+    On CUDA this is so, above all for a compiler, which fuses it: cuDNN has no kernel for 4x4
+    depthwise filters, which took 70 % of StyleGAN2's step on an H200 (docs/measurements/gpu.md).
     """
     return x.is_cuda
 
@@ -281,3 +307,47 @@ def upsample_fir(x: Tensor) -> Tensor:
     [N, C, H, W] -> [N, C, 2H, 2W].
     """
     return _resample(x, "up", 4.0, 1)
+
+
+# --- fused kernels
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Return True if the kernels of `fused` serve an image."""
+    return fused.can_use(x) and not fused.problem(x.device, check_kernels)
+
+
+def describe_kernels(device: torch.device) -> str:
+    """Return which kernels GANs use on a device, and the reason if these are not Triton's."""
+    if fused.setting == "off":
+        return "plain, because kernels is off"
+    problem = fused.problem(device, check_kernels)
+    return f"plain, because {problem}" if problem else "Triton"
+
+
+def check_kernels(device: torch.device) -> None:
+    """Compare the kernels on a device with plain code on the CPU, on a small image.
+
+    Raises ValueError if the results differ.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        plain = _samples(torch.device("cpu"), scaled_activation, _run)
+        results = _samples(device, fused.Activation.apply, fused.kernels().fir)
+    for result, expected in zip(results, plain, strict=True):
+        if not torch.allclose(result.cpu(), expected, rtol=1e-4, atol=1e-4):
+            raise ValueError("the results differ from those of plain code")
+
+
+def _samples(
+    device: torch.device, activation: Callable[..., Tensor], resample: Callable[..., Tensor]
+) -> list[Tensor]:
+    """Return an activation, its first and second derivatives, and resampled images."""
+    shapes = ((2, 8, 6, 4), (2, 8, 1, 1), (8,), (2, 1, 6, 4))
+    values = [torch.linspace(-1.5, 1, math.prod(shape)).view(shape).to(device) for shape in shapes]
+    values[0] = values[0].to(memory_format=torch.channels_last)
+    leaves = x, *_ = [value.requires_grad_() for value in values]
+    y = activation(*leaves, 1.0)
+    first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+    squares = torch.stack([gradient.square().sum() for gradient in first])
+    second = torch.autograd.grad(squares.sum(), leaves)
+    return [y, *first, *second, *(resample(x, kind, 2.0, 1) for kind in TRANSPOSED)]

@@ -29,11 +29,6 @@ class Fp16Config(Config):
     clamp_always: bool = False
 
 
-def clamped(x: Tensor, limit: float | None) -> Tensor:
-    """Return `x` clamped to +-limit; `x` itself if `limit` is None."""
-    return x if limit is None else x.clamp(-limit, limit)
-
-
 class LayerPrecision:
     """Precision of the layers of `size` px in a network of `resolution` px under fp16 autocast.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from duetgan.models.gan import floor_to_two, one_hot
 from duetgan.models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
-from duetgan.models.layers.fp16 import LayerPrecision, clamped
+from duetgan.models.layers.fp16 import LayerPrecision
 
 
 def channels_at(resolution: int, base: int, maximum: int) -> int:
@@ -57,11 +57,8 @@ class FromRGB(EqualizedConv2d):
         super().__init__(channels, width, 1)
         self.precision = precision
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.precision.call(self._forward, images)
-
-    def _forward(self, images: Tensor, clamp: float | None) -> Tensor:
-        return clamped(super().forward(images), clamp)
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        return self.precision.call(super().forward, images)
 
 
 class DiscriminatorBlock(nn.Module):
@@ -95,9 +92,7 @@ class DiscriminatorBlock(nn.Module):
         return self.precision.call(self._forward, x)
 
     def _forward(self, x: Tensor, clamp: float | None) -> Tensor:
-        y = self.second(clamped(self.first(x), clamp))
-        if clamp is not None:
-            y = clamped(y, clamp * self.gain)
+        y = self.second(self.first(x, clamp), None if clamp is None else clamp * self.gain)
         return y if self.skip is None else self.skip(x).add_(y)
 
 

@@ -9,6 +9,7 @@ from annotated_types import Ge
 from pydantic import create_model
 
 from duetgan.data.augment.transforms import Augment
+from duetgan.models.layers.fused import KernelSetting
 from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig
 from duetgan.training.base.compiled import CompileSetting
@@ -152,6 +153,8 @@ class GanConfig(RunConfig):
     discriminator_optimizer: OptimizerConfig = ADAM
     # torch.compile where no double backward is needed; auto: on accelerators only
     compile: CompileSetting = "auto"
+    # fused Triton kernels for FIR resampling and activations; auto: on CUDA devices that run them
+    kernels: KernelSetting = "auto"
     # thousand images after which learning rates, gamma, ada.p and the half-life of the average
     # reach their final values; null: all of the run
     schedule_kimg: PositiveFloat | None = None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
 from duetgan.models.gan import ImageGenerator
+from duetgan.models.layers import describe_kernels, fused
 from duetgan.models.registry import architecture_of
 from duetgan.training.base.config import Shape
 from duetgan.training.base.data import check_same_classes
@@ -54,6 +55,7 @@ class GanTask(Task):
         self.val_dataset = val_dataset
         self.device = device
         self.shape = config.shape(dataset)
+        fused.setting = config.kernels
         # The classes must agree because an evaluation draws samples with the validation labels.
         if val_dataset is not None and val_dataset.classes and self.shape["classes"]:
             check_same_classes(config.data, dataset, val_dataset)
@@ -116,6 +118,8 @@ class GanTask(Task):
         rows = {f"growth {number}": row for number, row in enumerate(self.stages.describe(), 1)}
         if self.dataset.classes and not self.shape["classes"]:
             rows = {"labels": "not used: the GAN is unconditional"} | rows
+        if self.device.type != "cpu":
+            rows["kernels"] = describe_kernels(self.device)
         return rows
 
     def lineage(self) -> Lineage:

@@ -11,6 +11,7 @@ import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.models.layers import fused
 from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
@@ -65,6 +66,14 @@ def test_augmentation_adapts_five_times_as_fast_where_networks_are_transferred(f
     """2006.06676, appendix C.2."""
     run = Run(folder, GAN | {"ada": {"mode": "adaptive"}, "init_from": donor})
     assert run.task.context.ada.adjustment_images == 1000 * kimg
+
+
+def test_the_plan_names_the_kernels_of_an_accelerator(folder, monkeypatch):
+    monkeypatch.setattr(fused, "setting", "auto")  # put back afterwards
+    task = Run(folder, GAN | {"kernels": "off"}).task
+    assert "kernels" not in task.describe()
+    task.device = torch.device("cuda")
+    assert task.describe()["kernels"] == "plain, because kernels is off"
 
 
 def test_a_ranks_logged_sign_is_its_own_and_not_the_sum_over_ranks(folder, monkeypatch):
