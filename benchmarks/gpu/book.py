@@ -40,6 +40,7 @@ class Setting:
     maker: str | None = None  # a module that makes the device, as tests/accelerator/maker.py
     seconds: float = 0.0  # that the part may take
     data: Path | None = None  # with cifar10-train.lmdb and cifar10-test.lmdb
+    nvidia: Path | None = None  # NVIDIA's StyleGAN3 code
 
     @contextlib.contextmanager
     def device_made(self) -> Iterator[None]:

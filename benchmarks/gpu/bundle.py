@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     add("--py", default=here, metavar="X.Y", help=f"Python of the machine (default: {here}, as here)")
     add("--cifar10", type=Path, metavar="FOLDER", help="as --root of `duet pack cifar10`")
-    add("--peers", type=Path, metavar="FOLDER", help="with stylegan2-ada-pytorch/ and timm/, or one of them")
+    add("--peers", type=Path, metavar="FOLDER", help="with stylegan3/ and timm/, or one of them")
     add("--limit", type=number(float, 1), default=LIMIT, metavar="MB", help=f"of all of it (default: {LIMIT:g})")
     add("--out", type=Path, default=wheels.BUNDLE, metavar="DIR", help="made anew (default: build/gpu-bundle)")
     options = parser.parse_args(argv)

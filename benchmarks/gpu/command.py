@@ -1,11 +1,13 @@
 """The first minutes on a GPU, in one command: `python -m benchmarks.gpu [--only PART...] [--small] [--json]`.
 
-It counts the waits for the device in the steps of both tasks, times the presets beside what docs/extras/predictions.md
-said of them, runs the tests marked gpu, trains a GAN for its samples, times other programs where the bundle has them,
-trains on CIFAR-10 to 94 %, and lets a process for each device add up gradients (NCCL, on NVIDIA's). OUT/gpu.json and
-OUT/gpu.html are written after every part. Each part is a process with a time of its own, all together 25 minutes; one
-that fails, hangs or lacks something leaves the others as they are. No network is asked: `make gpu-bundle` fills the
-folder that carries what a machine lacks. Parts that are not asked for (--only) keep what an earlier start has written.
+It runs the tests marked gpu, times steps with CUDA graphs off and on and with the fused kernels off and on, beside what
+benchmarks/gpu/expected.json said before, then timm's step and NVIDIA's StyleGAN3 code (--nvidia FOLDER, or in the
+bundle), and trains CIFAR-10's GAN in the time left: ten minutes. Parts that are named count the waits for the device,
+let a process for each device add up gradients, time the presets, and train other networks (--only waits ranks presets
+samples cifar10). OUT/gpu.json and OUT/gpu.html are written after every part, and its figures are printed. Each part is
+a process with a time of its own; one that fails, hangs or lacks something leaves the others as they are. No network is
+asked: `make gpu-bundle` fills the folder that carries what a machine lacks. Parts that are not asked for (--only) keep
+what an earlier start has written.
 
 The exit code is 1 where a part failed or was stopped, 2 without a device.
 """
@@ -24,15 +26,15 @@ import torch
 
 from benchmarks.gpu import wheels
 from benchmarks.gpu.book import Setting
-from benchmarks.gpu.page import page
-from benchmarks.gpu.parts import PARTS, run
+from benchmarks.gpu.page import page, shown
+from benchmarks.gpu.parts import FIRST, PARTS, run
 from benchmarks.gpu.steps import GIB, device_name
 from benchmarks.gpu.trainings import PICTURE
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, replace_file
 
-MINUTES = 25.0
+MINUTES = 10.0
 FAILED = ("failed", "stopped", "interrupted", "left out")
 SHORTEST = 5.0  # seconds that a part is started with
 
@@ -69,12 +71,14 @@ def flat(document: dict[str, Any]) -> dict[str, Any]:
 def parser() -> Parser:
     options = Parser(prog="benchmarks.gpu", description=__doc__)
     add = options.add_argument
-    add("--only", nargs="+", default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    first = [name for name in FIRST if name in PARTS]
+    add("--only", nargs="+", default=first, metavar="PART", help=f"of {', '.join(PARTS)} (default: {' '.join(first)})")
     add("--small", action="store_true", help="tiny forms of all parts, to try the command itself; figures mean nothing")
     add("--device", help="cpu, with --small; default: the machine's accelerator")
     add("--maker", metavar="MODULE", help="of a pretend device: tests.accelerator.maker; goes with --small")
     add("--bundle", type=Path, default=wheels.BUNDLE, metavar="DIR", help="default: build/gpu-bundle")
     add("--data", type=Path, metavar="DIR", help="cifar10-train.lmdb and cifar10-test.lmdb, not the bundle's")
+    add("--nvidia", type=Path, metavar="DIR", help="NVIDIA's StyleGAN3 code; default: the bundle's peers/stylegan3")
     add("--out", type=Path, default=wheels.OUT, metavar="DIR", help="default: build/gpu")
     add("--minutes", type=number(float, 0, inner=True), default=MINUTES, help=f"for everything (default: {MINUTES:g})")
     add("--json", action="store_true", help="the last line is one flat JSON object")
@@ -118,6 +122,7 @@ def main(argv: list[str]) -> int:
         small=options.small,
         maker=options.maker,
         data=options.data and options.data.resolve(),
+        nvidia=options.nvidia and options.nvidia.resolve(),
     )
     with setting.device_made():
         setting = replace(setting, device=device_of(options))
@@ -141,6 +146,8 @@ def main(argv: list[str]) -> int:
         finally:
             write(document, setting.out)
         result = document["parts"][name]
+        for row, cells in result["rows"].items():
+            print(f"    {row}: " + ", ".join(f"{key} {shown(value)}" for key, value in cells.items()))
         print(f"  {result['state']} after {result['seconds']:.0f} s{': ' * bool(result['reason'])}{result['reason']}")
     print(f"{setting.out / 'gpu.html'} and gpu.json")
     if options.json:

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.gpu import book as books
-from benchmarks.gpu import peers, ranks, steps, trainings
+from benchmarks.gpu import nvidia, peers, ranks, steps, switches, trainings
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, first_line
 from benchmarks.gpu.wheels import ROOT
 from duetgan.utils.distributed.process import die_with_parent
@@ -62,16 +64,23 @@ class Part(NamedTuple):
     title: str
 
 
-# together under 25 minutes: what is quick and tells most comes first
+# In the order in which they tell most: a run that is cut short keeps what is before. The first seven take under ten
+# minutes together; the rest run when they are named (--only).
 PARTS = {
+    "tests": Part(tests, 100, "Tests marked gpu"),
+    "graphs": Part(switches.graphs, 60, "32 px: CUDA graphs off and on"),
+    "kernels": Part(switches.kernels, 130, "Large images: kernels off and on"),
+    "micro": Part(switches.micro, 45, "FIR and activation by themselves"),
+    "timm": Part(peers.timm, 40, "Against timm"),
+    "stylegan3": Part(nvidia.stylegan3, 170, "Against NVIDIA's StyleGAN3 code"),
+    "gan": Part(trainings.gan, 300, "CIFAR-10's GAN in the time left"),
     "waits": Part(steps.budget, 60, "Waits for the device in a step"),
-    "presets": Part(steps.presets, 400, "Throughput of the presets, beside the predictions"),
-    "tests": Part(tests, 180, "Tests marked gpu"),
-    "samples": Part(trainings.samples, 120, "The quickstart's GAN"),
-    "peers": Part(peers.peers, 150, "Against other programs"),
-    "cifar10": Part(trainings.cifar10, 420, "CIFAR-10 to 94 %"),
     "ranks": Part(ranks.group, 120, "A process for each device"),
+    "presets": Part(steps.presets, 400, "Throughput of the presets, beside the predictions"),
+    "samples": Part(trainings.samples, 120, "The quickstart's GAN"),
+    "cifar10": Part(trainings.cifar10, 420, "CIFAR-10 to 94 %"),
 }
+FIRST = ("tests", "graphs", "kernels", "micro", "timm", "stylegan3", "gan")
 
 
 def run(name: str, setting: Setting, seconds: float, results: dict[str, Any]) -> None:
@@ -114,6 +123,7 @@ def _work(name: str, setting: Setting, path: Path, log: Path, parent: int) -> No
     book = Book(path)
     code, reason = 1, ""
     try:
+        torch.backends.cudnn.benchmark = setting.torch_device.type != "cpu"  # as training sets it
         with setting.device_made():
             PARTS[name].work(setting, book)
         code = 0

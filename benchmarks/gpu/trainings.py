@@ -60,6 +60,29 @@ def packed_cifar(setting: Setting) -> tuple[Path, str]:
     raise NotThere("CIFAR-10: neither --data FOLDER nor the bundle has it")
 
 
+def gan(setting: Setting, book: Book) -> None:
+    """CIFAR-10's GAN for GPUs, all its schedules scaled to the steps for which there is time; then its distance."""
+    data, about = packed_cifar(setting)
+    run = setting.out / "runs" / "cifar10_gan_gpu"
+    recipe = ["--config", ROOT / "configs/cifar10_gan_gpu.yaml", "--device", setting.device]
+    recipe += [f"--data.path={data}/cifar10-train.lmdb", f"--data.val-path={data}/cifar10-test.lmdb"]
+    recipe += ["--evaluation.every", 0, "--log.samples_every", 0]
+    narrow = ("--generator.channel_base", 64, "--discriminator.channel_base", 64, "--batch-size", 8)
+    recipe += [*narrow, *SMALL] if setting.small else []
+    took = []
+    for steps in (1, 2) if setting.small else (TRIAL_STEPS, 3 * TRIAL_STEPS):
+        shutil.rmtree(run, ignore_errors=True)
+        took.append(call(train.main, *recipe, "--run-dir", run, "--steps", steps))
+    each = max(1e-3, (took[1] - took[0]) / (1 if setting.small else 2 * TRIAL_STEPS))
+    steps = 2 if setting.small else max(500, int((0.8 * setting.seconds - sum(took) - took[0]) / each))
+    shutil.rmtree(run, ignore_errors=True)
+    book.row("trial", seconds_a_step=each, start_seconds=took[0])
+    seconds = call(train.main, *recipe, "--run-dir", run, "--steps", min(steps, 9500))
+    book.row("training", steps=min(steps, 9500), seconds=seconds, images=about)
+    grid = ["--checkpoint", run, "--device", setting.device, "--out", setting.out / PICTURE]
+    book.row("grid", seconds=call(generate.main, "grid", *grid))
+
+
 def cifar10(setting: Setting, book: Book) -> None:
     """From scratch to 94 % of the test images; more steps where the first training misses it."""
     data, about = packed_cifar(setting)
