@@ -107,7 +107,8 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
     def _update_running(self, mean: Tensor, variance: Tensor, n: Tensor) -> None:
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
-        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:  # the average over all batches
             momentum = 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]

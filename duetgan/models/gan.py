@@ -324,7 +324,11 @@ def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
     """
     if labels is None:
         raise ValueError("a conditional network needs labels")
-    return (labels if labels.is_floating_point() else F.one_hot(labels, classes)).to(dtype)
+    if labels.is_floating_point():
+        return labels.to(dtype)
+    # F.one_hot reads the labels on the host, except on CUDA devices.
+    zeros = torch.zeros(*labels.shape, classes, dtype=dtype, device=labels.device)
+    return zeros.scatter_(-1, labels[..., None], 1)
 
 
 def conditioning_vectors(labels: Tensor, label_sets: Tensor | None) -> Tensor:

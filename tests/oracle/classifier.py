@@ -27,6 +27,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "loss": {
         "kind": "cross-entropy",
         "label_smoothing": 0.1,
+        "label_smoothing_final": None,
+        "focal_gamma": 2.0,
+        "gce_q": 0.7,
         "class_weights": None,
         "logit_adjustment": 0.0,
         "teacher": None,
@@ -47,6 +50,7 @@ class ClassifierReference:
         tree = in_updates(tree, len(task.dataset), tree["batch_size"])
         self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
         self.batch, self.seed, self.augment = tree["batch_size"], tree["seed"], task.config.augment
+        self.steps = tree["steps"]
         self.synthetic_weight = tree["data"].get("synthetic", {}).get("weight", 1.0)
         self.model, self.average = copy.deepcopy(task.model), copy.deepcopy(task.ema.model)
         epoch = len(task.dataset) / self.batch if self.tree["finetune"]["unfreeze_by"] == "epoch" else 1
@@ -153,7 +157,10 @@ class ClassifierReference:
             more, named, used = self.sure_of(step)
             images, pairs = torch.cat([images, more]), [(1.0, torch.cat([targets, named]))]
             counted = torch.cat([counted, used])
-        smoothing = self.tree["loss"]["label_smoothing"]
+        given = self.tree["loss"]
+        smoothing, end = given["label_smoothing"], given["label_smoothing_final"]
+        if end is not None:
+            smoothing = end + (smoothing - end) * (1 + math.cos(math.pi * step / self.steps)) / 2
         logits = plain = self.model(images)
         chosen = plain[: len(labels)].argmax(1)  # counts as right by its part of the label
         right = (part * label[torch.arange(len(labels)), chosen] for part, label in pairs)
@@ -163,8 +170,13 @@ class ClassifierReference:
         losses, weight = torch.zeros(len(images)), torch.zeros(len(images))
         for part, label in pairs:
             smooth = (1 - smoothing) * label + smoothing * prior.softmax(0)
-            if self.tree["loss"]["kind"] == "squared-error":
+            p = logits.softmax(1)
+            if given["kind"] == "squared-error":
                 loss = ((plain - smooth) ** 2).mean(1)
+            elif given["kind"] == "focal":
+                loss = -(smooth * (1 - p) ** given["focal_gamma"] * p.log()).sum(1)
+            elif given["kind"] == "generalised-cross-entropy":
+                loss = (smooth * (1 - p ** given["gce_q"])).sum(1) / given["gce_q"]
             else:
                 loss = -(smooth * logits.log_softmax(1)).sum(1)
             losses = losses + part * (label @ self.weights) * loss

@@ -69,6 +69,12 @@ TREES: dict[str, dict[str, Any]] = {
         | {"teacher": "teacher", "teacher_share": 0.7, "temperature": 3.0, "logit_adjustment": 0.6}
     }
     | {"augment": {"mixup": 0.7}, "data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
+    "focal": COMMON
+    | {"loss": COMMON["loss"] | {"kind": "focal", "focal_gamma": 1.5, "label_smoothing_final": 0.0}}
+    | {"augment": {"mixup": 0.7}},
+    "gce": COMMON
+    | {"loss": {"kind": "generalised-cross-entropy", "gce_q": 0.4, "label_smoothing_final": 0.3}}
+    | {"augment": {"cutmix": 0.7}},
     "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
 }
 

@@ -154,6 +154,7 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"optimizer.lr_batch_size": (32, "plain"), "optimizer.sgd_momentum": (0.1, "plain", MUON)},
     **{"optimizer.ns_steps": (1, "plain", MUON), "optimizer.unit_filters": (True, "plain", MUON)},
     **{"loss.kind": ("squared-error", "plain"), "loss.label_smoothing": (0.5, "plain")},
+    **{"loss.label_smoothing_final": (0.9, "plain"), "loss.focal_gamma": (0.5, "focal"), "loss.gce_q": (1.0, "gce")},
     **{
         "loss.logit_adjustment": (1.0, "plain"),
         "loss.class_weights": ("balanced", "plain"),

@@ -66,13 +66,7 @@ def random_flip(
     flips: torch.Tensor,  # bool [n]
 ) -> torch.Tensor:
     """Return the images, mirrored left-right where `flips` is true."""
-    if images.device.type != "cpu":
-        # `where` does not wait for the device, as `nonzero` does.
-        return torch.where(flips[:, None, None, None], images.flip(3), images)
-    mirrored = images.clone()
-    for row in flips.nonzero()[:, 0].tolist():  # Only the flipped half is written again.
-        mirrored[row] = images[row].flip(2)
-    return mirrored
+    return torch.where(flips[:, None, None, None], images.flip(3), images)
 
 
 def random_shift(
@@ -89,8 +83,9 @@ def random_shift(
     n, channels, height, width = images.shape
     padded = images if reflect else F.pad(images, [padding] * 4, value=_black(images))
     device = images.device
-    rows = offsets[:, 0, None] + torch.arange(height, device=device)  # [n, H]
-    columns = offsets[:, 1, None] + torch.arange(width, device=device)  # [n, W]
+    positions = offsets[..., None] + torch.arange(max(height, width), device=device)
+    rows = positions[:, 0, :height]
+    columns = positions[:, 1, :width]
     if reflect:
         rows, columns = _reflected(rows - padding, height), _reflected(columns - padding, width)
     samples = torch.arange(n, device=device)[:, None, None, None]
@@ -112,12 +107,11 @@ def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
 
     `boxes` is int64 [n, 4]: top, left, height, width. `images` is [n, C, H, W].
     """
-    top, left, height, width = (boxes[:, column, None] for column in range(4))
-    rows = torch.arange(images.shape[2], device=images.device)
-    columns = torch.arange(images.shape[3], device=images.device)
-    inside_rows = (rows >= top) & (rows < top + height)  # [n, H]
-    inside_columns = (columns >= left) & (columns < left + width)  # [n, W]
-    return inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
+    height, width = images.shape[2:]
+    first, sides = boxes[:, :2, None], boxes[:, 2:, None]
+    positions = torch.arange(max(height, width), device=images.device)
+    is_inside = (positions >= first) & (positions < first + sides)  # [n, 2, max(H, W)]
+    return is_inside[:, :1, :height, None] & is_inside[:, 1:, None, :width]
 
 
 def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int) -> torch.Tensor:
@@ -269,26 +263,30 @@ def draw_mixing(
     """
     numbers = generator(seed, "augment", step, "mixing", device=device)
     uniform = torch.rand(global_batch, 4, generator=numbers, device=device)
-    blended = _beta(config.mixup or 1.0, global_batch, numbers)
-    pasted = _beta(config.cutmix or 1.0, global_batch, numbers)
+    blended, pasted = _betas(config.mixup or 1.0, config.cutmix or 1.0, global_batch, numbers)
     rows = slice(start, start + count)
     uniform = uniform[rows]
     mixed = uniform[:, 0] < config.mix_prob
     cutmix_probability = 0.5 if config.mixup and config.cutmix else float(config.cutmix > 0)
-    to_paste = uniform[:, 1] < cutmix_probability
-    boxes = cut_boxes(pasted[rows], uniform[:, 2:], *size) * (mixed & to_paste)[:, None]
-    remaining = 1 - (boxes[:, 2] * boxes[:, 3]).float() / (size[0] * size[1])
-    blend = torch.where(mixed & ~to_paste, blended[rows], 1.0)
-    return Mixing(torch.where(to_paste, remaining, blend), blend, boxes)
+    pastes = mixed & (uniform[:, 1] < cutmix_probability)
+    boxes = cut_boxes(pasted[rows], uniform[:, 2:], *size) * pastes[:, None]
+    remaining = 1 - (boxes[:, 2] * boxes[:, 3]) / (size[0] * size[1])
+    blend = blended[rows].masked_fill(pastes == mixed, 1.0)
+    # One factor is 1, because an image is not mixed in both ways.
+    return Mixing(remaining * blend, blend, boxes)
 
 
-def _beta(alpha: float, count: int, numbers: torch.Generator) -> Tensor:
-    """Draw from Beta(alpha, alpha), as a ratio of gamma variates: float32 [count]."""
-    gammas = torch.full((count, 2), alpha, device=numbers.device, dtype=widest(numbers.device))
-    first, second = torch._standard_gamma(gammas, generator=numbers).unbind(1)
-    total = first + second
+def _betas(first: float, second: float, count: int, numbers: torch.Generator) -> Tensor:
+    """Draw from Beta(first, first) and Beta(second, second): float32 [2, count].
+
+    Values are ratios of gamma variates.
+    """
+    shape = (2, count, 2)
+    gammas = torch.full(shape, first, device=numbers.device, dtype=widest(numbers.device))
+    gammas[1] = second
+    gammas = torch._standard_gamma(gammas, generator=numbers)
     # Both variates of a small alpha may be 0.
-    return torch.where(total > 0, first / total, 0.5).float()
+    return (gammas[..., 0] / gammas.sum(-1)).nan_to_num(0.5).float()
 
 
 def cut_boxes(
@@ -301,13 +299,14 @@ def cut_boxes(
 
     The boxes have the image's aspect and are clipped at its borders.
     """
-    side = (1 - remaining).clamp(min=0).sqrt()
-    tall, wide = (side * height).long(), (side * width).long()
-    row, column = (centres[:, 0] * height).long(), (centres[:, 1] * width).long()
-    top, left = row - tall // 2, column - wide // 2
-    bottom, right = (top + tall).clamp(max=height), (left + wide).clamp(max=width)
-    top, left = top.clamp(min=0), left.clamp(min=0)
-    return torch.stack([top, left, bottom - top, right - left], dim=1)
+    side = (1 - remaining).sqrt()
+    size = torch.full((2,), height, device=side.device)
+    size[1] = width
+    sides = (side[:, None] * size).long()
+    first = (centres * size).long() - sides // 2
+    end = torch.minimum(first + sides, size)
+    first = first.clamp(min=0)
+    return torch.cat([first, end - first], dim=1)
 
 
 def partners(values: Tensor) -> Tensor:
@@ -326,5 +325,5 @@ def mix_images(
 ) -> Tensor:
     """Mix images with their partners: [n, C, H, W] in the memory format of `images`."""
     blend = mixing.blend[:, None, None, None]
-    weights = torch.where(inside(mixing.boxes, images), 0.0, blend).to(images.dtype)  # [n, 1, H, W]
+    weights = blend.masked_fill(inside(mixing.boxes, images), 0.0).to(images.dtype)  # [n, 1, H, W]
     return torch.lerp(partner_images, images, weights)  # exactly the image where the weight is 1

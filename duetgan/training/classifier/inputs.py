@@ -29,8 +29,7 @@ class Samples(NamedTuple):
     images: Tensor  # [n, C, H, W], uint8 if the data set has 8 bits; or outputs of first stages
     targets: Targets
     begin: int = 0  # number of stages whose outputs `images` holds
-    partners: Tensor | None = None  # [n, C, H, W]: the images to mix in; None if none are
-    mixing: Mixing | None = None
+    mixing: Mixing | None = None  # of neighbouring images; None if none are mixed
 
 
 class MicroBatch(NamedTuple):
@@ -98,7 +97,7 @@ class Inputs:
                 device=images.device,
             )
             targets = Targets(labels, partners(labels), mixing.label_weights)
-            samples = Samples(images, targets, 0, partners(images), mixing)
+            samples = Samples(images, targets, mixing=mixing)
         if batch.synthetic is None or config.data.synthetic.weight == 1:
             return samples
         weights = sample_weights(
@@ -117,10 +116,14 @@ class Inputs:
 
     def rows(self, samples: Samples, rows: slice) -> tuple[Tensor, Targets]:
         """Return the network's inputs for `rows` of the samples, after mixing, and the targets."""
-        images = self._float(samples.images[rows])
-        if samples.partners is not None and samples.mixing is not None:
-            partner_images = self._float(samples.partners[rows])
-            images = mix_images(images, partner_images, samples.mixing.rows(rows))
+        mixing = samples.mixing
+        if mixing is None:
+            return self._float(samples.images[rows]), samples.targets.rows(rows)
+        # Whole pairs: an end of `rows` may lie between two partners.
+        first = rows.start // 2 * 2
+        images = self._float(samples.images[first : -(-rows.stop // 2) * 2])
+        chosen = slice(rows.start - first, rows.stop - first)
+        images = mix_images(images[chosen], partners(images)[chosen], mixing.rows(rows))
         return images, samples.targets.rows(rows)
 
     def _float(self, images: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Losses of the classifier, with soft targets and class weights.
 
-To add a loss, add an entry to `CLASSIFIER_LOSSES`.
+To add a loss, add an entry to `CLASSIFIER_LOSSES`. Its settings are keys of `ClassifierLossConfig`.
 """
 
 import math
@@ -16,9 +16,17 @@ from torch import Tensor
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.gan import one_hot
 from duetgan.training.base.teacher import Teacher
+from duetgan.training.optim.config import cosine
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.cli import entry
-from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, PositiveFloat, Probability
+from duetgan.utils.config.model import (
+    Config,
+    Decay,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    Probability,
+)
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.text import did_you_mean
 
@@ -26,64 +34,20 @@ FOCUS, MARGIN = 4, 0.05  # settings of the asymmetric loss, as in 2009.14119
 MIN_FREQUENCY = 1e-9  # least class frequency / largest one, in the logarithm of the prior
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClassifierLoss:
-    """A loss as a function of logits and targets, both [n, classes].
-
-    `errors` returns one value per sample, [n], or if `several` is True one per label, [n, classes].
-    Raises UserError if `errors` returns another shape, such as a mean.
-    """
-
-    errors: Callable[[Tensor, Tensor], Tensor]
-    # True: an image may have several labels, and targets are 0 or 1. False: targets add up to 1.
-    several: bool = False
-    softmax: bool = True  # True if the loss applies a softmax, so that `logit_adjustment` works
-
-    def __post_init__(self) -> None:
-        shape = list(self.errors(torch.zeros(3, 2), torch.full((3, 2), 0.5)).shape)
-        expected = [3, 2] if self.several else [3]
-        if shape != expected:
-            raise UserError(
-                f"a classifier's loss gives {shape} of logits [3, 2]; give {expected}, no mean"
-            )
-
-
-def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the asymmetric loss of each label, [n, classes] (2009.14119, equations 4 to 7).
-
-    The loss of an absent label with probability p is weighted by q^FOCUS with q = max(p - MARGIN,
-    0).
-    """
-    q = (logits.sigmoid() - MARGIN).clamp(min=0)
-    return -targets * F.logsigmoid(logits) - (1 - targets) * q**FOCUS * torch.log1p(-q)
-
-
-CLASSIFIER_LOSSES = {
-    "cross-entropy": ClassifierLoss(
-        errors=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none")
-    ),
-    # The error is that between logits and one-hot targets (2006.07322).
-    "squared-error": ClassifierLoss(
-        errors=lambda logits, targets: (logits - targets).square().mean(1), softmax=False
-    ),
-    "bce": ClassifierLoss(
-        errors=lambda logits, targets: F.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none"
-        ),
-        several=True,
-    ),
-    "asymmetric": ClassifierLoss(errors=asymmetric, several=True),
-}
-
-
 class ClassifierLossConfig(Config):
-    """Settings of the classifier's loss."""
+    """Settings of the classifier's loss, which every loss function gets."""
 
-    # cross-entropy or squared-error (2006.07322); for images with several labels bce or asymmetric
-    # (2009.14119)
+    # cross-entropy, focal (1708.02002), generalised-cross-entropy (1805.07836) or squared-error
+    # (2006.07322); for images with several labels bce, binary-focal or asymmetric (2009.14119)
     kind: str = "cross-entropy"
+    # focal, binary-focal: power of 1 - probability that weights a label; 0: cross-entropy
+    focal_gamma: NonNegativeFloat = 2.0
+    # generalised-cross-entropy: 1: mean absolute error, robust to wrong labels; to 0: cross-entropy
+    gce_q: PositiveFraction = 0.7
     # fraction of every target that is spread over all classes, or with several labels over 0 and 1
     label_smoothing: Decay = 0.1
+    # final value of label_smoothing, by a cosine over all steps; null: constant
+    label_smoothing_final: Decay | None = None
     # {class: weight}, 1 for other classes; balanced: 1 / frequency. With several labels an image:
     # weights of present labels
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
@@ -107,7 +71,7 @@ class ClassifierLossConfig(Config):
         )
 
     @property
-    def function(self) -> ClassifierLoss:
+    def function(self) -> "ClassifierLoss":
         """The loss named `kind`; raises UserError, with the most similar name, if there is none."""
         return entry(CLASSIFIER_LOSSES, self.kind, "loss.kind")
 
@@ -115,6 +79,87 @@ class ClassifierLossConfig(Config):
     def several(self) -> bool:
         """True if the loss is for images that may have several labels."""
         return self.function.several
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierLoss:
+    """A loss as a function of logits and targets, both [n, classes], and of its config section.
+
+    `errors` returns one value per sample, [n], or if `several` is True one per label, [n, classes].
+    Targets are soft: labels that are mixed and smoothed. Raises UserError if `errors` returns
+    another shape, such as a mean.
+    """
+
+    errors: Callable[[Tensor, Tensor, ClassifierLossConfig], Tensor]
+    # True: an image may have several labels, and targets are in 0..1. False: targets add up to 1.
+    several: bool = False
+    # True if the softmax of the best logits is the frequency of the classes, as `logit_adjustment`
+    # needs
+    softmax: bool = True
+
+    def __post_init__(self) -> None:
+        config = ClassifierLossConfig.model_construct()
+        shape = list(self.errors(torch.zeros(3, 2), torch.full((3, 2), 0.5), config).shape)
+        expected = [3, 2] if self.several else [3]
+        if shape != expected:
+            raise UserError(
+                f"a classifier's loss gives {shape} of logits [3, 2]; give {expected}, no mean"
+            )
+
+
+def focal(logits: Tensor, targets: Tensor, config: ClassifierLossConfig) -> Tensor:
+    """Return the focal loss of the softmax, -(1 - p)^gamma log p (1708.02002, equation 4)."""
+    log_p = logits.log_softmax(1)
+    # The power of 0 has an infinite slope for gamma below 1.
+    q = (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
+    return -(targets * q**config.focal_gamma * log_p).sum(1)
+
+
+def binary_focal(logits: Tensor, targets: Tensor, config: ClassifierLossConfig) -> Tensor:
+    """Return the focal loss of each label's sigmoid, [n, classes] (1708.02002, equation 4)."""
+    log_p, log_q = F.logsigmoid(logits), F.logsigmoid(-logits)
+    present = (config.focal_gamma * log_q).exp() * log_p
+    absent = (config.focal_gamma * log_p).exp() * log_q
+    return -torch.lerp(absent, present, targets)
+
+
+def generalised_cross_entropy(
+    logits: Tensor, targets: Tensor, config: ClassifierLossConfig
+) -> Tensor:
+    """Return (1 - p^q) / q for the probability p of the target (1805.07836, equation 6)."""
+    powers = config.gce_q * logits.log_softmax(1)
+    return -(targets * powers.expm1()).sum(1) / config.gce_q
+
+
+def asymmetric(logits: Tensor, targets: Tensor, _config: ClassifierLossConfig) -> Tensor:
+    """Return the asymmetric loss of each label, [n, classes] (2009.14119, equations 4 to 7).
+
+    The loss of an absent label with probability p is weighted by q^FOCUS with q = max(p - MARGIN,
+    0).
+    """
+    q = (logits.sigmoid() - MARGIN).clamp(min=0)
+    return -targets * F.logsigmoid(logits) - (1 - targets) * q**FOCUS * torch.log1p(-q)
+
+
+CLASSIFIER_LOSSES = {
+    "cross-entropy": ClassifierLoss(
+        errors=lambda logits, targets, _: F.cross_entropy(logits, targets, reduction="none")
+    ),
+    "focal": ClassifierLoss(errors=focal, softmax=False),
+    "generalised-cross-entropy": ClassifierLoss(errors=generalised_cross_entropy, softmax=False),
+    # The error is that between logits and one-hot targets (2006.07322).
+    "squared-error": ClassifierLoss(
+        errors=lambda logits, targets, _: (logits - targets).square().mean(1), softmax=False
+    ),
+    "bce": ClassifierLoss(
+        errors=lambda logits, targets, _: F.binary_cross_entropy_with_logits(
+            logits, targets, reduction="none"
+        ),
+        several=True,
+    ),
+    "binary-focal": ClassifierLoss(errors=binary_focal, several=True),
+    "asymmetric": ClassifierLoss(errors=asymmetric, several=True),
+}
 
 
 class Targets(NamedTuple):
@@ -144,10 +189,9 @@ class Targets(NamedTuple):
         if self.partner_labels is None or self.fraction is None:
             is_correct = predicted == self.labels
             return (is_correct if self.is_counted is None else is_correct & self.is_counted).sum()
-        # Compute the sum at least in the precision of the logits.
-        fraction = self.fraction.to(torch.promote_types(self.fraction.dtype, logits.dtype))
-        is_label, is_partner = predicted == self.labels, predicted == self.partner_labels
-        return (fraction * is_label + (1 - fraction) * is_partner).sum()
+        is_label = (predicted == self.labels).to(logits.dtype)
+        is_partner = (predicted == self.partner_labels).to(logits.dtype)
+        return _mixed(is_label, is_partner, self.fraction).sum()
 
 
 def class_weight_list(
@@ -202,14 +246,17 @@ class Criterion:
         dataset: Dataset,
         label_frequencies: Sequence[float],  # in training, of each class or label set
         precision: Precision,
+        steps: int = 1,  # length of the schedule of label smoothing
     ) -> None:
         self.config = config
+        self.steps = steps
         self.precision = precision
         device = precision.device
         frequencies = np.array(label_frequencies)
         if config.several:
             frequencies = frequencies @ dataset.meta.multi_hot / frequencies.sum()
         class_frequencies = frequencies.tolist()
+        self.smoothing = torch.tensor(config.label_smoothing, device=device)  # 0-d
         self.weights: Tensor | None = None  # [classes]
         weights = class_weight_list(config, dataset.meta.classes, class_frequencies)
         if weights is not None:
@@ -221,9 +268,16 @@ class Criterion:
         if config.teacher:
             self.teacher = Teacher("loss.teacher", config.teacher, dataset, device)
 
+    def at(self, step: int) -> None:
+        """Set the label smoothing of update number `step`."""
+        start, end = self.config.label_smoothing, self.config.label_smoothing_final
+        if end is not None:
+            self.smoothing.fill_(cosine(start, end, step, self.steps))
+
     def __call__(self, logits: Tensor, targets: Targets, images: Tensor) -> Tensor:
         """Return the sum of the samples' losses, 0-d; `images` are the inputs of the logits."""
-        loss = classifier_loss(logits, targets, self.config, self.weights, self.prior)
+        smoothing = self.smoothing.to(logits.dtype)
+        loss = classifier_loss(logits, targets, self.config, self.weights, self.prior, smoothing)
         if self.teacher is None:
             return loss
         with self.precision.autocast():
@@ -247,53 +301,43 @@ def classifier_loss(
     config: ClassifierLossConfig,
     weights: Tensor | None = None,  # [classes]: class weights
     prior: Tensor | None = None,  # [classes]: added to the logits
+    smoothing: Tensor | float | None = None,  # 0-d; None: the config's
 ) -> Tensor:
     """Return the sum of the weighted losses of the samples, 0-d.
 
     The caller divides it by the global batch size. The whole loss of a sample, to its smoothed
     label, has the weight of its class: with a weight for each class of the smoothed label, the
-    rarest class would become the largest target of every image. A mixed sample has the mean of the
-    losses to both labels. With a prior, label smoothing is proportional to the prior's softmax,
-    since uniform smoothing would undo the prior.
+    rarest class would become the largest target of every image. A mixed sample has a mixed label,
+    or with weights the mean of the losses to both labels. With a prior, label smoothing is
+    proportional to the prior's softmax, since uniform smoothing would undo the prior.
     """
-    loss, smoothing = config.function, config.label_smoothing
+    loss = config.function
     classes = logits.shape[1]
-    if config.kind == "cross-entropy" and weights is None and prior is None:
-        return _cross_entropy(logits, targets, smoothing)
+    if smoothing is None:
+        smoothing = config.label_smoothing
     if prior is None:
         smooth = logits.new_full((classes,), 1 / (2 if loss.several else classes))
     else:
         logits, smooth = logits + prior, prior.to(logits.dtype).softmax(0)
 
-    def errors(labels: Tensor) -> Tensor:
+    def errors(hard: Tensor, label_weights: Tensor | None) -> Tensor:
+        soft = torch.lerp(hard, smooth.expand_as(hard), smoothing)
+        values = loss.errors(logits, soft, config)
+        if label_weights is not None:
+            values = values * label_weights
+        return values.mean(1) if loss.several else values
+
+    if weights is None:
+        return _total(errors(soft_targets(targets, classes, logits.dtype), None), None, targets)
+
+    def weighted_errors(labels: Tensor) -> Tensor:
         hard = one_hot(labels, classes, logits.dtype)
-        soft = torch.lerp(hard, smooth.expand_as(hard), smoothing) if smoothing else hard
-        values = loss.errors(logits, soft)
-        if loss.several:
-            if weights is not None:
-                values = values * torch.where(hard > 0, weights, 1)
-            return values.mean(1)
-        return values if weights is None else values * weights[labels]
+        return errors(hard, torch.where(hard > 0, weights, 1) if loss.several else weights[labels])
 
-    label_errors, partner_errors = errors(targets.labels), None
+    partner_errors = None
     if targets.partner_labels is not None:
-        partner_errors = errors(targets.partner_labels)
-    return _total(label_errors, partner_errors, targets)
-
-
-def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor:
-    """Return the sum of the losses without class weights and prior, by torch's fused function."""
-    reduction = "sum" if targets.weights is None else "none"
-    if targets.partner_labels is None:
-        errors = F.cross_entropy(
-            logits, targets.labels, label_smoothing=smoothing, reduction=reduction
-        )
-    else:
-        soft = soft_targets(targets, logits.shape[1], logits.dtype)
-        if smoothing:
-            soft = soft * (1 - smoothing) + smoothing / logits.shape[1]
-        errors = F.cross_entropy(logits, soft, reduction=reduction)
-    return errors if targets.weights is None else (errors * targets.weights).sum()
+        partner_errors = weighted_errors(targets.partner_labels)
+    return _total(weighted_errors(targets.labels), partner_errors, targets)
 
 
 def _total(label_errors: Tensor, partner_errors: Tensor | None, targets: Targets) -> Tensor:

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from duetgan.models.batchnorm import synchronise_batchnorm
@@ -32,6 +35,27 @@ class ClassifierFromStage(nn.Module):
         return self.classifier.head(self.classifier.features(x, begin=begin))
 
 
+class CastTogether(torch.autograd.Function):
+    """Copies of tensors in another dtype; one operator makes all, and one all of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = tensors[0].dtype
+        return tuple(_copies(list(tensors), dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        copies = iter(_copies([g for g in gradients if g is not None], ctx.dtype))
+        return None, *(None if gradient is None else next(copies) for gradient in gradients)
+
+
+def _copies(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
 class Replica:
     """The training's copy of `model` in this process, which shares the model's parameters.
 
@@ -49,7 +73,19 @@ class Replica:
         self.model = model.train()  # It stays in training mode: only the average is evaluated.
         self.config = config
         self.device = device
-        self.statistics = list(model.buffers())  # running statistics of BatchNorm
+        # The BatchNorms whose batches `count_batches` counts, with their counters.
+        self.counters: dict[_BatchNorm, Tensor] = {}
+        for norm in model.modules():
+            # torch's SyncBatchNorm and cumulative averages need the counter.
+            if not isinstance(norm, _BatchNorm) or isinstance(norm, nn.SyncBatchNorm):
+                continue
+            if norm.num_batches_tracked is not None and norm.momentum is not None:
+                self.counters[norm] = norm.num_batches_tracked
+        counted = set(self.counters.values())
+        # running statistics of BatchNorm
+        self.statistics = [buffer for buffer in model.buffers() if buffer not in counted]
+        # Layers of each stage whose trained weights autocast would cast one by one.
+        self._cast: list[list[tuple[nn.Module, str]]] = []
         self._ddp: DistributedDataParallel | None = None
         self._forward: Compiled[..., Tensor] | None = None  # the model or DDP, compiled
         self._trained: list[bool] = []  # `requires_grad` of the parameters in the last `wrap`
@@ -66,6 +102,7 @@ class Replica:
         is_first = not self._trained
         self._trained = trained
         self._ddp = self._forward = None  # This frees the previous buckets.
+        self._cast = self._castable()
         self.model.zero_grad()
         module = ClassifierFromStage(self.model)
         if collectives.world_size() > 1:
@@ -91,7 +128,58 @@ class Replica:
     def __call__(self, x: Tensor, begin: int = 0) -> Tensor:
         """Return the logits [n, classes] of images, or of the outputs of `begin` stages."""
         assert self._forward is not None
-        return self._forward(x, begin)
+        with self._together():
+            return self._forward(x, begin)
+
+    def _castable(self) -> list[list[tuple[nn.Module, str]]]:
+        """Return the layers whose weights `_together` casts, with the parameters' names, by stage.
+
+        Gradients of a stage are ready for DDP when the stage's backward pass ends.
+        """
+        layers: list[tuple[str, nn.Module, str]] = []
+        for prefix, module in self.model.named_modules():
+            # Subclasses may compute with their weights, which autocast leaves in float32.
+            if type(module) in (nn.Conv2d, nn.Linear):
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad and parameter.dtype == torch.float32:
+                        layers.append((self.model.stage_of(f"{prefix}.{name}"), module, name))
+        groups = groupby(layers, lambda layer: layer[0])
+        return [[(module, name) for _, module, name in group] for _, group in groups]
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Do in the block with one operator what every layer would do with its own.
+
+        The weights of a stage are cast together, and BatchNorms do not count their batches. A
+        compiled network has its own fused casts.
+        """
+        assert self._forward is not None
+        device = self.device.type
+        attributes: list[tuple[nn.Module, str, Tensor | None]] = []
+        for norm in self.counters:
+            attributes.append((norm, "num_batches_tracked", None))
+        if torch.is_autocast_enabled(device) and not self._forward.on:
+            for layers in self._cast:
+                weights = [module.get_parameter(name) for module, name in layers]
+                copies = CastTogether.apply(torch.get_autocast_dtype(device), *weights)
+                for (module, name), copy in zip(layers, copies, strict=True):
+                    attributes.append((module, name, copy))
+        for module, name, value in attributes:
+            vars(module)[name] = value  # It comes before the parameter or buffer of that name.
+        try:
+            yield
+        finally:
+            for module, name, _ in attributes:
+                del vars(module)[name]
+
+    def count_batches(self, applied: Tensor, passes: int) -> None:
+        """Add the forward `passes` of a step to the counters of the BatchNorms that train.
+
+        `applied` is bool, 0-d: False if the update was masked.
+        """
+        counters = [counter for norm, counter in self.counters.items() if norm.training]
+        for (device, _), (group,) in by_kind(counters).items():
+            torch._foreach_add_(group, applied.to(device), alpha=passes)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

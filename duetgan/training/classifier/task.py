@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +73,7 @@ class ClassifierTask(Task):
         self.frozen = FrozenStages(config, dataset, self.finetuning, self.resizing, self.precision)
         self.inputs = Inputs(config, dataset, self.frozen, device)
         frequencies = label_frequencies(config.data, dataset)
-        self.criterion = Criterion(config.loss, dataset, frequencies, self.precision)
+        self.criterion = Criterion(config.loss, dataset, frequencies, self.precision, config.steps)
         self.probe = ProbeSummary()
         optimizer = config.optimizer.for_batch(config.batch_size)
         self.updater = Updater(
@@ -164,6 +166,8 @@ class ClassifierTask(Task):
             update = self.updater.step(step)
             # The NaN of a masked step must not remain in the running statistics.
             statistics.restore(update.skipped)
+            passes = len(self.inputs.micro.slices())
+            self.replica.count_batches(update.skipped < 1, passes)
             self.replica.average_statistics()
             self.precision.update_scale()
         with phase("ema"):
@@ -179,8 +183,9 @@ class ClassifierTask(Task):
             return self.inputs.augmented(batch, step, self.inputs.first_row)
 
     def set_up(self, step: int) -> None:
-        """Prepare the model for update number `step`: what trains, and the size of the images."""
+        """Prepare update number `step`: what trains, label smoothing, and the size of the images."""
         self.finetuning.at(step)
+        self.criterion.at(step)
         if self.resizing.at(step) | self.replica.wrap():
             self.inputs.micro.is_stale = True
 
@@ -190,22 +195,22 @@ class ClassifierTask(Task):
         Returns this process's loss and number of correct predictions, 0-d.
         """
         self.updater.zero_grad()
-        loss_sum = torch.zeros((), device=self.precision.device)
-        correct = torch.zeros((), device=self.precision.device)
+        losses: list[Tensor] = []
+        correct: list[Tensor] = []
         for part in self.inputs.micro_batches(samples):
             with self.replica.accumulating(last=part.is_last):
                 with phase("forward"):
                     with self.precision.autocast():
                         logits = self.replica(part.images, part.begin)
-                    logits = logits.to(loss_sum.dtype)
+                    logits = logits.to(torch.get_default_dtype())
                     loss = self.criterion(logits, part.targets, part.images)
                     loss = loss / self.config.batch_size
                 with phase("backward"):
                     self.precision.backward(loss)
-            loss_sum += loss.detach()
-            correct += part.targets.correct(logits.detach())
+            losses.append(loss.detach())
+            correct.append(part.targets.correct(logits.detach()))
         self.replica.sum_gradients()
-        return loss_sum, correct
+        return reduce(add, losses), reduce(add, correct)
 
     def attempt(self, samples: Samples) -> None:
         """Take the memory of a step with these samples, and change nothing."""

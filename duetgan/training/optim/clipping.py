@@ -43,9 +43,15 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
 
     Source: 2102.06171, equation 3.
     """
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        largest = _unit_norm(parameter).clamp_(min=SMALLEST_WEIGHTS).mul_(factor)
-        norm = _unit_norm(parameter.grad).clamp_(min=SMALLEST_GRADIENT)
-        parameter.grad.mul_((largest / norm).clamp_(max=1))
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    if not trained:
+        return
+    ratios = [_unit_norm(parameter) for parameter in trained]
+    norms = [_unit_norm(gradient) for gradient in gradients]
+    torch._foreach_clamp_min_(ratios, SMALLEST_WEIGHTS)
+    torch._foreach_mul_(ratios, factor)
+    torch._foreach_clamp_min_(norms, SMALLEST_GRADIENT)
+    torch._foreach_div_(ratios, norms)
+    torch._foreach_clamp_max_(ratios, 1)
+    torch._foreach_mul_(gradients, ratios)

@@ -1,5 +1,6 @@
 """Mixed precision, and the update of a network from its gradients."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -71,11 +72,11 @@ class Update(NamedTuple):
 
     def metrics(self, name: str) -> dict[str, Tensor]:
         """Return metrics of the network `name`, which add up over the ranks."""
-        world = collectives.world_size()
+        norm, skipped, nonfinite = torch.stack(self) / collectives.world_size()
         return {
-            f"gradient_norm/{name}": self.norm / world,
-            f"skipped_updates/{name}": self.skipped / world,
-            f"nonfinite_updates/{name}": self.nonfinite / world,
+            f"gradient_norm/{name}": norm,
+            f"skipped_updates/{name}": skipped,
+            f"nonfinite_updates/{name}": nonfinite,
         }
 
 
@@ -127,7 +128,8 @@ class Updater:
         self.unused: list[str] | None = None
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def overlap(self, *, last: bool) -> None:
         """Prepare for a backward pass; the `last` one overlaps with the exchange of the gradients."""
@@ -149,13 +151,16 @@ class Updater:
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
         clip_(self.parameters, self.config, norm, self.head)
         self._schedule(step)
-        skipped = (~torch.isfinite(norm)).float()
+        skipped = (norm < math.inf).logical_not().float()  # 1.0 for NaN, too
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.precision.scaler.step(self.optimizer)  # For fp16 the scaler sets its own flags.
-        # A loss scale above 1 explains an overflow and will be lowered. With a scale of at most 1
-        # the gradients themselves are not finite.
-        return Update(norm, skipped, skipped * (self.precision.scale() <= 1))
+        nonfinite = skipped
+        if self.precision.scaler.is_enabled():
+            # A loss scale above 1 explains an overflow and will be lowered. With a scale of at most
+            # 1 the gradients themselves are not finite.
+            nonfinite = skipped * (self.precision.scale() <= 1)
+        return Update(norm, skipped, nonfinite)
 
     def _without_gradient(self) -> list[str]:
         """Return the names of the parameters that train but have no gradient; empty if `growing`."""

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from duetgan.training.classifier.loss import (
+    CLASSIFIER_LOSSES,
+    ClassifierLoss,
     ClassifierLossConfig,
     Criterion,
     Targets,
@@ -30,17 +33,90 @@ def batch():
     return logits, labels, others, own
 
 
+@pytest.mark.parametrize("kind", ["cross-entropy", "focal", "generalised-cross-entropy"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("counts", [None, [1.0, 0.3, 0.0, 4.0, 1.0, 0.3]])  # of the images
-def test_torchs_cross_entropy_is_that_with_weights_of_one(smoothing, mixed, counts):
+def test_a_loss_to_mixed_labels_is_that_with_weights_of_one(kind, smoothing, mixed, counts):
     """The other one is compared in tests/oracle."""
     logits, labels, others, own = batch()
     counted = None if counts is None else torch.tensor(counts, dtype=torch.float64)
     targets = Targets(labels, others, own, counted) if mixed else Targets(labels, weights=counted)
-    config = ClassifierLossConfig(label_smoothing=smoothing)
+    config = ClassifierLossConfig(kind=kind, label_smoothing=smoothing)
     expected = classifier_loss(logits, targets, config, torch.ones(CLASSES).double())
     torch.testing.assert_close(classifier_loss(logits, targets, config), expected)
+    parts = [classifier_loss(logits[rows], targets.rows(rows), config) for rows in (slice(0, 1), slice(1, N))]
+    torch.testing.assert_close(sum(parts), expected)  # of micro-batches or ranks
+
+
+def test_cross_entropy_is_torchs():
+    logits, labels, others, own = batch()
+    config = ClassifierLossConfig(label_smoothing=0.2)
+    kind: Any = {"label_smoothing": 0.2, "reduction": "none"}
+    plain, partner = (F.cross_entropy(logits, each, **kind) for each in (labels, others))
+    torch.testing.assert_close(classifier_loss(logits, Targets(labels), config), plain.sum())
+    mixed = classifier_loss(logits, Targets(labels, others, own), config)
+    torch.testing.assert_close(mixed, (own * plain + (1 - own) * partner).sum())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kind": "focal", "focal_gamma": 0.0}, lambda p: -p.log()),
+        ({"kind": "focal", "focal_gamma": 2.5}, lambda p: -((1 - p) ** 2.5) * p.log()),
+        ({"kind": "generalised-cross-entropy", "gce_q": 1.0}, lambda p: 1 - p),
+        ({"kind": "generalised-cross-entropy", "gce_q": 0.3}, lambda p: (1 - p**0.3) / 0.3),
+        ({"kind": "generalised-cross-entropy", "gce_q": 1e-6}, lambda p: -p.log()),
+    ],
+)
+def test_losses_of_the_probability_of_the_label(settings, expected):
+    logits, labels, others, own = batch()
+    config = ClassifierLossConfig(label_smoothing=0.0, **settings)
+    loss = classifier_loss(logits, Targets(labels), config)
+    p = logits.softmax(1)[range(N), labels]
+    torch.testing.assert_close(loss, expected(p).sum(), rtol=1e-5, atol=0)
+    mixed = Targets(labels, others, own)
+    assert torch.autograd.gradcheck(lambda z: classifier_loss(z, mixed, config), logits.requires_grad_())
+
+
+@pytest.mark.parametrize("kind", ["focal", "binary-focal", "generalised-cross-entropy"])
+@pytest.mark.parametrize("power", [0.0, 0.5, 2.0])
+def test_gradients_of_certain_predictions_are_finite(kind, power):
+    logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], requires_grad=True)
+    config = ClassifierLossConfig(kind=kind, focal_gamma=power, gce_q=max(0.1, power / 2))
+    labels = torch.eye(2) if config.several else torch.tensor([0, 0])
+    classifier_loss(logits, Targets(labels), config).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"kind": "focal", "logit_adjustment": 1.0}, "logit_adjustment is for one class an image by a softmax"),
+        ({"kind": "binary-focal", "teacher": "a run"}, "teacher is for one class an image"),
+        ({"kind": "focl"}, r"did you mean 'focal'\?"),
+    ],
+)
+def test_settings_that_a_loss_has_not(settings, told):
+    with pytest.raises(UserError, match=told):
+        ClassifierLossConfig(**settings)
+
+
+def test_a_loss_gives_a_value_per_sample_and_gets_its_settings():
+    with pytest.raises(UserError, match=r"gives \[\] of logits \[3, 2\]; give \[3\], no mean"):
+        ClassifierLoss(errors=lambda logits, targets, _: F.cross_entropy(logits, targets))
+    seen: list[Any] = []
+
+    def errors(logits, targets, config):
+        seen.append(config)
+        return logits.sum(1)
+
+    loss, config = ClassifierLoss(errors=errors), ClassifierLossConfig(kind="squared-error", focal_gamma=3.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CLASSIFIER_LOSSES, "squared-error", loss)
+        classifier_loss(torch.zeros(1, 2), Targets(torch.tensor([0])), config)
+    assert seen[-1] is config
 
 
 def slow_label_loss(logits, shown, config, weights):
@@ -49,8 +125,10 @@ def slow_label_loss(logits, shown, config, weights):
     for z, targets in zip(logits.tolist(), shown.tolist(), strict=True):
         for place, (value, told) in enumerate(zip(z, targets, strict=True)):
             p = 1 / (1 + math.exp(-value))
-            focus, q = (0, p) if config.kind == "bce" else (4, max(p - 0.05, 0.0))
+            focus, q = {"bce": (0, p), "asymmetric": (4, max(p - 0.05, 0.0)), "binary-focal": (2, p)}[config.kind]
             yes, no = -math.log(p), -(q**focus) * math.log(1 - q)
+            if config.kind == "binary-focal":
+                yes *= (1 - p) ** focus
             total += told * weights[place] * ((1 - spread) * yes + spread * no) / len(z)
             total += (1 - told) * (spread * yes + (1 - spread) * no) / len(z)
     return total
@@ -88,6 +166,8 @@ def optimum(config, frequencies, posterior, mixed=False, teacher=None):
     [
         {"class_weights": "balanced"},
         {"class_weights": "balanced", "kind": "squared-error"},
+        {"class_weights": "balanced", "kind": "focal"},
+        {"class_weights": "balanced", "kind": "generalised-cross-entropy"},
         {"class_weights": "balanced", "teacher": "a run", "teacher_share": 0.5, "temperature": 1.0},
         {"class_weights": "balanced", "label_smoothing": 0.0},
         {"logit_adjustment": 1.0},
@@ -106,7 +186,10 @@ def test_the_optimum_names_the_class_that_is_most_frequent_for_its_frequency(los
     assert named == [0, 0, classes - 1, classes - 1]
 
 
-@pytest.mark.parametrize(("kind", "ratios"), [("bce", [0.0, 0.95, 1.05, 100.0]), ("asymmetric", [0.0, 100.0])])
+@pytest.mark.parametrize(
+    ("kind", "ratios"),
+    [("bce", [0.0, 0.95, 1.05, 100.0]), ("asymmetric", [0.0, 100.0]), ("binary-focal", [0.0, 0.9, 1.1, 100.0])],
+)
 def test_the_optimum_of_several_labels(kind, ratios):
     """K1: a label of one image in a hundred was named for every image."""
     config, named = ClassifierLossConfig(kind=kind, class_weights="balanced"), []
@@ -122,7 +205,7 @@ def test_the_optimum_of_several_labels(kind, ratios):
     assert named == [ratio > 1 for ratio in ratios]
 
 
-@pytest.mark.parametrize("kind", ["bce", "asymmetric"])
+@pytest.mark.parametrize("kind", ["bce", "asymmetric", "binary-focal"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0, 0.0, 1.0, 3.0]])
 @pytest.mark.parametrize("mixed", [False, True])
