@@ -136,13 +136,14 @@ class Replica:
 
         Gradients of a stage are ready for DDP when the stage's backward pass ends.
         """
-        layers: list[tuple[str, nn.Module, str]] = []
+        layers: list[tuple[object, nn.Module, str]] = []
         for prefix, module in self.model.named_modules():
             # Subclasses may compute with their weights, which autocast leaves in float32.
             if type(module) in (nn.Conv2d, nn.Linear):
                 for name, parameter in module.named_parameters(recurse=False):
                     if parameter.requires_grad and parameter.dtype == torch.float32:
-                        layers.append((self.model.stage_of(f"{prefix}.{name}"), module, name))
+                        stage = self.model.stage_of(f"{prefix}.{name}")
+                        layers.append(((stage, parameter.device), module, name))
         groups = groupby(layers, lambda layer: layer[0])
         return [[(module, name) for _, module, name in group] for _, group in groups]
 

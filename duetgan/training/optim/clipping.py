@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from duetgan.training.optim.config import OptimizerConfig
+from duetgan.utils.distributed.collectives import by_kind
 
 # Lower bounds of norms in adaptive clipping, so that weights of zero can change.
 SMALLEST_WEIGHTS = 1e-3
@@ -43,15 +44,13 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
 
     Source: 2102.06171, equation 3.
     """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    if not trained:
-        return
-    ratios = [_unit_norm(parameter) for parameter in trained]
-    norms = [_unit_norm(gradient) for gradient in gradients]
-    torch._foreach_clamp_min_(ratios, SMALLEST_WEIGHTS)
-    torch._foreach_mul_(ratios, factor)
-    torch._foreach_clamp_min_(norms, SMALLEST_GRADIENT)
-    torch._foreach_div_(ratios, norms)
-    torch._foreach_clamp_max_(ratios, 1)
-    torch._foreach_mul_(gradients, ratios)
+    pairs = [(weights, weights.grad) for weights in parameters if weights.grad is not None]
+    for trained, gradients in by_kind(*zip(*pairs, strict=True)).values():
+        ratios = [_unit_norm(weights) for weights in trained]
+        norms = [_unit_norm(gradient) for gradient in gradients]
+        torch._foreach_clamp_min_(ratios, SMALLEST_WEIGHTS)
+        torch._foreach_mul_(ratios, factor)
+        torch._foreach_clamp_min_(norms, SMALLEST_GRADIENT)
+        torch._foreach_div_(ratios, norms)
+        torch._foreach_clamp_max_(ratios, 1)
+        torch._foreach_mul_(gradients, ratios)
