@@ -36,9 +36,11 @@ from duetgan.models.layers import (
 )
 from duetgan.models.layers.convolution import Geometry, convolve
 from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, normalised_for_fp16
+from duetgan.models.layers.scaling import demodulated
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     FromRGB,
+    LinearLayers,
     MappingNetwork,
     channels_at,
     minibatch_std,
@@ -135,8 +137,8 @@ class ModulatedConv2d(nn.Module):
             scale: Tensor | None = None
             if self.demodulate:
                 # Demodulation cancels the weight's gain, so the gain is not applied.
-                energy = style.square() @ weight.square().sum(dim=(2, 3)).t()  # [N, O]
-                scale = gain * torch.rsqrt(energy + 1e-8 / self.weight_gain**2)
+                epsilon = 1e-8 / self.weight_gain**2
+                style, weight, scale = demodulated(style, weight, gain, epsilon)
             if dtype == torch.float16:
                 style, weight, scale = normalised_for_fp16(style, weight, scale, self.weight_gain)
             elif not self.demodulate:
@@ -306,11 +308,14 @@ class Generator(StyledGenerator):
         x = self.constant.expand(ws.shape[0], -1, -1, -1)
         image: Tensor | None = None
         recompute = self.config.activation_checkpointing
+        styles = ws.unbind(1)
         layer = 0
         for block in self.used_blocks():
             stop = layer + len(block.layers)
-            styles = ws[:, layer : stop + 1].unbind(1)
-            x, image = run(block, x, image, styles, maps[layer:stop], recompute=recompute)
+            noise_maps = maps[layer:stop]
+            x, image = run(
+                block, x, image, styles[layer : stop + 1], noise_maps, recompute=recompute
+            )
             layer = stop
         assert image is not None
         return self.finished(image)
@@ -380,7 +385,7 @@ class Discriminator(ImageDiscriminator):
         self.output = EqualizedLinear(last, last if classes else 1)
         self.embed = EqualizedLinear(classes, last) if classes else None
         layers = range(config.mapping_layers if classes else 0)
-        self.label_mapping = nn.Sequential(
+        self.label_mapping = LinearLayers(
             *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
         )
 

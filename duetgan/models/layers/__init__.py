@@ -4,7 +4,7 @@ Formulas: Karras et al., StyleGAN (1812.04948) and StyleGAN2 (1912.04958).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from duetgan.models.layers import fused
 from duetgan.models.layers.convolution import Context, Geometry, convolve
 from duetgan.models.layers.convolution import compute_dtype as compute_dtype
+from duetgan.models.layers.scaling import normalize_second_moment as normalize_second_moment
+from duetgan.models.layers.scaling import scaled
 
 LEAKY_SLOPE = 0.2
 ACTIVATION_GAIN = math.sqrt(2)
 
 
-def normalize_second_moment(x: Tensor) -> Tensor:
-    """Scale `x` [N, F, ...] to unit mean square over F (StyleGAN2, mapping network's input)."""
-    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-8)
+Parameters = tuple[Tensor, Tensor | None]  # weight and bias of a layer, times their gains
 
 
 class EqualizedLinear(nn.Module):
@@ -43,16 +43,18 @@ class EqualizedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_features, in_features) / lr_multiplier)
         self.bias = nn.Parameter(torch.full([out_features], bias_init / lr_multiplier))
-        self.weight_gain = lr_multiplier / math.sqrt(in_features)
-        self.bias_gain = lr_multiplier
+        # leaky ReLU is positively homogeneous, so its gain goes into the product
+        self.bias_gain = lr_multiplier * (ACTIVATION_GAIN if activation else 1.0)
+        self.weight_gain = self.bias_gain / math.sqrt(in_features)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        # leaky ReLU is positively homogeneous, so its gain goes into the product
-        gain = ACTIVATION_GAIN if self.activation else 1.0
-        x = torch.addmm(
-            self.bias, x, self.weight.t(), beta=self.bias_gain * gain, alpha=self.weight_gain * gain
-        )
+    def forward(self, x: Tensor, parameters: Parameters | None = None) -> Tensor:
+        """`parameters`: those of `scaled_parameters`, if they have been computed."""
+        if parameters is not None:
+            x = F.linear(x, *parameters)
+        else:
+            beta, alpha = self.bias_gain, self.weight_gain
+            x = torch.addmm(self.bias, x, self.weight.t(), beta=beta, alpha=alpha)
         return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
 
@@ -80,13 +82,17 @@ class EqualizedConv2d(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         self.downsample = downsample
         self.activation = activation
-        self.gain = gain * (ACTIVATION_GAIN if activation else 1.0)
-        self.weight_gain = 1 / math.sqrt(in_channels * kernel_size**2)
+        self.bias_gain = gain * (ACTIVATION_GAIN if activation else 1.0)
+        self.weight_gain = self.bias_gain / math.sqrt(in_channels * kernel_size**2)
 
-    def forward(self, x: Tensor, limit: float | None = None) -> Tensor:
-        """Return the output, clamped to +-limit if a limit is given and there is an activation."""
-        weight = self.weight * (self.weight_gain * self.gain)
-        bias = None if self.bias is None else self.bias * self.gain
+    def forward(
+        self, x: Tensor, limit: float | None = None, parameters: Parameters | None = None
+    ) -> Tensor:
+        """Return the output, clamped to +-limit if a limit is given and there is an activation.
+
+        `parameters` are those of `scaled_parameters`, if they have been computed.
+        """
+        weight, bias = parameters or scaled_parameters([self], compute_dtype(x))[0]
         kernel_size = weight.shape[-1]
         geometry = Geometry(padding=kernel_size // 2)
         if self.downsample and kernel_size == 1:
@@ -116,6 +122,27 @@ def activated_convolution(
     x = convolve(x, weight, bias, geometry)
     # In place, because no derivative of a convolution needs its output.
     return clamped(F.leaky_relu(x, LEAKY_SLOPE, inplace=True), limit)
+
+
+def scaled_parameters(
+    layers: Sequence[EqualizedConv2d | EqualizedLinear], dtype: torch.dtype
+) -> list[Parameters]:
+    """Return the weights and biases of layers times their gains, as `dtype`.
+
+    One operator scales and one casts those of all layers.
+    """
+    if not layers:
+        return []
+    tensors: list[Tensor] = []
+    gains: list[float] = []
+    for layer in layers:
+        tensors.append(layer.weight)
+        gains.append(layer.weight_gain)
+        if layer.bias is not None:
+            tensors.append(layer.bias)
+            gains.append(layer.bias_gain)
+    results = iter(scaled(tensors, gains, dtype))
+    return [(next(results), None if layer.bias is None else next(results)) for layer in layers]
 
 
 class _ScaledActivation(torch.autograd.Function):
