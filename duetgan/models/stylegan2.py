@@ -8,7 +8,7 @@ scales the output. `models/layers/fp16.py` chooses each block's precision under 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Interval
@@ -32,11 +32,12 @@ from duetgan.models.layers import (
     normalize_second_moment,
     pointwise,
     scaled_activation,
+    scaled_parameters,
     upsample_fir,
 )
 from duetgan.models.layers.convolution import Geometry, convolve
 from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, normalised_for_fp16
-from duetgan.models.layers.scaling import demodulated
+from duetgan.models.layers.scaling import cast, demodulated, scaled
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     FromRGB,
@@ -97,6 +98,14 @@ class DiscriminatorConfig(SizeConfig):
 # --- the generator
 
 
+class Modulation(NamedTuple):
+    """The style and the filters of a modulated convolution, for N samples."""
+
+    style: Tensor  # [N, I]
+    weight: Tensor  # [O, I, k, k]
+    scale: Tensor | None  # [N, O, 1, 1]: factor of the convolution's output; None for 1
+
+
 class ModulatedConv2d(nn.Module):
     """Style-modulated convolution in the form for training.
 
@@ -117,46 +126,67 @@ class ModulatedConv2d(nn.Module):
         upsample: bool = False,
     ) -> None:
         super().__init__()
-        self.affine = EqualizedLinear(w_dim, in_channels, bias_init=1.0)
-        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, kernel_size, kernel_size))
         self.weight_gain = 1 / math.sqrt(in_channels * kernel_size**2)
+        gain = 1.0 if demodulate else self.weight_gain
+        self.affine = EqualizedLinear(w_dim, in_channels, bias_init=1.0, gain=gain)
+        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, kernel_size, kernel_size))
         self.demodulate = demodulate
         self.upsample = upsample
 
-    def forward(self, x: Tensor, w: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor | None]:
-        """Return the convolution's unscaled output and its scale [N, O, 1, 1], None for 1.
-
-        The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms
-        that style and weight were divided by. Without demodulation `gain` is not used, and fp16's
-        scale has the precision of the parameters.
-        """
+    def forward(self, x: Tensor, modulation: Modulation) -> Tensor:
+        """Return the convolution's output, not yet multiplied by the scale of the modulation."""
         dtype = compute_dtype(x)
-        with torch.autocast(x.device.type, enabled=False):
-            style = self.affine(w.to(self.weight.dtype))  # [N, I]
-            weight: Tensor = self.weight
-            scale: Tensor | None = None
-            if self.demodulate:
-                # Demodulation cancels the weight's gain, so the gain is not applied.
-                epsilon = 1e-8 / self.weight_gain**2
-                style, weight, scale = demodulated(style, weight, gain, epsilon)
-            if dtype == torch.float16:
-                style, weight, scale = normalised_for_fp16(style, weight, scale, self.weight_gain)
-            elif not self.demodulate:
-                weight = weight * self.weight_gain
-            if scale is not None:
-                scale = (scale.to(dtype) if self.demodulate else scale)[:, :, None, None]
+        style, weight, _ = modulation
         if weight.shape[-1] == 1 and not self.upsample:
             # For few output channels it is cheaper to scale the filters of each sample than the
             # maps.
-            return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype)), scale
+            return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype))
         x = x.to(dtype) * style.to(dtype)[:, :, None, None]
-        if self.upsample:
-            x = convolve(x, weight.transpose(0, 1), None, Geometry(stride=2, transposed=True))
-            # [N, O, 2H + 1, 2W + 1]
-            x = blur_fir(x, padding=1, gain=4.0)
-        else:
-            x = convolve(x, weight, None, Geometry(padding=weight.shape[-1] // 2))
-        return x, scale
+        if not self.upsample:
+            return convolve(x, weight, None, Geometry(padding=weight.shape[-1] // 2))
+        x = convolve(x, weight.transpose(0, 1), None, Geometry(stride=2, transposed=True))
+        # [N, O, 2H + 1, 2W + 1]
+        return blur_fir(x, padding=1, gain=4.0)
+
+
+def modulations(
+    convolutions: Sequence[ModulatedConv2d],
+    ws: Sequence[Tensor],  # [N, w_dim] for each
+    dtype: torch.dtype,  # of the convolutions
+    gain: float = 1.0,
+) -> list[Modulation]:
+    """Return the modulations of several convolutions, which take few operators together.
+
+    The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms that
+    style and weight are divided by. Without demodulation there is no scale, except in fp16; it then
+    has the precision of the parameters, as style and weight have.
+    """
+    with torch.autocast(ws[0].device.type, enabled=False):
+        precision = convolutions[0].weight.dtype
+        affine = [convolution.affine for convolution in convolutions]
+        styles = [
+            layer(w.to(precision), parameters)
+            for layer, w, parameters in zip(
+                affine, ws, scaled_parameters(affine, precision), strict=True
+            )
+        ]
+        weights = [convolution.weight for convolution in convolutions]
+        count = sum(convolution.demodulate for convolution in convolutions)  # ToRGB comes last
+        # Demodulation cancels the weights' gains, so the gains are not applied.
+        epsilons = [1e-8 / convolution.weight_gain**2 for convolution in convolutions[:count]]
+        parts = demodulated(styles[:count], weights[:count], gain, epsilons)
+        for style, weight in zip(styles[count:], weights[count:], strict=True):
+            parts.append((style, weight, None))
+        if dtype == torch.float16:
+            for number, convolution in enumerate(convolutions):
+                weight_gain = convolution.weight_gain if convolution.demodulate else 1.0
+                parts[number] = normalised_for_fp16(*parts[number], weight_gain)
+        reduced = iter(cast([tensor for part in parts[:count] for tensor in part], dtype))
+        parts[:count] = zip(reduced, reduced, reduced, strict=True)
+    return [
+        Modulation(style, weight, None if scale is None else scale[:, :, None, None])
+        for style, weight, scale in parts
+    ]
 
 
 class StyledLayer(nn.Module):
@@ -173,12 +203,15 @@ class StyledLayer(nn.Module):
         self.noise_strength = nn.Parameter(torch.zeros([]))
         self.noise_const = nn.Buffer(torch.randn(1, 1, size[0], size[-1]))
 
-    def forward(self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: Clamp = None) -> Tensor:
-        x, scale = self.conv(x, w, ACTIVATION_GAIN)
-        bias = (self.bias * ACTIVATION_GAIN).to(x.dtype)
+    def forward(
+        self, x: Tensor, modulation: Modulation, noise: Tensor | None, clamp: Clamp = None
+    ) -> Tensor:
+        x = self.conv(x, modulation)
+        parameters = [self.bias, self.noise_strength]
+        bias, strength = scaled(parameters, [ACTIVATION_GAIN] * 2, self.bias.dtype)
         if noise is not None:
-            noise = (noise * (self.noise_strength * ACTIVATION_GAIN)).to(x.dtype)
-        return scaled_activation(x, scale, bias, noise, clamp)
+            noise = (noise * strength).to(x.dtype)
+        return scaled_activation(x, modulation.scale, bias.to(x.dtype), noise, clamp)
 
 
 class ToRGB(nn.Module):
@@ -192,12 +225,12 @@ class ToRGB(nn.Module):
         self.conv = ModulatedConv2d(in_channels, channels, 1, w_dim, demodulate=False)
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor, w: Tensor, clamp: float | None = None) -> Tensor:
-        rgb, scale = self.conv(x, w)
-        rgb, bias = rgb.to(self.bias.dtype), self.bias[None, :, None, None]
-        if scale is None:
+    def forward(self, x: Tensor, modulation: Modulation, clamp: float | None = None) -> Tensor:
+        rgb = self.conv(x, modulation).to(self.bias.dtype)
+        bias = self.bias[None, :, None, None]
+        if modulation.scale is None:
             return clamped(rgb + bias, clamp)
-        return clamped(torch.addcmul(bias, rgb, scale), clamp)
+        return clamped(torch.addcmul(bias, rgb, modulation.scale), clamp)
 
 
 class SynthesisBlock(nn.Module):
@@ -241,9 +274,11 @@ class SynthesisBlock(nn.Module):
     def _forward(
         self, x: Tensor, image: Tensor | None, ws: Sequence[Tensor], noise: NoiseMaps, clamp: Clamp
     ) -> tuple[Tensor, Tensor]:
-        for layer, w, layer_noise in zip(self.layers, ws[:-1], noise, strict=True):
-            x = layer(x, w, layer_noise, clamp)
-        return x, self.add_rgb(image, self.to_rgb(x, ws[-1], clamp))
+        convolutions = [layer.conv for layer in (*self.layers, self.to_rgb)]
+        *styled, rgb = modulations(convolutions, ws, compute_dtype(x), ACTIVATION_GAIN)
+        for layer, modulation, layer_noise in zip(self.layers, styled, noise, strict=True):
+            x = layer(x, modulation, layer_noise, clamp)
+        return x, self.add_rgb(image, self.to_rgb(x, rgb, clamp))
 
     def add_rgb(self, image: Tensor | None, rgb: Tensor) -> Tensor:
         """Return the previous resolutions' image, upsampled, plus this resolution's `rgb`."""
@@ -417,11 +452,12 @@ class Discriminator(ImageDiscriminator):
             if group > 1:
                 is_strided = self.config.minibatch_std_order == "strided"
                 x = minibatch_std(x, group, strided=is_strided)
-            return self.last_linear(self.last_conv(x, clamp).flatten(1))
+            conv, linear = scaled_parameters([self.last_conv, self.last_linear], x.dtype)
+            return self.last_linear(self.last_conv(x, clamp, conv).flatten(1), linear)
 
     def embedded(self, labels: Tensor) -> Tensor:
         return self.label_mapping(normalize_second_moment(super().embedded(labels)))
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        # Without classes F is 1.
-        return super().project(features, labels) / math.sqrt(features.shape[1])
+        logits = super().project(features, labels)
+        return logits if self.embed is None else logits / math.sqrt(features.shape[1])

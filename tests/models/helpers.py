@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from duetgan.models.layers import ACTIVATION_GAIN, compute_dtype
+from duetgan.models.stylegan2 import modulations
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import generator
 
@@ -53,3 +55,8 @@ def kept_bytes(network, *inputs):
         output = network(*inputs)
     assert output.requires_grad
     return sum(x.untyped_storage().nbytes() for x in storages.values())
+
+
+def styled(layer, x, w, *arguments):
+    """The output of a StyledLayer or of ToRGB."""
+    return layer(x, modulations([layer.conv], [w], compute_dtype(x), ACTIVATION_GAIN)[0], *arguments)

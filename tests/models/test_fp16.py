@@ -11,7 +11,7 @@ from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision
 from duetgan.models.layers.stylegan2 import DiscriminatorBlock
 from duetgan.models.stylegan2 import StyledLayer, ToRGB
 from tests.models import test_discriminator, test_generator
-from tests.models.helpers import draw, randomised
+from tests.models.helpers import draw, randomised, styled
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 WIDE: dict[str, Any] = {"channel_base": 256, "channel_max": 16}
@@ -139,14 +139,14 @@ def test_huge_and_tiny_styles_and_weights_stay_in_range(monkeypatch, kind, style
         layer.conv.affine.bias.mul_(styles)
         layer.conv.weight.mul_(weights)
     arguments = (10 * draw(2, 16, 8, 8).float(), draw(2, 8, key="w").float()) + (() if kind == "rgb" else (None,))
-    expected = layer(*arguments)
+    expected = styled(layer, *arguments)
     with fp16():
-        found = layer(*arguments)
+        found = styled(layer, *arguments)
     assert error(found.float(), expected) < 5e-3
     if styles * weights > 1:  # the numbers are such that without the normalisation fp16 overflows
         monkeypatch.setattr("duetgan.models.stylegan2.normalised_for_fp16", not_normalised)
         with fp16():
-            assert not torch.isfinite(layer(*arguments)).all()
+            assert not torch.isfinite(styled(layer, *arguments)).all()
 
 
 def not_normalised(style, weight, scale, weight_gain):
@@ -162,12 +162,12 @@ def test_a_large_style_that_meets_only_zeros_gives_no_nan():
         layer.conv.weight[:, 1] = 1e6
     x = draw(1, 2, 4, 4).float()
     with fp16():
-        assert torch.isfinite(layer(x, torch.zeros(1, 2), None)).all()
+        assert torch.isfinite(styled(layer, x, torch.zeros(1, 2), None)).all()
     with torch.no_grad():
         layer.conv.affine.bias.zero_()
         layer.conv.weight.zero_()
     with fp16():
-        assert layer(x, torch.zeros(1, 2), None).eq(0).all()  # no division by a norm of zero
+        assert styled(layer, x, torch.zeros(1, 2), None).eq(0).all()  # no division by a norm of zero
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -19,10 +19,10 @@ from duetgan.models.layers import (
     scaled_activation,
     upsample_fir,
 )
-from duetgan.models.stylegan2 import ModulatedConv2d, StyledLayer
+from duetgan.models.stylegan2 import ModulatedConv2d, StyledLayer, modulations
 from duetgan.utils.seeding import forked, generator
 from tests.models import reference
-from tests.models.helpers import close, draw, randomised, same
+from tests.models.helpers import close, draw, randomised, same, styled
 
 
 def test_second_moments_of_zeros_and_convolutions_start_with_unit_variance():
@@ -93,9 +93,10 @@ FORMS = [(3, True, False), (3, True, True), (1, True, False), (1, False, False),
 
 
 def whole(layer, x, w, gain=1.0):
-    """The layer's output with the demodulation applied."""
-    out, scale = layer(x, w, gain)
-    return out if scale is None else out * scale
+    """The convolution's output with the demodulation applied."""
+    modulation = modulations([layer], [w], x.dtype, gain)[0]
+    out = layer(x, modulation)
+    return out if modulation.scale is None else out * modulation.scale
 
 
 @pytest.mark.parametrize("style", [1.0, 1e-4])  # so small that 1e-8 decides: one on unscaled weights would be seen
@@ -126,8 +127,8 @@ def test_style_starts_at_one_and_demodulated_output_has_the_gain_as_its_scale():
 def test_noise_has_no_effect_at_the_start():
     layer = StyledLayer(3, 4, 5, 8).double()
     x, w, noise = draw(2, 3, 8, 8), draw(2, 5, key="w"), draw(2, 1, 8, 8, key="noise")
-    torch.testing.assert_close(layer(x, w, noise), layer(x, w, None), rtol=0, atol=0)
-    layer(x, w, noise).sum().backward()
+    torch.testing.assert_close(styled(layer, x, w, noise), styled(layer, x, w, None), rtol=0, atol=0)
+    styled(layer, x, w, noise).sum().backward()
     assert layer.noise_strength.grad is not None
     assert layer.noise_strength.grad != 0
 
@@ -136,17 +137,17 @@ def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
     with forked(0, "init", "autocast"):
         layer = StyledLayer(16, 16, 8, 8)
     x, w = draw(2, 16, 8, 8).float(), draw(2, 8, key="w").float()
-    expected = layer(x, w, None)
+    expected = styled(layer, x, w, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = layer(x, w, None)
+        found = styled(layer, x, w, None)
     assert found.dtype == torch.bfloat16
     error = (found.float() - expected).norm() / expected.norm()
     assert error < 0.01
     # a huge style overflows no square: energies are not summed in reduced precision
     with torch.autocast("cpu", dtype=torch.float16):
-        big = layer.conv(x, w * 1e3)
-    assert torch.isfinite(big[1]).all()
-    assert big[1].min() > 0
+        scale = modulations([layer.conv], [w * 1e3], torch.float16)[0].scale
+    assert torch.isfinite(scale).all()
+    assert scale.min() > 0
 
 
 CASES = {

@@ -28,7 +28,7 @@ class EqualizedLinear(nn.Module):
 
     The weight starts as N(0, 1) / lr_multiplier. Each pass multiplies it by lr_multiplier /
     sqrt(in_features), and the bias by lr_multiplier. With `activation` the output is leaky_relu *
-    sqrt(2).
+    sqrt(2). `gain` scales the output.
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class EqualizedLinear(nn.Module):
         bias_init: float = 0.0,
         lr_multiplier: float = 1.0,
         activation: bool = False,
+        gain: float = 1.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_features, in_features) / lr_multiplier)
         self.bias = nn.Parameter(torch.full([out_features], bias_init / lr_multiplier))
         # leaky ReLU is positively homogeneous, so its gain goes into the product
-        self.bias_gain = lr_multiplier * (ACTIVATION_GAIN if activation else 1.0)
+        self.bias_gain = lr_multiplier * gain * (ACTIVATION_GAIN if activation else 1.0)
         self.weight_gain = self.bias_gain / math.sqrt(in_features)
         self.activation = activation
 

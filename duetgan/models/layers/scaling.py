@@ -29,13 +29,16 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gains: Sequence[float], dtype: torch.dtype, *tensors: Tensor
+        ctx: Any, gains: Sequence[float] | None, dtype: torch.dtype, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.gains = gains
         ctx.dtype = tensors[0].dtype
+        results: Sequence[Tensor] = tensors
         if dtype.itemsize > ctx.dtype.itemsize:
-            return tuple(torch._foreach_mul(_cast(tensors, dtype), gains))
-        return tuple(_cast(torch._foreach_mul(tensors, gains), dtype))
+            results = _cast(results, dtype)
+        if gains is not None:
+            results = torch._foreach_mul(results, gains)
+        return tuple(_cast(results, dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -55,6 +58,13 @@ def scaled(tensors: Sequence[Tensor], gains: Sequence[float], dtype: torch.dtype
     if is_plain():
         return [(tensor * gain).to(dtype) for tensor, gain in zip(tensors, gains, strict=True)]
     return list(_Scaled.apply(gains, dtype, *tensors))
+
+
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of one dtype as `dtype`."""
+    if is_plain() or not tensors or tensors[0].dtype == dtype:
+        return [tensor.to(dtype) for tensor in tensors]
+    return list(_Scaled.apply(None, dtype, *tensors))
 
 
 # --- normalisations
@@ -112,53 +122,78 @@ def group_std(x: Tensor) -> Tensor:
 
 
 class _Demodulated(torch.autograd.Function):
-    """Style, filters and demodulation coefficient of a convolution.
+    """Styles, filters and demodulation coefficients of several convolutions.
 
     The first two are returned so that their gradients need not be added to those of the
-    coefficient, each by another operator.
+    coefficients by further operators.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, style: Tensor, weight: Tensor, gain: float, epsilon: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.squares = _squares(style, weight)
+        ctx: Any, gain: float, epsilons: Sequence[float], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.gain = gain
-        scale = (ctx.squares[0] @ ctx.squares[1].t()).add_(epsilon).rsqrt_().mul_(gain)
-        ctx.save_for_backward(style, weight, scale)
-        return style, weight, scale
+        ctx.squares = _squares(tensors)
+        styles, weights = _halves(ctx.squares)
+        scales = [style @ weight.t() for style, weight in zip(styles, weights, strict=True)]
+        torch._foreach_add_(scales, epsilons)
+        torch._foreach_rsqrt_(scales)
+        torch._foreach_mul_(scales, gain)
+        ctx.save_for_backward(*tensors, *scales)
+        return *tensors, *scales
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        style, weight, scale = ctx.saved_tensors
-        squares = _squares(style, weight) if torch.is_grad_enabled() else ctx.squares
-        # d scale / d energy = -scale^3 / (2 gain^2), and the energy is squares[0] @ squares[1]^T.
-        slope = grads[2] * scale.pow(3)
-        factor = -1 / ctx.gain**2
-        style_grad = torch.addcmul(grads[0], style, slope @ squares[1], value=factor)
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            energy_grad = (slope.t() @ squares[0])[:, :, None, None]
-            weight_grad = torch.addcmul(grads[1], weight, energy_grad, value=factor)
-        return style_grad, weight_grad, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        count = len(grads) // 3
+        tensors = ctx.saved_tensors[: 2 * count]
+        scales = ctx.saved_tensors[2 * count :]
+        squares = _squares(tensors) if torch.is_grad_enabled() else ctx.squares
+        # d scale / d energy = -scale^3 / (2 gain^2), and the energy is style^2 @ (weight^2)^T.
+        slopes = torch._foreach_mul(grads[2 * count :], torch._foreach_pow(scales, 3))
+        factors = []
+        for slope, weight in zip(slopes, squares[count:], strict=True):
+            factors.append(slope @ weight)
+        for slope, style in zip(slopes, squares[:count], strict=True):
+            factors.append((slope.t() @ style)[:, :, None, None])
+        results = torch._foreach_addcmul(
+            grads[: 2 * count], tensors, factors, value=-1 / ctx.gain**2
+        )
+        return None, None, *results
 
 
-def _squares(style: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return style.square(), weight.square().sum(dim=(2, 3))
+def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+
+
+def _squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the squares of styles [N, I], then those of filters, summed over pixels [O, I]."""
+    styles, weights = _halves(torch._foreach_mul(tensors, tensors))
+    return [*styles, *(weight.sum(dim=(2, 3)) for weight in weights)]
 
 
 def demodulated(
-    style: Tensor, weight: Tensor, gain: float, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `style`, `weight`, and gain / sqrt(sum (weight * style)^2 + epsilon).
+    styles: Sequence[Tensor], weights: Sequence[Tensor], gain: float, epsilons: Sequence[float]
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Return (style, weight, gain / sqrt(sum (weight * style)^2 + epsilon)) of each convolution.
 
     Args:
-        style: [N, I].
-        weight: Filters [O, I, k, k].
+        styles: [N, I] of each.
+        weights: Filters [O, I, k, k] of each.
         gain: Factor of the coefficients [N, O].
-        epsilon: Lower bound of the sum over inputs and pixels of a filter.
+        epsilons: Lower bounds of the sums over inputs and pixels of a filter.
     """
-    if is_plain():
-        energy = style.square() @ weight.square().sum(dim=(2, 3)).t()
-        return style, weight, gain * torch.rsqrt(energy + epsilon)
-    return _Demodulated.apply(style, weight, gain, epsilon)
+    if is_plain() or not styles:
+        energies = [
+            style.square() @ weight.square().sum(dim=(2, 3)).t()
+            for style, weight in zip(styles, weights, strict=True)
+        ]
+        scales = [
+            gain * torch.rsqrt(e + floor) for e, floor in zip(energies, epsilons, strict=True)
+        ]
+    else:
+        results = _Demodulated.apply(gain, epsilons, *styles, *weights)
+        count = len(styles)
+        styles = results[:count]
+        weights = results[count : 2 * count]
+        scales = results[2 * count :]
+    return list(zip(styles, weights, scales, strict=True))
