@@ -174,14 +174,15 @@ def modulations(
         count = sum(convolution.demodulate for convolution in convolutions)  # ToRGB comes last
         # Demodulation cancels the weights' gains, so the gains are not applied.
         epsilons = [1e-8 / convolution.weight_gain**2 for convolution in convolutions[:count]]
-        parts = demodulated(styles[:count], weights[:count], gain, epsilons)
+        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        parts += demodulated(styles[:count], weights[:count], gain, epsilons)
         for style, weight in zip(styles[count:], weights[count:], strict=True):
             parts.append((style, weight, None))
         if dtype == torch.float16:
             for number, convolution in enumerate(convolutions):
                 weight_gain = convolution.weight_gain if convolution.demodulate else 1.0
                 parts[number] = normalised_for_fp16(*parts[number], weight_gain)
-        reduced = iter(cast([tensor for part in parts[:count] for tensor in part], dtype))
+        reduced = iter(cast([t for part in parts[:count] for t in part if t is not None], dtype))
         parts[:count] = zip(reduced, reduced, reduced, strict=True)
     return [
         Modulation(style, weight, None if scale is None else scale[:, :, None, None])
@@ -207,6 +208,7 @@ class StyledLayer(nn.Module):
         self, x: Tensor, modulation: Modulation, noise: Tensor | None, clamp: Clamp = None
     ) -> Tensor:
         x = self.conv(x, modulation)
+        assert modulation.scale is not None
         parameters = [self.bias, self.noise_strength]
         bias, strength = scaled(parameters, [ACTIVATION_GAIN] * 2, self.bias.dtype)
         if noise is not None:
@@ -274,7 +276,7 @@ class SynthesisBlock(nn.Module):
     def _forward(
         self, x: Tensor, image: Tensor | None, ws: Sequence[Tensor], noise: NoiseMaps, clamp: Clamp
     ) -> tuple[Tensor, Tensor]:
-        convolutions = [layer.conv for layer in (*self.layers, self.to_rgb)]
+        convolutions = [layer.conv for layer in self.layers] + [self.to_rgb.conv]
         *styled, rgb = modulations(convolutions, ws, compute_dtype(x), ACTIVATION_GAIN)
         for layer, modulation, layer_noise in zip(self.layers, styled, noise, strict=True):
             x = layer(x, modulation, layer_noise, clamp)

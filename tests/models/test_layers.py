@@ -146,6 +146,7 @@ def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
     # a huge style overflows no square: energies are not summed in reduced precision
     with torch.autocast("cpu", dtype=torch.float16):
         scale = modulations([layer.conv], [w * 1e3], torch.float16)[0].scale
+    assert scale is not None
     assert torch.isfinite(scale).all()
     assert scale.min() > 0
 

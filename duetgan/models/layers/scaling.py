@@ -33,22 +33,22 @@ class _Scaled(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.gains = gains
         ctx.dtype = tensors[0].dtype
-        results: Sequence[Tensor] = tensors
+        results = tensors
         if dtype.itemsize > ctx.dtype.itemsize:
             results = _cast(results, dtype)
         if gains is not None:
             results = torch._foreach_mul(results, gains)
-        return tuple(_cast(results, dtype))
+        return _cast(results, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, *_Scaled.apply(ctx.gains, ctx.dtype, *grads)
 
 
-def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     if tensors[0].dtype == dtype:
         return tensors
-    results = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    results = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
     torch._foreach_copy_(results, tensors)
     return results
 
@@ -165,7 +165,7 @@ def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tenso
     return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
 
 
-def _squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _squares(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Return the squares of styles [N, I], then those of filters, summed over pixels [O, I]."""
     styles, weights = _halves(torch._foreach_mul(tensors, tensors))
     return [*styles, *(weight.sum(dim=(2, 3)) for weight in weights)]
@@ -173,7 +173,7 @@ def _squares(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def demodulated(
     styles: Sequence[Tensor], weights: Sequence[Tensor], gain: float, epsilons: Sequence[float]
-) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return (style, weight, gain / sqrt(sum (weight * style)^2 + epsilon)) of each convolution.
 
     Args:

@@ -38,8 +38,8 @@ class DiscriminatorStep:
         for rows, real, fake in zip(step_slice.micro_batches(), reals, fakes, strict=True):
             real_output = None
             if in_one_pass:
-                both = Images(*(torch.cat(pair) for pair in zip(real[:2], fake[:2], strict=True)))
-                output = self.discriminate(step_slice, rows, both, "real", "fake")
+                pair = Images(*(torch.cat(parts) for parts in zip(real[:2], fake[:2], strict=True)))
+                output = self.discriminate(step_slice, rows, pair, "real", "fake")
                 real_output, fake_output = output.split("real", "fake")
             else:
                 fake_output = self.discriminate(step_slice, rows, fake, "fake")
