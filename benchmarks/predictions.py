@@ -1,8 +1,8 @@
 """Memory and speed of the presets for GPUs, on paper: the tables of docs/measurements/predictions.md.
 
-`python benchmarks/predictions.py [--only NAME...] [--fit] [--json]`. Nothing here has run on a GPU: see
-duetgan/extras/paper/predictions.py. `--fit` compares the model of time with figures that NVIDIA has published, and fits
-its two numbers to them.
+`python benchmarks/predictions.py [--only NAME...] [--fit] [--expected] [--json]`. Nothing here has run on a GPU: see
+duetgan/extras/paper/predictions.py. `--fit` compares the model of time with steps measured on an H200 and with figures
+that NVIDIA has published. `--expected` writes what `make gpu` compares its steps with, benchmarks/gpu/expected.json.
 """
 
 import json
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu import steps, switches
+from benchmarks.gpu.expected import FILE
 from benchmarks.scaling import PRESETS, Images, Reader, recipe
-from duetgan.extras.paper.predictions import GIB, GPUS, MEMORIES, Count, Gpu, count, fakes, largest
+from duetgan.extras.paper.predictions import CONSUMER_GPUS, GIB, GPUS, MEMORIES, Count, Gpu, count, fakes, largest
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
 from duetgan.training.optim.ema import EMA
@@ -28,9 +29,18 @@ from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 
-NAMES = ["stylegan2_256", "stylegan2_512", "stylegan2_1024", "r3gan_256", "cifar10_gan"]
-NAMES += ["cifar10_classifier_gpu", "fashion_mnist_classifier_gpu", "finetune_resnet50"]
+NAMES = list(steps.PRESETS)
 PASS = 32  # samples, of which the table of layers is
+MEASURED = [  # on an H200, kernels off, without graphs: recipe, samples, ms (docs/measurements/gpu.md)
+    ("stylegan2_256", 32, 172),
+    ("stylegan2_512", 32, 585),
+    ("stylegan2_1024", 32, 1190),
+    ("r3gan_256", 16, 250),
+    ("cifar10_gan", 16, 43.7),
+    ("cifar10_classifier_gpu", 256, 16.1),
+    ("finetune_resnet50", 32, 34.3),
+]
+EXPECTED = [gpu for gpu in (*GPUS, *CONSUMER_GPUS) if gpu.name in ("A100", "H100", "H200", "RTX 4090", "RTX 3060")]
 V100 = Gpu("V100", 125e12, 15.7e12, 15.7e12, 0.9e12)
 A100 = GPUS[0]
 
@@ -77,23 +87,63 @@ def of_published(row: Published) -> Count:
 
 
 def fit() -> list[list[str]]:
-    """Rows: what was published and what the model says; the last one holds the least squares of the logarithms."""
-    rows, points = [], []
+    """Rows: steps that were measured or published, and what the model says."""
+    rows = []
+    for name, samples, milli in MEASURED:
+        reader: Any = Reader(PRESETS[name])
+        found = count(recipe(name).changed(micro_batch=None), reader, samples, kernels=False)
+        rows.append(_compared(f"{name}, {samples} samples", GPUS[2], found, milli / 1e3, "-"))
     for row in PUBLISHED:
         found = of_published(row)
         for gpu, seconds in zip((V100, A100), row.seconds, strict=True):
             used = gpu._replace(convolution=gpu.single) if row.name != "classifier" else gpu  # their code has no TF32
-            points.append((found.seconds(used, 1, 0), found.mean(lambda _: 1.0), seconds))
-            ratio = found.seconds(used) / seconds
             memory = "-" if row.memory is None else f"{row.memory:g} / {found.peak / GIB:.1f}"
-            milli = f"{1e3 * seconds:.0f} / {1e3 * found.seconds(used):.0f}"
-            rows.append([f"{row.name}, {row.samples} samples", gpu.name, milli, f"{ratio:.2f}", memory])
-    roof, operations, seconds = np.array(points).T
-    best = min(
-        ((e, o) for e in np.arange(0.3, 1.01, 0.01) for o in np.arange(0, 80e-6, 1e-6)),
-        key=lambda pair: float(np.square(np.log((roof / pair[0] + pair[1] * operations) / seconds)).sum()),
-    )
-    return [*rows, ["best fit", "", f"efficiency {best[0]:.2f}", f"overhead {1e6 * best[1]:.0f} µs", ""]]
+            rows.append(_compared(f"{row.name}, {row.samples} samples, published", used, found, seconds, memory))
+    return rows
+
+
+def _compared(name: str, gpu: Gpu, found: Count, seconds: float, memory: str) -> list[str]:
+    said = found.seconds(gpu)
+    return [name, gpu.name, f"{1e3 * seconds:.0f} / {1e3 * said:.0f}", f"{said / seconds:.2f}", memory]
+
+
+def expected() -> dict[str, Any]:
+    """Steps of the recipes that `make gpu` times, in milliseconds, by recipe, variant and GPU; and operators."""
+    milliseconds: dict[str, Any] = {}
+    operators: dict[str, float] = {}
+    for name, samples in {**switches.SMALL_PICTURES, **switches.PRESETS}.items():
+        reader: Any = Reader(PRESETS[name])
+        config = recipe(name).changed(micro_batch=None)
+        plain, fused = (count(config, reader, samples, kernels=on) for on in (False, True))
+        operators |= {f"{name}, plain": plain.mean(lambda _: 1.0), f"{name}, kernels": fused.mean(lambda _: 1.0)}
+        is_small = name in switches.SMALL_PICTURES
+        cases = {"eager": (plain, False), "graphs": (fused, True)}
+        if not is_small:
+            cases = {"plain": (plain, False), "kernels": (fused, False), "kernels and graphs": (fused, True)}
+        milliseconds[name] = {
+            variant: {gpu.name: _milliseconds(found, gpu, graphs) for gpu in EXPECTED if found.peak < gpu.gib * GIB}
+            for variant, (found, graphs) in cases.items()
+        }
+    return {"operators": operators, "steps": milliseconds}
+
+
+def _milliseconds(found: Count, gpu: Gpu, graphs: bool) -> dict[str, float]:
+    figures = {"predicted_ms": found.seconds(gpu, graphs=graphs), "roofline_ms": found.roofline(gpu)}
+    return {key: float(f"{1e3 * value:.3g}") for key, value in figures.items()}
+
+
+def expected_table(document: dict[str, Any]) -> str:
+    """Images per second that are expected."""
+    samples = {**switches.SMALL_PICTURES, **switches.PRESETS}
+    rows = []
+    for name, variants_of in document["steps"].items():
+        for variant, gpus in variants_of.items():
+            rates = [
+                f"{1e3 * samples[name] / gpus[gpu.name]['predicted_ms']:,.3g}" if gpu.name in gpus else "-"
+                for gpu in EXPECTED
+            ]
+            rows.append([name, str(samples[name]), variant, *rates])
+    return table(["recipe", "samples", "variant", *(gpu.name for gpu in EXPECTED)], rows)
 
 
 def variants(config: Any) -> dict[str, Any]:
@@ -184,16 +234,18 @@ def tables(names: list[str]) -> tuple[str, dict[str, float]]:
                 own, flat[f"{name}_peak_gib"] = found, found.peak / GIB
         work = [own.mean(lambda o: o.flop) / micro / 1e9, own.mean(lambda o: o.bytes) / micro / 1e9]
         flat[f"{name}_gflop_an_image"] = work[0]
-        expected = [micro / own.seconds(gpu) for gpu in GPUS]
-        bound = [micro / own.seconds(gpu, 1, 0) for gpu in GPUS]
-        figures = [f"{e:,.3g} ({b:,.3g})" for e, b in zip(expected, bound, strict=True)]
-        flat |= {f"{name}_{gpu.name}_images_per_second": e for gpu, e in zip(GPUS, expected, strict=True)}
+        rates = [(micro / own.seconds(gpu), micro / own.seconds(gpu, graphs=True)) for gpu in GPUS]
+        figures = [
+            f"{eager:,.3g}, {graphs:,.3g} ({micro / own.roofline(gpu):,.3g})"
+            for gpu, (eager, graphs) in zip(GPUS, rates, strict=True)
+        ]
+        flat |= {f"{name}_{gpu.name}_images_per_second": rate for gpu, (_, rate) in zip(GPUS, rates, strict=True)}
         operations = f"{own.mean(lambda _: 1.0):,.0f}"
         speeds.append([name, str(micro), f"{work[0]:,.3g}", f"{work[1]:,.3g}", operations, *figures])
         for phase in dict.fromkeys(o.phase for _, done in own.kinds for o in done):
             inside = own._replace(kinds=[(s, [o for o in done if o.phase == phase]) for s, done in own.kinds])
             part = [inside.mean(lambda o: o.flop) / micro / 1e9, inside.mean(lambda o: o.bytes) / micro / 1e9]
-            share = inside.seconds(GPUS[1]) / own.seconds(GPUS[1])
+            share = inside.seconds(GPUS[1], graphs=True) / own.seconds(GPUS[1], graphs=True)
             phases.append([name, phase, f"{part[0]:,.3g}", f"{part[1]:,.3g}", f"{100 * share:.0f} %"])
     parts = ["weights", "average", "moments", "gradients", "activations and the rest", "peak", "reached in"]
     fits = [f"largest in {gib} GiB" for gib in MEMORIES]
@@ -222,14 +274,20 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="benchmarks/predictions.py", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"presets; default: {', '.join(NAMES)}")
     parser.add_argument("--fit", action="store_true", help="the published trainings instead")
+    parser.add_argument("--expected", action="store_true", help="write benchmarks/gpu/expected.json instead")
     parser.add_argument("--layers", action="store_true", help="what each layer saves for the backward pass instead")
     parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     if unknown := set(options.only or []) - set(PRESETS):
         raise UserError(f"--only {unknown.pop()}: no recipe of configs/; there are {', '.join(PRESETS)}")
     if options.fit:
-        heads = ["training", "GPU", "ms a step, published / model", "ratio", "GPU memory, published GB / model GiB"]
+        heads = ["training", "GPU", "ms a step, measured / model", "ratio", "GPU memory, published GB / model GiB"]
         print(table(heads, fit()))
+        return
+    if options.expected:
+        document = expected()
+        FILE.write_text(json.dumps(document, indent=1) + "\n")
+        print(expected_table(document))
         return
     if options.layers:
         print(layers(options.only or NAMES))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import predictions, scaling
+from benchmarks import scaling
 from benchmarks.gan_step import random_images
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, Value, first_line
 from benchmarks.gpu.wheels import ROOT
@@ -29,6 +29,16 @@ from duetgan.training.engine.tasks import TASKS
 # the recipes whose steps may not wait: both tasks, path lengths and lazy R1, ADA, both penalties in every step
 WATCHED = ("bench_classifier", "bench_gan_step", "ada_500", "r3gan_small")
 SMALL = ("quickstart_classifier", "quickstart_gan")
+PRESETS = (
+    "stylegan2_256",
+    "stylegan2_512",
+    "stylegan2_1024",
+    "r3gan_256",
+    "cifar10_gan",
+    "cifar10_classifier_gpu",
+    "fashion_mnist_classifier_gpu",
+    "finetune_resnet50",
+)
 SYNCHRONISING = "called a synchronizing"  # in what torch warns of
 TICK = 1  # waits of a log tick
 BLOCK = 0.5  # seconds of steps between two looks at the clock
@@ -182,7 +192,7 @@ def presets(setting: Setting, book: Book) -> None:
     is over.
     """
     gpu, missed, begun = device_name(setting.torch_device), [], time.monotonic()
-    recipes = {name: scaling.recipe(name) for name in (SMALL if setting.small else predictions.NAMES)}
+    recipes = {name: scaling.recipe(name) for name in (SMALL if setting.small else PRESETS)}
     readers: Any = {name: scaling.Reader(scaling.PRESETS[name]) for name in recipes}
     samples = {name: 8 if setting.small else config.micro(1) for name, config in recipes.items()}
     for compiled in (False,) if setting.small else (False, True):

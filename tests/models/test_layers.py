@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from duetgan.models import layers
-from duetgan.models.batchnorm import CPUSyncBatchNorm2d, synchronise_batchnorm
+from duetgan.models.batchnorm import CPUSyncBatchNorm2d, SyncBatchNorm2d, synchronise_batchnorm
 from duetgan.models.layers import (
     LEAKY_SLOPE,
     EqualizedConv2d,
@@ -276,6 +276,6 @@ def test_alone_it_is_batchnorm(momentum, affine):
     same(layers[0].state_dict(), layers[1].state_dict())
 
 
-def test_accelerators_get_torchs_own():
+def test_accelerators_get_torchs_kernels():
     model = synchronise_batchnorm(nn.Sequential(nn.BatchNorm2d(2)), torch.device("cuda"))
-    assert [type(child) for child in model.children()] == [nn.SyncBatchNorm]
+    assert [type(child) for child in model.children()] == [SyncBatchNorm2d]

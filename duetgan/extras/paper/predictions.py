@@ -1,9 +1,9 @@
 """Predictions of a training on GPUs without having them: memory, arithmetic, bytes and time.
 
 The task's own step runs on tensors with shapes but no values (torch's fake tensors), operation by
-operation as an accelerator would run it uncompiled. Counts are exact except for the augmentation of
-images. Times follow from published peak rates and from two numbers fitted to published trainings
-(docs/extras/predictions.md).
+operation as an accelerator would run it uncompiled, with the fused kernels. Counts are exact except
+for the augmentation of images. Times follow from published peak rates and from four numbers that
+were measured on an H200 (docs/extras/predictions.md).
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.models import layers
+from duetgan.models.layers import fused
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.phases import PhaseClock, listening
 from duetgan.training.base.task import Task
@@ -30,9 +32,11 @@ from duetgan.training.engine.speed import Trial
 from duetgan.training.gan.ada import Ada
 from duetgan.utils.text import columns, duration
 
-# `python benchmarks/predictions.py --fit` fits EFFICIENCY and OVERHEAD.
-EFFICIENCY = 0.75  # fraction of the roofline that operations reach
-OVERHEAD = 40e-6  # seconds that every operation takes in addition
+# `python benchmarks/predictions.py --fit` compares these numbers with measured and published steps.
+CONVOLUTIONS = 0.2  # fraction of the roofline that convolutions and matrix products reach
+POINTWISE = 0.5  # fraction that all other operations reach
+LAUNCH = 3e-6  # seconds between the kernels of two operations, also in a CUDA graph
+HOST = 45e-6  # seconds of Python for each operation without a CUDA graph
 MEMORIES = (24, 80, 141)  # memory sizes of GPUs in GiB
 # fraction of the memory for tensors, without context, cuDNN workspaces and fragmentation
 USABLE = 0.9
@@ -60,8 +64,8 @@ CONSUMER_GPUS = (  # by NVIDIA's architecture papers: tensor cores, no sparsity,
 )
 # error of the predicted total time (docs/extras/predictions.md)
 STATED_ERROR = (
-    "predicted, not measured: on the one GPU that was tried, an H200, StyleGAN2 took up to 4 times as long and small "
-    "networks two thirds of it; evaluations come on top"
+    "predicted, not measured: within a factor of 1.5 of an H200's steps without graphs and kernels; these have run "
+    "on no GPU; evaluations come on top"
 )
 GPUS = (  # SXM modules, by NVIDIA's data sheets
     Gpu("A100", 312e12, 156e12, 19.5e12, 2.039e12),
@@ -77,6 +81,11 @@ class Operation(NamedTuple):
     kind: str
     flop: float  # of convolutions and matrix products; a multiply-add counts as two
     bytes: int  # bytes read and written
+
+    def roofline(self, gpu: Gpu) -> float:
+        """Return the seconds of the arithmetic or of the bytes, whichever is longer."""
+        peak: float = getattr(gpu, self.kind)
+        return max(self.flop / peak, self.bytes / gpu.bandwidth)
 
 
 class PeakBytes(TorchDispatchMode):
@@ -141,18 +150,61 @@ class Ledger(PeakBytes):
         if self.peak > previous_peak:
             self.phase = phase
         if func.namespace == "aten" and not func.is_view and "empty" not in func.name():
-            leaves = tree_leaves((args, kwargs, result))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            moved = 0
-            for x in tensors:
-                moved += min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
-            if tensors and tensors[0].dtype in (torch.bfloat16, torch.float16):
-                kind = "half"
-            else:
-                kind = "convolution" if "convolution" in func.name() else "single"
             flop = arithmetic(func, args, kwargs or {}, result)
-            self.operations.append(Operation(phase, kind, flop, moved))
+            kind = "convolution" if "convolution" in func.name() else "single"
+            self.add(tree_leaves((args, kwargs, result)), flop, kind)
         return result
+
+    def add(self, leaves: Iterable[object], flop: float = 0.0, kind: str = "single") -> None:
+        """List an operation that reads and writes the tensors among `leaves` once."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        moved = 0
+        for x in tensors:
+            moved += min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+        if tensors and tensors[0].dtype in (torch.bfloat16, torch.float16):
+            kind = "half"
+        self.operations.append(Operation(self.clock.open[-1], kind, flop, moved))
+
+
+class Kernels:
+    """Stand-in for `triton_kernels`: results without values, each as one operation of a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def fir(self, x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
+        sides = {"blur": [side + 2 * padding - 3 for side in x.shape[2:]]}
+        sides["down"] = [side // 2 for side in x.shape[2:]]
+        sides["up"] = [2 * side for side in x.shape[2:]]
+        y = x.new_empty((*x.shape[:2], *sides[kind]))
+        self.ledger.add((x, y))
+        return y
+
+    def activation(
+        self,
+        x: Tensor | None,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        noise: Tensor | None,
+        limit: float | None,
+        *,
+        out: Tensor | None = None,
+        second: Tensor | None = None,
+        second_scale: Tensor | None = None,
+        y: Tensor | None = None,
+        sums: tuple[bool, ...] = (False, False, False),
+    ) -> tuple[Tensor | None, ...]:
+        image = x if y is None else y
+        assert image is not None
+        result = torch.empty_like(image) if out is None else out
+        self.ledger.add((result, x, second, y, noise))
+        n, channels, height, width = image.shape
+        shapes = ((n, channels, 1, 1), (channels,), (n, 1, height, width))
+        totals = [
+            image.new_empty(shape, dtype=torch.float32) if is_needed else None
+            for shape, is_needed in zip(shapes, sums, strict=True)
+        ]
+        return result, *totals
 
 
 def arithmetic(
@@ -215,24 +267,29 @@ class Count(NamedTuple):
             total += fraction * sum(map(value, operations))
         return total
 
-    def seconds(
-        self, gpu: Gpu, efficiency: float = EFFICIENCY, overhead: float = OVERHEAD
-    ) -> float:
-        """Predict the seconds of an uncompiled step.
+    def roofline(self, gpu: Gpu) -> float:
+        """Return the seconds of a step at the GPU's peak rates."""
+        return self.mean(lambda operation: operation.roofline(gpu))
 
-        An operation takes the time of its arithmetic or its bytes, whichever is longer, divided by
-        `efficiency`, plus `overhead` seconds.
+    def seconds(self, gpu: Gpu, *, graphs: bool = False) -> float:
+        """Predict the seconds of an uncompiled step, in CUDA graphs or launched by Python.
+
+        The GPU works on an operation for its time by the roofline, divided by the fraction that is
+        reached. Without graphs it may wait for Python, which runs ahead where it is faster.
         """
 
-        def roofline(operation: Operation) -> float:
-            peak: float = getattr(gpu, operation.kind)
-            return max(operation.flop / peak, operation.bytes / gpu.bandwidth)
+        def kernel(operation: Operation) -> float:
+            reached = CONVOLUTIONS if operation.flop else POINTWISE
+            return operation.roofline(gpu) / reached + LAUNCH
 
-        return self.mean(roofline) / efficiency + overhead * self.mean(lambda _: 1.0)
+        device = self.mean(kernel)
+        return device if graphs else max(device, HOST * self.mean(lambda _: 1.0))
 
 
-def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
+def count(config: RunConfig, dataset: Dataset, samples: int, *, kernels: bool = True) -> Count:
     """Count memory and operations of one process's steps with `samples` samples.
+
+    With `kernels` FIR resampling and activations are the fused kernels.
 
     Layers are frozen as at the end of the run, or of each image size. `augment` counts as its
     default, `precision: auto` as bf16. No image is read.
@@ -240,7 +297,11 @@ def count(config: RunConfig, dataset: Dataset, samples: int) -> Count:
     config = config.changed(augment=type(vars(config)["augment"])())
     precision = "bf16" if config.precision == "auto" else config.precision
     kinds = []
-    with fakes(), Ledger() as ledger, listening(ledger.clock):
+    with fakes(), Ledger() as ledger, listening(ledger.clock), contextlib.ExitStack() as stack:
+        if kernels:
+            # A mock in the place of is_tensor would keep every image that it is called with.
+            stack.enter_context(mock.patch.object(layers, "uses_kernels", torch.is_tensor))
+            stack.enter_context(mock.patch.object(fused, "kernels", return_value=Kernels(ledger)))
         trial = Trial(config, samples, dataset, torch.device("cpu"))
         trial.seconds(precision)  # The optimizer allocates its moments.
         ledger.peak = held = ledger.live
@@ -276,12 +337,14 @@ def predictions(config: RunConfig, dataset: Dataset, world_size: int) -> str:
         "memory": f"{step.peak / GIB:.2f} GiB, {step.held / GIB:.2f} of it between steps too",
         "work": f"{gflop:,.3g} GFLOP and {gigabytes:,.3g} GB an image",
     }
-    table = [["GPU", "memory", "largest micro-batch", "images/s", f"all {config.steps:,} steps"]]
+    heads = ["GPU", "memory", "largest micro-batch", "images/s", "in CUDA graphs"]
+    table = [[*heads, f"all {config.steps:,} steps"]]
     for gpu in (*CONSUMER_GPUS, *GPUS):
         fits = largest(small, large, gpu.gib, config.smallest_batch)
         if fits >= micro:
-            seconds = step.seconds(gpu)
-            speed = [f"{rank_batch / seconds:,.3g}", duration(config.steps * seconds)]
+            eager, seconds = step.seconds(gpu), step.seconds(gpu, graphs=True)
+            speed = [f"{rank_batch / eager:,.3g}", f"{rank_batch / seconds:,.3g}"]
+            speed.append(duration(config.steps * seconds))
         else:
             speed = ["too little memory", f"--micro-batch {fits}" if fits else ""]
         table.append([gpu.name, f"{gpu.gib} GiB", f"{fits:,}", *speed])

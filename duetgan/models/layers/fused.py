@@ -92,7 +92,7 @@ class _Gradient(torch.autograd.Function):
         limit: float | None,
         sums: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
-        ctx.save_for_backward(grad, x, scale, y)
+        ctx.save_for_backward(None if scale is None else grad, x, scale, y)
         ctx.limit = limit
         ctx.set_materialize_grads(False)
         second = x if sums[0] else None

@@ -21,8 +21,8 @@ from tests.accelerator.ranks import group
 from tests.end_to_end.helpers import train_in_process
 from tests.slim import slim_down
 
-# on the device with torch's SyncBatchNorm, in float64: its sums have another order than those of the CPU's
-TORCHS = "classifier, torch's SyncBatchNorm"
+# on the device by torch's kernels for BatchNorm, in float64: their sums have another order than those of the CPU's
+TORCHS = "classifier, torch's kernels for BatchNorm"
 FAST = {"GAN": trainings.gan(), TORCHS: trainings.classifier()}
 SLOW = {
     "classifier": trainings.classifier(),
@@ -39,7 +39,6 @@ SLOW = {
     "classifier, unfrozen by and by": trainings.classifier(finetune={"unfreeze": {"layer4": 1, "head": 0}}),
 }
 TREES = FAST | SLOW
-synchronise = batchnorm.synchronise_batchnorm
 
 
 @contextmanager
@@ -73,15 +72,15 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def cpus_batchnorm(convert: Any) -> Any:
-    return lambda model: synchronise(model, torch.device("cpu"))
+def cpus_batchnorm(_: Any) -> Any:
+    return batchnorm.CPUSyncBatchNorm2d
 
 
 def trained(folder: Path, name: str, place: torch.device) -> dict[str, Any]:
     if name == TORCHS:
         with in_float64():
             return trainings.run(folder, TREES[name], str(place))
-    with planted(torch.nn.SyncBatchNorm, "convert_sync_batchnorm", cpus_batchnorm):
+    with planted(batchnorm, "SyncBatchNorm2d", cpus_batchnorm):
         return trainings.run(folder, TREES[name], str(place))
 
 
@@ -100,5 +99,5 @@ def be_a_rank(out: Path, folder: Path, names: list[str]) -> None:
 
 def train(run: Path, config: Path, where: str, *more: str) -> int:
     """`train.py`, which joins and leaves the group itself."""
-    with set_up(), planted(torch.nn.SyncBatchNorm, "convert_sync_batchnorm", cpus_batchnorm):
+    with set_up(), planted(batchnorm, "SyncBatchNorm2d", cpus_batchnorm):
         return train_in_process(config, run, "--device", where, *more)

@@ -92,8 +92,37 @@ def test_the_time_is_the_slower_of_arithmetic_and_memory_and_an_overhead() -> No
     bound = [Operation("", "half", 4e3, 10), Operation("", "single", 4e3, 10), Operation("", "half", 4e3, 500)]
     task: Any = None
     counted = Count(1, task, 0, 0, "", [(0.75, bound[:1]), (0.25, bound)])
-    assert counted.seconds(gpu, efficiency=1, overhead=0) == 0.75 * 1 + 0.25 * (1 + 4 + 5)
-    assert counted.seconds(gpu, efficiency=0.5, overhead=2) == 2 * 3.25 + 2 * (0.75 + 0.25 * 3)
+    assert counted.roofline(gpu) == 0.75 * 1 + 0.25 * (1 + 4 + 5)
+    operations = 0.75 + 0.25 * 3
+    device = 3.25 / on_paper.CONVOLUTIONS + on_paper.LAUNCH * operations
+    assert counted.seconds(gpu) == counted.seconds(gpu, graphs=True) == pytest.approx(device)
+    quick = counted._replace(kinds=[(1.0, [Operation("", "half", 0.0, 0)] * 4)])
+    assert quick.seconds(gpu) == pytest.approx(4 * on_paper.HOST)  # the GPU waits for Python
+    assert quick.seconds(gpu, graphs=True) == pytest.approx(4 * on_paper.LAUNCH)
+
+
+def test_fused_kernels_are_one_operation_that_reads_and_writes_an_image_once() -> None:
+    with FakeTensorMode(), Ledger() as ledger:
+        kernels = on_paper.Kernels(ledger)
+        x = torch.zeros(2, 3, 8, 8, dtype=torch.float16)
+        ledger.operations.clear()
+        assert kernels.fir(x, "up", 4.0, 1).shape == (2, 3, 16, 16)
+        assert kernels.fir(x, "down", 1.0, 1).shape == (2, 3, 4, 4)
+        assert kernels.fir(x, "blur", 1.0, 2).shape == (2, 3, 9, 9)
+        y, *sums = kernels.activation(x, None, None, None, None, second=x, y=x, sums=(True, True, True))
+    assert y is not None
+    assert [None if total is None else tuple(total.shape) for total in sums] == [(2, 3, 1, 1), (3,), (2, 1, 8, 8)]
+    assert [o.bytes for o in ledger.operations] == [n * x.nbytes for n in (5, 1.25)] + [2 * 6 * (64 + 81), 4 * x.nbytes]
+    assert {o.kind for o in ledger.operations} == {"half"}
+
+
+@pytest.mark.slow
+def test_a_gan_with_kernels_has_fewer_operations_bytes_and_no_more_memory() -> None:
+    config = recipe("r3gan_small").changed(precision="bf16")
+    plain, fused = (count(config, reader(), 8, kernels=on) for on in (False, True))
+    assert fused.mean(lambda _: 1.0) < 0.9 * plain.mean(lambda _: 1.0)
+    assert fused.mean(lambda o: o.bytes) < 0.95 * plain.mean(lambda o: o.bytes)
+    assert fused.peak <= plain.peak
 
 
 # --- against what a real step does
@@ -189,6 +218,6 @@ def test_a_dry_run_tells_of_gpus_where_it_is_asked(tmp_path, packed, capsys) -> 
     steps = re.search(r"all (\d+) steps", out)
     assert steps
     for name in ("RTX 4090", "RTX 3090", "RTX 3060", "A100"):  # U6: the whole run's time, and how far off it may be
-        assert re.search(r"GiB +[\d,]+ +[\d.,]+ +[\d.]+ (s|min|h)$", lines[name])
+        assert re.search(r"GiB +[\d,]+ +[\d.,e+]+ +[\d.,e+]+ +[\d.]+ (s|min|h)$", lines[name])
     assert on_paper.STATED_ERROR in out
     assert not (tmp_path / "run").exists()
