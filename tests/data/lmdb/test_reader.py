@@ -15,7 +15,7 @@ import pytest
 from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.record import Layout, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.records import add_image, pack_arrays, pixel_sums
 from duetgan.data.reading.dataset import Dataset
@@ -38,6 +38,13 @@ GREY = Layout.of(ImageSpec(1, 8, 8))
 def test_an_encoding_keeps_the_values_of_images_or_is_refused(channels, depth, encoding, is_kept):
     with nullcontext() if is_kept else pytest.raises(ValueError, match="take raw"):
         record_format.check_encoding(ImageSpec(channels, 8, 8, depth=depth), encoding)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ends"), [(np.float32, (1.0, 999.0)), (np.uint16, (0.0, 1000.0))], ids=["float32", "uint16"]
+)
+def test_the_ends_of_floats_leave_out_a_thousandth_on_each_side(dtype, ends):
+    assert value_ends(np.arange(1001, dtype=dtype).reshape(7, 11, 13)) == pytest.approx(ends)
 
 
 def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None) -> None:

@@ -76,6 +76,13 @@ def test_the_plan_names_the_kernels_of_an_accelerator(folder, monkeypatch):
     assert task.describe()["kernels"] == "plain, because kernels is off"
 
 
+@pytest.mark.parametrize(
+    ("conditional", "rows"), [(True, {}), (False, {"labels": "not used: the GAN is unconditional"})]
+)
+def test_the_plan_says_that_labels_are_not_used(folder, conditional, rows):
+    assert Run(folder, GAN | {"conditional": conditional}).task.describe() == rows
+
+
 def test_a_ranks_logged_sign_is_its_own_and_not_the_sum_over_ranks(folder, monkeypatch):
     """ADA sums the signs of all ranks; what is logged is averaged over them later."""
     alone = Run(folder, GAN | {"ada": ADA}).step()["logits/real_sign"]

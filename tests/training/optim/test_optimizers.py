@@ -195,6 +195,15 @@ def test_it_is_a_copy_in_evaluation_mode_without_gradients():
     assert ema.model.weight.grad_fn is None
 
 
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_the_average_moves_unless_the_step_was_masked(skipped):
+    model, ema = nn.Linear(2, 2), EMA(nn.Linear(2, 2), buffers="copy")
+    before = ema.model.weight.clone()
+    ema.update(model, 0.75, torch.tensor(skipped))
+    expected = before if skipped else 0.75 * before + 0.25 * model.weight
+    torch.testing.assert_close(ema.model.weight, expected, rtol=0, atol=0 if skipped else 1e-7)
+
+
 PAPER = [(2e-4, 5e-5), (0.9, 0.99), (0.05, 0.005), (150.0, 15.0), (0.0, 0.55), (0.0, 5e6)]  # start, end
 
 
@@ -249,6 +258,8 @@ def test_one_cycle_at_its_borders_and_the_rate_by_the_batch():
     config = OptimizerConfig(lr=1.0, schedule="one-cycle", cycle_start=0.1)
     assert config.lr_at(0, 1) == pytest.approx(0.0)  # the end: there is no room for more
     assert config.momentum_at(0, 10) is None
+    config = OptimizerConfig(lr=1.0, schedule="one-cycle", pct_start=0.5, cycle_start=0.1)
+    assert config.lr_at(0, 2) == pytest.approx(1.0)  # the first of two updates is the peak
     config = OptimizerConfig(lr=0.1, lr_batch_size=256, warmup_steps=2)
     scaled = config.for_batch(1024)
     assert [scaled.lr_at(step, 10) for step in range(3)] == pytest.approx([0.2, 0.4, 0.4])
