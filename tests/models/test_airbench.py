@@ -102,6 +102,7 @@ def test_convolutions_begin_as_identities_and_what_never_trains():
     for layer, inputs in (("layer1", 24), ("layer2", 64), ("layer3", 256)):
         for conv, channels in ((f"{layer}.conv1", inputs), (f"{layer}.conv2", None)):
             weight = model.network.get_submodule(conv).weight
+            assert model.network.get_submodule(conv).bias is None
             channels = channels or weight.shape[0]
             x = torch.randn(1, channels, 5, 5)
             torch.testing.assert_close(F.conv2d(x, weight, padding=1)[:, :channels], x)

@@ -47,6 +47,13 @@ def test_the_ends_of_floats_leave_out_a_thousandth_on_each_side(dtype, ends):
     assert value_ends(np.arange(1001, dtype=dtype).reshape(7, 11, 13)) == pytest.approx(ends)
 
 
+def test_the_range_of_floats_is_that_of_the_values(tmp_path: Path) -> None:
+    images = np.linspace(-3, 5, 4 * 64, dtype=np.float32).reshape(4, 1, 8, 8)
+    pack_arrays(tmp_path / "x.lmdb", images, np.zeros(4, int), ["a"])
+    with Dataset(tmp_path / "x.lmdb") as dataset:
+        assert (dataset.spec.low, dataset.spec.high) == pytest.approx((-3, 5), abs=0.02)
+
+
 def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None) -> None:
     images, labels = sample_images(10), np.arange(10) % 3
     order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
