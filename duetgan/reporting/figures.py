@@ -126,6 +126,8 @@ def data_tables(run: Run) -> list[Table]:
     if not datasets:
         return []
     rows = [["file"], ["images"], ["size"], ["content"]]
+    if any("groups" in data for data in datasets.values()):
+        rows.append(["groups", *(str(data.get("groups", "-")) for data in datasets.values())])
     for data in datasets.values():
         size = f"{data.get('resolution') or '-'} px, {data.get('channels', '-')} channel(s)"
         rows[0].append(str(data.get("path", "-")))
@@ -134,8 +136,7 @@ def data_tables(run: Run) -> list[Table]:
         rows[3].append(str(data.get("content_hash", "-"))[:12])
     tables: list[Table] = [(["data", *datasets], rows)]
     if history := as_dict(run.data.get("history")):
-        changes = [[str(step), str(path)] for step, path in history.items()]
-        tables.append((["from", "training images"], changes))
+        tables.append((["from", "training images"], [[*map(str, row)] for row in history.items()]))
     counts = [as_dict(data.get("by_class")) for data in datasets.values()]
     classes: dict[str, list[str]] = {}
     for count in counts:

@@ -44,6 +44,7 @@ ELSEWHERE = {  # options of the table's commands that other files test
     "export.py": {"truncation_psi", "truncation_mean"},  # tests/inference/test_export_formats.py
     "quickstart.py": {  # tests/commands/test_survey.py
         *("path_column", "label_column", "label_separator", "split_column", "root", "suffix"),
+        *("group_column", "group_from"),  # tests/data/packing/test_groups.py
     },
 }
 Outcome = dict[str, Any]

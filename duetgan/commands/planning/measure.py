@@ -16,11 +16,13 @@ from statistics import median
 import numpy as np
 
 from duetgan.commands.planning.given import Machine, Speed, Survey, Weights
-from duetgan.commands.planning.plan import FEW_LABELS, HEAD_ALONE, Plan, choose
+from duetgan.commands.planning.plan import FEW_LABELS, HEAD_ALONE, Plan, choose, val_share
 from duetgan.data.errors import ImageError
 from duetgan.data.images.values import bring, kind, native
-from duetgan.data.packing.sources import open_source
+from duetgan.data.packing.duplicates import group_equal
+from duetgan.data.packing.sources import Source, open_source
 from duetgan.data.packing.sources.base import first_of
+from duetgan.data.packing.split import balance, group_counts
 from duetgan.utils import machine
 from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
 from duetgan.utils.errors import UserError, refuse, require_same_classes
@@ -90,12 +92,21 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
             raise UserError(
                 f"{spec}: each class has one image; give two or more of some, for one to be held out"
             )
+        groups, held_out_groups = _held_out_groups(source)
+        refuse(
+            (
+                groups and held_out,
+                f"{spec}: has a held-out part of its own; leave out --group-column and --group-from",
+            ),
+        )
     specs, sides, grey = zip(*decoded, strict=True)
     return Survey(
         source=spec,
         options=table_words(options) if options else [],
         count=count,
         held_out=held_out,
+        groups=groups,
+        held_out_groups=held_out_groups,
         unlabelled=source.unlabelled,
         classes=len(source.classes),
         smallest_class=int(sizes.min()),
@@ -108,6 +119,18 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         unreadable=unreadable,
         seconds=seconds,
     )
+
+
+def _held_out_groups(source: Source) -> tuple[int, list[int]]:
+    """Return the number of groups that a split keeps whole, and the number of images in each that
+    will be held out, unless groups share similar images.
+    """
+    if source.grouping is None:
+        return 0, []
+    groups = group_equal(np.unique(np.array(source.grouping.names), return_inverse=True)[1])
+    counts = group_counts(groups, source.labels(), np.eye(len(source.classes), dtype=bool))
+    chosen = balance(counts, val_share(len(source)), np.zeros(len(groups), bool))
+    return len(groups), counts[chosen, -1].tolist()
 
 
 # --- the machine

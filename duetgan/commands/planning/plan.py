@@ -124,6 +124,11 @@ class Plan(Stored):
         return trainings
 
 
+def val_share(count: int) -> float:
+    """Return the fraction of `count` images to hold out."""
+    return VAL_SHARE_FEW if count < FEW else VAL_SHARE
+
+
 def choose(
     survey: Survey, machine: Machine, *, minutes: float, quick: bool = False, spent: float = 0.0
 ) -> Plan:
@@ -146,12 +151,14 @@ class _Choice:
         self.held_out = survey.held_out
         self.images = survey.count
         if not survey.held_out:
-            self.val_share = VAL_SHARE_FEW if survey.count < FEW else VAL_SHARE
+            self.val_share = val_share(survey.count)
             self.held_out = max(1, survey.classes, round(survey.count * self.val_share))
             self.held_out = min(self.held_out, survey.count - survey.classes)
+            self.held_out = sum(survey.held_out_groups) or self.held_out
             self.images -= self.held_out
         self.labelled = survey.classes > 1
-        self.pooled = survey.unlabelled > self.images
+        # Images without labels may belong to held-out groups.
+        self.pooled = survey.unlabelled > self.images and not survey.groups
         self.from_gan = (
             self.labelled
             and self.pooled
@@ -173,6 +180,11 @@ class _Choice:
             )
             if self.val_share == VAL_SHARE_FEW:
                 note += f" (20 % because there are fewer than {FEW})"
+            if count := len(survey.held_out_groups):
+                note += (
+                    f"; groups stay whole: about {count:,} held out, {survey.groups - count:,} for training, with "
+                    "classes as balanced as they allow"
+                )
             self.notes = [note]
         if survey.unreadable:
             self.notes.append(
@@ -184,6 +196,7 @@ class _Choice:
             )
         if survey.unlabelled:
             use = "left out, because they are fewer than those with labels"
+            use = "left out, because they may belong to held-out groups" if survey.groups else use
             if self.pooled:
                 use = "the GAN learns from them and the others"
             self.notes.append(f"{survey.unlabelled:,} images without labels: {use}")

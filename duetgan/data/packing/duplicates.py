@@ -176,8 +176,9 @@ def _naming(reader: LMDBReader, classes: np.ndarray, item_name: Name | None) -> 
     return name
 
 
-def look_alikes(count: int, report: Report) -> list[np.ndarray]:
-    """Group `count` records that are connected by a chain of exact and near duplicates.
+def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
+    """Group `count` records that are connected by a chain of exact and near duplicates, or of
+    `groups` of records.
 
     Returns the ascending records of each group, sorted by the first record. A record without
     duplicates is a group.
@@ -186,8 +187,8 @@ def look_alikes(count: int, report: Report) -> list[np.ndarray]:
     from scipy.sparse.csgraph import connected_components
 
     edges = [(pair.record, pair.other_record) for pair in report.near or []]
-    for group in report.exact:
-        edges += [(group.records[0], record) for record in group.records[1:]]
+    for records in [*(np.array(group.records) for group in report.exact), *groups]:
+        edges += [(records[0], record) for record in records[1:]]
     rows, columns = np.array(edges, np.int64).reshape(-1, 2).T
     graph = coo_array((np.ones(len(rows), bool), (rows, columns)), shape=(count, count))
     return group_equal(connected_components(graph, directed=False)[1])

@@ -26,7 +26,7 @@ from duetgan.data.packing.split import (
     write_without,
 )
 from duetgan.data.packing.summary import Summary, Written, list_skipped
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.runlog.progress import Bar, showing
 
 # limits of --on-error skip; the larger one applies
@@ -145,7 +145,12 @@ def pack(
             return source.item_name(written.rows[record])
 
         if fraction is not None:
-            metas, report = write_parts(whole.path, written.records, writers, fraction, seed, name)
+            grouping = source.grouping
+            if grouping is not None:
+                grouping = grouping._replace(names=[grouping.names[row] for row in written.rows])
+            metas, report = write_parts(
+                whole.path, written.records, writers, fraction, seed, name, grouping
+            )
             publish_both(writers)
         elif apart is not None:
             written.excluded = write_without(whole.path, written.records, writers[0], apart)
@@ -177,6 +182,16 @@ def _targets(
     Raises UserError if no image can be held out, or for a wrong `val_dest`.
     """
     targets = [dest]
+    if source.grouping is not None:
+        option, names = source.grouping
+        refuse(
+            (fraction is None, f"{option} is for --val-share: add it or drop {option.split()[0]}"),
+            (
+                len(set(names)) < 2,
+                f"{source.name}: {option} puts all {len(names):,} images into one group, {names[0]!r}, so none can be"
+                " held out; group by something else, or pack held-out images of their own",
+            ),
+        )
     if fraction is not None:
         labels = strata(source.labels(), source.label_sets, fraction)
         if len(labels) < 2 or np.bincount(labels).max() < 2:

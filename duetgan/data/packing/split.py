@@ -7,6 +7,7 @@ content. It is the last step of `duet pack --val-share`.
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,16 @@ from duetgan.data.lmdb.format import Meta, Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import Name, Report, find, look_alikes
+from duetgan.data.packing.duplicates import Name, Report, find, group_equal, look_alikes
+from duetgan.data.packing.sources import Grouping
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
 
 LARGEST = Fraction(1, 2)  # largest held-out fraction
+# largest number of groups of which every choice is tried
+TRIED = 12
+# largest number of pairs of groups x classes for which exchanges are tried, not only moves
+EXCHANGED = 2_000_000
 
 
 def val_path(dest: Path) -> Path:
@@ -94,19 +100,14 @@ def draw(
     The key of a group does not depend on other groups, so that few images change between the parts
     when images are added.
     """
-    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
-
     counts = np.bincount(labels, minlength=1)
     remaining = np.array(quotas(counts.tolist(), fraction))
     with_quota = np.flatnonzero(remaining)
 
-    def key(group: np.ndarray) -> int:
-        return seed_of(seed, "split", min(digests[record] for record in group).hex())
-
     def class_counts(records: np.ndarray) -> np.ndarray:
         return np.bincount(labels[records], minlength=len(counts))
 
-    drawn = sorted(groups, key=key)
+    drawn = in_order_of_keys(groups, digests, seed)
     held_out = np.zeros(len(labels), bool)
     for group in drawn:
         if (class_counts(group) <= remaining).all():
@@ -127,6 +128,93 @@ def draw(
     return held_out
 
 
+def in_order_of_keys(
+    groups: Sequence[np.ndarray], digests: Sequence[bytes], seed: int
+) -> list[np.ndarray]:
+    """Return groups of records in the order of their keys (seed, "split", smallest digest in hex)."""
+    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
+
+    def key(group: np.ndarray) -> int:
+        return seed_of(seed, "split", min(digests[record] for record in group).hex())
+
+    return sorted(groups, key=key)
+
+
+def group_counts(
+    groups: Sequence[np.ndarray], labels: np.ndarray, classes: np.ndarray
+) -> np.ndarray:
+    """Return the number of images of each class, and of all, in each group: int64 [groups, classes
+    + 1].
+
+    Args:
+        labels: int64 [n].
+        classes: bool [labels, classes], True for the classes of a label.
+    """
+    label_counts = []
+    for group in groups:
+        numbers = np.bincount(labels[group], minlength=len(classes))
+        label_counts.append(numbers[: len(classes)])  # The labels of unlabelled images are 0.
+    counts = np.array(label_counts) @ classes.astype(np.int64)
+    return np.column_stack([counts, list(map(len, groups))])
+
+
+def split_cost(
+    held_out: np.ndarray, sizes: np.ndarray, shared: np.ndarray, fraction: float
+) -> np.ndarray:
+    """Return the cost of holding out these numbers of images, float64 [...].
+
+    It is first the number of classes that the training images lack, or that the held-out images
+    lack although several groups have them. Between choices with equal numbers the sum of squared
+    differences between `fraction` and each class's held-out fraction, and that of all images,
+    decides.
+
+    Args:
+        held_out: numbers of held-out images of each class, and of all, [..., classes + 1].
+        sizes: numbers of all images, above 0, [classes + 1].
+        shared: bool [classes + 1], True if several groups have images of a class.
+    """
+    lacking = ((held_out == sizes) | (shared & (held_out == 0))).sum(-1)
+    # The sum of squares is smaller than the number of terms.
+    return lacking * len(sizes) + np.square(held_out / sizes - fraction).sum(-1)
+
+
+def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarray:
+    """Return the groups to hold out, bool [groups], for a low `split_cost`.
+
+    Up to TRIED groups have the lowest cost of all choices. Of more groups the choice `start` is
+    improved by moving the group that lowers the cost most, or exchanging the pair that does, until
+    none does. Unless a class would be lacking, the sum of squares is then at most half of the sum
+    over groups and classes of w (the group's part of the class)^2, where w is `fraction` for
+    training groups and 1 - `fraction` for held-out ones.
+
+    Args:
+        counts: numbers of images of each class, and of all, int64 [groups, classes + 1].
+        start: bool [groups].
+    """
+    counts = counts[:, counts.any(0)]
+    sizes = counts.sum(0)
+    shared = (counts > 0).sum(0) > 1
+    cost = partial(split_cost, sizes=sizes, shared=shared, fraction=fraction)
+    if len(counts) <= TRIED:
+        choices = np.arange(2 ** len(counts))[:, None] >> np.arange(len(counts)) & 1
+        return choices[cost(choices @ counts).argmin()].astype(bool)
+    # The last group is empty: an exchange with it moves a single group.
+    counts = np.vstack([counts, np.zeros_like(sizes)])
+    is_empty = np.arange(len(counts)) == len(start)
+    chosen = np.append(start, False)
+    while True:
+        inside = np.flatnonzero(chosen | is_empty)
+        outside = np.flatnonzero(~chosen | is_empty)
+        exchanges = [(inside, outside)]
+        if len(inside) * len(outside) * len(sizes) > EXCHANGED:
+            exchanges = [(inside, outside[-1:]), (inside[-1:], outside)]
+        pairs = np.vstack([np.stack(np.meshgrid(*sides), -1).reshape(-1, 2) for sides in exchanges])
+        costs = cost(counts[chosen].sum(0) - counts[pairs[:, 0]] + counts[pairs[:, 1]])
+        if costs.min() >= costs[-1] - 1e-12:  # The last pair changes nothing.
+            return chosen[:-1]
+        chosen[pairs[costs.argmin()]] ^= True
+
+
 def write_parts(
     whole: Path,  # the packed file
     records: Sequence[Record],  # records of `whole` without their payloads
@@ -134,29 +222,47 @@ def write_parts(
     fraction: Fraction,
     seed: int,
     name: Name,  # names the records in the report
+    grouping: Grouping | None,  # groups of the records that are not split
 ) -> tuple[list[Meta], Report]:
     """Draw the held-out images, and copy each record to the file of its part.
 
     Both files are then complete; `publish_both` renames them. Returns their metadata, and the
     report on duplicates in `whole`. Raises UserError if nothing can be held out.
     """
+    names = grouping.names if grouping else []
+    numbers = np.unique(np.array(names, str), return_inverse=True)[1]
     with LMDBReader(whole) as reader:
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
-        groups = look_alikes(meta.count, report)
-        labels = strata(reader.labels(), meta.sets, fraction)
-        held_out = draw(groups, labels, [record.digest for record in records], fraction, seed)
+        groups = look_alikes(meta.count, report, group_equal(numbers))
+        labels = reader.labels()
+        digests = [record.digest for record in records]
+        held_out = draw(groups, strata(labels, meta.sets, fraction), digests, fraction, seed)
+        if grouping is not None:
+            groups = in_order_of_keys(groups, digests, seed)
+            counts = group_counts(groups, labels, meta.multi_hot)
+            chosen = balance(counts, float(fraction), held_out[[group[0] for group in groups]])
+            held_out[np.concatenate(groups)] = np.repeat(chosen, list(map(len, groups)))
         if not held_out.any():
             largest = max(map(len, groups))
+            where = "of each class" if grouping is None else "of all groups"
             raise UserError(
-                f"{meta.source}: the images of each class look alike (the largest group has"
+                f"{meta.source}: the images {where} look alike (the largest group has"
                 f" {largest:,} of {meta.count:,}), so none can be held out; add others, or"
                 " pack held-out images of their own"
             )
         _copy(reader, records, writers, held_out)
     split = Split(
-        part="train", share=float(fraction), seed=seed, whole=meta.fingerprint, images=meta.count
+        part="train",
+        share=float(fraction),
+        seed=seed,
+        whole=meta.fingerprint,
+        images=meta.count,
+        group_by=grouping and grouping.option,
     )
-    parts = (split, split.model_copy(update={"part": "val"}))
+    parts = [
+        split.model_copy(update={"part": side, "groups": grouping and len(set(numbers[is_part]))})
+        for side, is_part in (("train", ~held_out), ("val", held_out))
+    ]
     return [writer.complete(part) for writer, part in zip(writers, parts, strict=True)], report
 
 

@@ -68,6 +68,7 @@ class Summary:
             count += held_out.count
             text = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
             rows.append(("held out", f"{self.held_out_path}: {text}"))
+            rows += _groups(meta, held_out)
         side = f"{image.width}x{image.height}" if image.side else "sizes of their own"
         mean, std = (
             " ".join(f"{value:.4f}" for value in values) for values in (meta.mean, meta.std)
@@ -108,6 +109,25 @@ class Summary:
         if self.ignored:
             rows += _list("ignored", [f"{len(self.ignored):,}", *_first(self.ignored)])
         return columns(rows, "<").splitlines()
+
+
+def _groups(meta: Meta, held_out: Meta) -> list[tuple[str, str]]:
+    """Return the lines about the groups that were not split, and about classes without held-out
+    images.
+    """
+    if meta.split is None or held_out.split is None or held_out.split.groups is None:
+        return []
+    total = (meta.split.groups or 0) + held_out.split.groups
+    rows = [
+        (
+            "groups",
+            f"{held_out.split.groups:,} of {total:,} held out whole ({meta.split.group_by})",
+        )
+    ]
+    counts = zip(meta.classes, meta.by_class, held_out.by_class, strict=True)
+    if lacking := [name for name, *parts in counts if 0 in parts]:
+        rows.append(("", f"warning: in one of the files alone: {', '.join(_first(lacking))}"))
+    return rows
 
 
 def _list(title: str, lines: list[str]) -> list[tuple[str, str]]:

@@ -196,19 +196,13 @@ class InfiniteLoader:
         """Damaged records that this process has replaced (`data.on_damage: skip`)."""
         return self.dataset.replaced
 
-    def state_dict(self) -> dict[str, object]:
-        """Return the position after the batches that `next` has returned.
+    def state_dict(self, position: Position | None = None) -> dict[str, object]:
+        """Return the position after the batches that `next` has returned, or another `position`.
 
         If batches depend on the training step, the state also has the step and the number of the
         batch within it.
         """
-        return self._state_at(self.position)
-
-    def first_state(self, step: int) -> dict[str, object]:
-        """Return the state of a loader that reads its first batch in training step `step`."""
-        return self._state_at(Position(batches=step * self.batches_per_step))
-
-    def _state_at(self, position: Position) -> dict[str, object]:
+        position = position or self.position
         state = self.sampler.state_at(position)
         if self.saves_step or self.dataset.synthetic is not None:
             step, batch = divmod(position.batches, self.batches_per_step)

@@ -119,6 +119,8 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, ob
             "encoding": meta.encoding,
             "content_hash": meta.content_hash,
         }
+        if meta.split is not None and meta.split.groups is not None:
+            result[role]["groups"] = f"{meta.split.groups:,} ({meta.split.group_by})"
     return result
 
 

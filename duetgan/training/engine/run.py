@@ -277,9 +277,8 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train with a heartbeat of this process, and write the final status."""
     _resume(loop, "resumed at")
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
-    history = loop.manager.history
-    if len(history) > 1:
-        facts["history"] = {f"step {images.step}": images.path for images in history}
+    if len(loop.manager.history) > 1:
+        facts["history"] = {f"step {images.step}": images.path for images in loop.manager.history}
     status = StatusFile(folder)
     signals = StopSignals(status)
     loop.callbacks.append(signals)

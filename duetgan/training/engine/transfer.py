@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from duetgan.data.reading.sampler import Position
 from duetgan.models.by_class import class_parts, copy_by_name, describe_match
 from duetgan.models.registry import DEFAULT
 from duetgan.models.restore import inherited_lineage
@@ -270,8 +271,14 @@ class NewImages:
                 if isinstance(part, Updater):
                     self._match_moments(part, state[name]["state"], content["classes"])
                 elif isinstance(model, nn.Module):
-                    self._match_weights(model, state[name], content["classes"])
-        state["loader"] = self.loop.loader.first_state(content["step"])
+                    for key, class_part in class_parts(model).items():
+                        initial = self.initial[id(model)][key]
+                        state[name][key] = copy_by_name(
+                            initial, state[name][key], class_part, self.classes, content["classes"]
+                        )
+        loader = self.loop.loader
+        first = Position(batches=content["step"] * loader.batches_per_step)
+        state["loader"] = loader.state_dict(first)
         state["loop"] |= {"best": {}, "stopping": {"best": None, "waited": 0}}
         message = f"step {content['step']}: continuing with other images, those of {self.path}"
         if match := describe_match(self.classes, content["classes"]):
@@ -303,13 +310,6 @@ class NewImages:
                 f"{where}: either its images or the run's earlier ones have several labels; pack both alike",
             ),
         )
-
-    def _match_weights(
-        self, model: nn.Module, state: dict[str, Tensor], saved: Sequence[str]
-    ) -> None:
-        for name, part in class_parts(model).items():
-            initial = self.initial[id(model)][name]
-            state[name] = copy_by_name(initial, state[name], part, self.classes, saved)
 
     def _match_moments(
         self, updater: Updater, state: dict[int, dict[str, Tensor]], saved: Sequence[str]

@@ -273,6 +273,16 @@ TABLE_OPTIONS = {  # options of duet pack and the quickstart for reading a label
         "folder of the images in a table, or of the files of fashion-mnist, cifar10 or idx",
     ),
     "suffix": ("TEXT", "file name suffix that the table leaves out, such as .jpg"),
+    "group_column": (
+        "NAME",
+        "column of a table: images with the same value, such as a patient, are not split between training and "
+        "held-out images",
+    ),
+    "group_from": (
+        "REGEX",
+        "the same for file names in which the group of this regular expression matches the same text: "
+        "'patient([0-9]+)'",
+    ),
 }
 
 

@@ -1,6 +1,8 @@
 """Sources of images: `open_source` chooses the reader for the user's argument."""
 
 import os
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +11,11 @@ from duetgan.data.packing.sources.arrays import open_npy, open_npz
 from duetgan.data.packing.sources.base import (
     NO_LABELS,
     SPLITS,
+    Grouping,
     Problem,
     Source,
     SourceOptions,
+    group_images,
     sharded,
 )
 from duetgan.data.packing.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
@@ -27,7 +31,7 @@ from duetgan.data.packing.sources.path_tables import open_csv, open_json
 from duetgan.data.packing.sources.tables import open_table
 from duetgan.data.packing.sources.tars import TarSource
 from duetgan.utils import extras, files
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Problem", "Source", "open_source"]
@@ -80,6 +84,8 @@ def open_source(
     split_column: str | None = None,
     path_column: str | None = None,
     suffix: str | None = None,
+    group_column: str | None = None,
+    group_from: str | None = None,  # regular expression for `group_by_name`
 ) -> Source:
     """Open a source of images.
 
@@ -103,7 +109,10 @@ def open_source(
         split_column,
         path_column,
         suffix,
+        group_column,
     )
+    if group_from is not None and group_column is not None:
+        raise UserError("--group-column and --group-from both define groups: drop one")
     source = _open(spec, options)
     values = options._asdict() | {"stack": stack}
     del values["split"], values["size"]  # These apply to every source.
@@ -112,8 +121,27 @@ def open_source(
             source.__exit__()
             raise UserError(f"--{name.replace('_', '-')} does not apply to {spec}: leave it out")
     if stack is not None and isinstance(source, ListedSource):
-        return STACKS[0](source, stack)
+        source = STACKS[0](source, stack)
+    if group_from is not None:
+        source.grouping = group_by_name(source, group_from)
     return source
+
+
+def group_by_name(source: Source, expression: str) -> Grouping:
+    """Group images by the text that a group of a regular expression matches in their stored names.
+
+    Raises UserError for a wrong expression, and for an image without a match.
+    """
+    option = f"--group-from {shlex.quote(expression)}"
+    with explained(re.error, lambda error: f"{option}: is no regular expression ({error})"):
+        pattern = re.compile(expression)
+    if pattern.groups != 1:
+        raise UserError(
+            f"{option}: put the part that names the group, and nothing else, in parentheses: 'patient([0-9]+)'"
+        )
+    matches = [pattern.search(source.stored_name(index)) for index in range(len(source))]
+    names = [(match and match[1]) or "" for match in matches]
+    return group_images(option, names, source.item_name)
 
 
 def is_source(path: Path) -> bool:

@@ -47,6 +47,25 @@ class SourceOptions(NamedTuple):
     split_column: str | None = None  # NAME, or NAME=VALUE,... with the values of held-out images
     path_column: str | None = None
     suffix: str | None = None  # added to the paths in a table
+    group_column: str | None = None  # for `Grouping`; no column is found by itself
+
+
+class Grouping(NamedTuple):
+    """Groups of images, such as patients or cameras, that a split keeps whole."""
+
+    option: str  # the option that defines them, with its value
+    names: Sequence[str]  # name of each image's group, [n]
+
+
+def group_images(option: str, names: Sequence[str], item_name: Callable[[int], str]) -> Grouping:
+    """Return groups of images by name. Raises UserError, with its `item_name`, for an image whose
+    group has an empty name.
+    """
+    if "" in names:
+        raise UserError(
+            f"{item_name(names.index(''))}: {option} finds no group of this image; give it one, or leave it out"
+        )
+    return Grouping(option, names)
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,7 @@ class Source(AbstractContextManager["Source"]):
     passport: Provenance | None = None
     # how a part of a larger data set was drawn, copied to the packed file
     split: Split | None = None
+    grouping: Grouping | None = None
     # class indices of each label; None: a label is a class
     label_sets: Sequence[Sequence[int]] | None = None
     # int64 [n]; a subclass sets it, or overrides `labels`

@@ -46,13 +46,14 @@ class Columns:
     labels: Sequence[str] = ()  # empty: unlabelled
     one_hot: bool = False  # True: each class is a column of 0 and 1
     assumed: bool = False  # True: neither set by an option nor called "label"
+    group: str | None = None
     split: str | None = None
     # value of the split column -> train, val or test
     sides: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
-        return [*self.labels, *filter(None, [self.split])]
+        return [*self.labels, *filter(None, [self.group, self.split])]
 
 
 def as_text(value: object) -> str:
@@ -97,18 +98,22 @@ def choose_columns(
     declared: Iterable[str] = (),  # label columns according to the file's metadata
     paths: str | None = None,  # the column of the images' paths
 ) -> Columns:
-    """Return the columns of labels and of the split.
+    """Return the columns of labels, of the groups and of the split.
 
     They are chosen by the options, else by their names, else by their values. Raises UserError for
     a missing column, and if several columns are possible.
     """
+    group = None
+    if options.group_column is not None:
+        group = find_name(where, "--group-column", options.group_column, counts)
+        counts = {name: values for name, values in counts.items() if name != group}
     labels = _labels_by_name(where, counts, options.label_column, declared)
     remaining = {name: values for name, values in counts.items() if name not in (*labels, paths)}
     split, sides = _split(where, remaining, options.split_column)
     if labels or options.label_column is not None:
         one_hot = len(labels) > 1 and all(_is_one_hot(counts[name]) for name in labels)
         assumed = options.label_column is None and labels[0].lower() != LABEL
-        return Columns(labels, one_hot, assumed, split, sides)
+        return Columns(labels, one_hot, assumed, group, split, sides)
     remaining.pop(split or "", None)
     binary = [
         name
@@ -116,9 +121,9 @@ def choose_columns(
         if name.lower() not in NUMBERING and len(values) > 1 and _is_one_hot(values)
     ]
     if len(binary) > 1:
-        return Columns(binary, True, True, split, sides)
+        return Columns(binary, True, True, group, split, sides)
     source.remarks += base.looks_like_labels(where, remaining)
-    return Columns(split=split, sides=sides)
+    return Columns(group=group, split=split, sides=sides)
 
 
 def _labels_by_name(
@@ -251,11 +256,11 @@ def take_columns(
     places: Sequence[str],  # names of the rows, for messages
     options: base.SourceOptions,
 ) -> list[int]:
-    """Set the source's labels from the rows of the chosen split, and return the indices of these
-    rows.
+    """Set the source's labels and groups from the rows of the chosen split, and return the indices
+    of these rows.
 
     Rows without a label or split become problems of the source. A remark describes assumptions.
-    Raises UserError for invalid labels, and if the split does not exist.
+    Raises UserError for invalid labels, for a row without a group, and if the split does not exist.
     """
     width = len(columns.labels)
     values, assumed = _values(
@@ -285,12 +290,19 @@ def take_columns(
     if columns.split is None:
         if not source.splits:
             base.refuse_split(where, options.split)
-        return usable
-    source.splits = tuple(sorted({columns.sides[rows[index][-1]] for index in usable}))
-    chosen = base.choose_split(where, options.split, source.splits) if usable else ""
-    of_split = [columns.sides[rows[index][-1]] == chosen for index in usable]
-    source._labels = source._labels[of_split]
-    return list(itertools.compress(usable, of_split))
+    else:
+        source.splits = tuple(sorted({columns.sides[rows[index][-1]] for index in usable}))
+        chosen = base.choose_split(where, options.split, source.splits) if usable else ""
+        of_split = [columns.sides[rows[index][-1]] == chosen for index in usable]
+        source._labels = source._labels[of_split]
+        usable = list(itertools.compress(usable, of_split))
+    if columns.group is not None:
+        source.grouping = base.group_images(
+            f"--group-column {columns.group}",
+            [rows[index][width] for index in usable],
+            lambda index: places[usable[index]],
+        )
+    return usable
 
 
 def _values(

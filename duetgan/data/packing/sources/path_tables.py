@@ -132,7 +132,10 @@ class PathTable(LocalSource):
     """The images with paths in a table. Raises UserError if the table cannot be used."""
 
     takes = frozenset(
-        ("label_column", "label_separator", "split_column", "path_column", "root", "suffix")
+        (
+            *("label_column", "label_separator", "split_column", "group_column"),
+            *("path_column", "root", "suffix"),
+        )
     )
 
     def __init__(self, path: Path, options: base.SourceOptions, table: Table) -> None:
@@ -152,17 +155,20 @@ class PathTable(LocalSource):
             self, str(path), columns, [row[2] for row in rows], places, options
         )
         self.folder = place.folder
-        names, numbers = [], []
+        names, numbers, groups = [], [], []
         for index, number in zip(usable, self.labels().tolist(), strict=True):
-            where, value, _ = rows[index]
+            where, value, values = rows[index]
             if os.path.isfile(file := place.file(value)):
                 names.append(base.with_slashes(value) + place.suffix)
                 numbers.append(number)
+                groups.append(values[len(columns.labels)] if self.grouping else "")
             else:
                 self.problems.append(
                     base.Problem(str(file), f"is no file ({where} of {path.name})")
                 )
         self.take_names(names, numbers)
+        if self.grouping is not None:
+            self.grouping = self.grouping._replace(names=groups)
 
     def _usable(self, table: Table, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         for place, values in table.rows(columns):

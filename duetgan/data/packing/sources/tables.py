@@ -163,7 +163,7 @@ class TableSource(base.Source):
     """
 
     in_order = True
-    takes = frozenset(("label_column", "label_separator", "split_column"))
+    takes = frozenset(("label_column", "label_separator", "split_column", "group_column"))
 
     def __init__(self, path: Path, options: base.SourceOptions, shards: Shards) -> None:
         super().__init__(path.name, [])

@@ -53,7 +53,7 @@ class Sample:
 class TarSource(ListedSource):
     """The images of tar files. Raises UserError for a file that cannot be used."""
 
-    takes = ListedSource.takes | {"label_column", "label_separator", "split_column"}
+    takes = ListedSource.takes | {"label_column", "label_separator", "split_column", "group_column"}
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class TarSource(ListedSource):
         self, parts: list[tuple[re.Match[str], Member]], options: SourceOptions
     ) -> Iterator[Sample]:
         fields = set(FIELDS)
-        for option in (options.label_column, options.split_column):
+        for option in (options.label_column, options.split_column, options.group_column):
             fields |= {name.strip().lower() for name in (option or "").partition("=")[0].split(",")}
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
         for (key, _), files in groups:
