@@ -74,10 +74,19 @@ def folder(tmp_path, monkeypatch):
             (tmp_path / part / name).mkdir(parents=True)
             for index in range(count):
                 write_photo(tmp_path / part / name / f"{index}.png", rng)
+    link_scans(tmp_path / "photos", tmp_path / "scans")
     for name in ("image1.jpg", "image2.png", "a.jpg", "b.jpg"):
         write_photo(tmp_path / name, rng)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def link_scans(photos: Path, folder: Path) -> None:
+    """Link the photos by names with four patients."""
+    for index, file in enumerate(sorted(photos.glob("*/*.png"))):
+        link = folder / file.parent.name / f"patient{index % 4}_{index}.png"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file)
 
 
 def write_photo(path: Path, rng: np.random.Generator) -> None:
@@ -279,6 +288,7 @@ def checkout(photos, tmp_path, monkeypatch):
             if folder != "photos" or page != "classifier":
                 for name in ("cats", "dogs"):
                     (tmp_path / folder / name).symlink_to(photos / "photos" / name)
+        link_scans(photos / "photos", tmp_path / "scans")
         for folder in ("photos/train", "photos/val") if page != "classifier" else ():
             shutil.rmtree(tmp_path / folder)
         sizes = {f"{name}.lmdb": 64 for name in FILES} | PREPARED.get(page, {})
