@@ -22,7 +22,7 @@ from duetgan.data.images.values import bring, kind, native
 from duetgan.data.packing.duplicates import group_equal
 from duetgan.data.packing.sources import Source, open_source
 from duetgan.data.packing.sources.base import first_of
-from duetgan.data.packing.split import balance, group_counts
+from duetgan.data.packing.split import draw_groups, to_fraction
 from duetgan.utils import machine
 from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
 from duetgan.utils.errors import UserError, refuse, require_same_classes
@@ -92,7 +92,7 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
             raise UserError(
                 f"{spec}: each class has one image; give two or more of some, for one to be held out"
             )
-        groups, held_out_groups = _held_out_groups(source)
+        groups, held_out_groups = _held_out_groups(source, getattr(options, "seed", 0))
         refuse(
             (
                 groups and held_out,
@@ -121,16 +121,22 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
     )
 
 
-def _held_out_groups(source: Source) -> tuple[int, list[int]]:
+def _held_out_groups(source: Source, seed: int) -> tuple[int, list[int]]:
     """Return the number of groups that a split keeps whole, and the number of images in each that
     will be held out, unless groups share similar images.
     """
     if source.grouping is None:
         return 0, []
-    groups = group_equal(np.unique(np.array(source.grouping.names), return_inverse=True)[1])
-    counts = group_counts(groups, source.labels(), np.eye(len(source.classes), dtype=bool))
-    chosen = balance(counts, val_share(len(source)), np.zeros(len(groups), bool))
-    return len(groups), counts[chosen, -1].tolist()
+    numbers = np.unique(np.array(source.grouping.names), return_inverse=True)[1]
+    held_out = draw_groups(
+        group_equal(numbers),
+        source.labels(),
+        np.eye(len(source.classes), dtype=bool),
+        source.grouping.names,
+        to_fraction(val_share(len(source))),
+        seed,
+    )
+    return int(numbers.max()) + 1, np.unique(numbers[held_out], return_counts=True)[1].tolist()
 
 
 # --- the machine

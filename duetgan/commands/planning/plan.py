@@ -153,8 +153,9 @@ class _Choice:
         if not survey.held_out:
             self.val_share = val_share(survey.count)
             self.held_out = max(1, survey.classes, round(survey.count * self.val_share))
-            self.held_out = min(self.held_out, survey.count - survey.classes)
-            self.held_out = sum(survey.held_out_groups) or self.held_out
+            self.held_out = sum(survey.held_out_groups) or min(
+                self.held_out, survey.count - survey.classes
+            )
             self.images -= self.held_out
         self.labelled = survey.classes > 1
         # Images without labels may belong to held-out groups.
@@ -195,8 +196,11 @@ class _Choice:
                 f"{survey.oblong:.0%} of the images are far from square: their sides are cut off"
             )
         if survey.unlabelled:
-            use = "left out, because they are fewer than those with labels"
-            use = "left out, because they may belong to held-out groups" if survey.groups else use
+            use = (
+                "left out, because they may belong to held-out groups"
+                if survey.groups
+                else "left out, because they are fewer than those with labels"
+            )
             if self.pooled:
                 use = "the GAN learns from them and the others"
             self.notes.append(f"{survey.unlabelled:,} images without labels: {use}")

@@ -145,9 +145,9 @@ def pack(
             return source.item_name(written.rows[record])
 
         if fraction is not None:
-            grouping = source.grouping
-            if grouping is not None:
-                grouping = grouping._replace(names=[grouping.names[row] for row in written.rows])
+            grouping = source.grouping and source.grouping._replace(
+                names=[source.grouping.names[row] for row in written.rows]
+            )
             metas, report = write_parts(
                 whole.path, written.records, writers, fraction, seed, name, grouping
             )

@@ -215,6 +215,26 @@ def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarra
         chosen[pairs[costs.argmin()]] ^= True
 
 
+def draw_groups(
+    groups: Sequence[np.ndarray],  # records that stay together
+    labels: np.ndarray,  # int64 [n]
+    classes: np.ndarray,  # bool [labels, classes]
+    names: Sequence[str],  # name of each record's group
+    fraction: Fraction,
+    seed: int,
+) -> np.ndarray:
+    """Draw the held-out records by whole groups, bool [n]. They depend on the groups' names and
+    labels, and on the seed.
+    """
+    digests = [name.encode(errors="surrogateescape") for name in names]
+    held_out = draw(groups, labels, digests, fraction, seed)
+    groups = in_order_of_keys(groups, digests, seed)
+    counts = group_counts(groups, labels, classes)
+    chosen = balance(counts, float(fraction), held_out[[group[0] for group in groups]])
+    held_out[np.concatenate(groups)] = np.repeat(chosen, list(map(len, groups)))
+    return held_out
+
+
 def write_parts(
     whole: Path,  # the packed file
     records: Sequence[Record],  # records of `whole` without their payloads
@@ -235,13 +255,11 @@ def write_parts(
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
         groups = look_alikes(meta.count, report, group_equal(numbers))
         labels = reader.labels()
-        digests = [record.digest for record in records]
-        held_out = draw(groups, strata(labels, meta.sets, fraction), digests, fraction, seed)
-        if grouping is not None:
-            groups = in_order_of_keys(groups, digests, seed)
-            counts = group_counts(groups, labels, meta.multi_hot)
-            chosen = balance(counts, float(fraction), held_out[[group[0] for group in groups]])
-            held_out[np.concatenate(groups)] = np.repeat(chosen, list(map(len, groups)))
+        if grouping is None:
+            digests = [record.digest for record in records]
+            held_out = draw(groups, strata(labels, meta.sets, fraction), digests, fraction, seed)
+        else:
+            held_out = draw_groups(groups, labels, meta.multi_hot, names, fraction, seed)
         if not held_out.any():
             largest = max(map(len, groups))
             where = "of each class" if grouping is None else "of all groups"

@@ -3,10 +3,12 @@
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ def exact_cost(counts: np.ndarray, chosen: tuple[bool, ...], fraction: Fraction)
 
 
 @st.composite
-def groupings(draw: Callable[..., object], most: int) -> tuple[np.ndarray, Fraction]:
+def groupings(draw: Callable[..., Any], most: int) -> tuple[np.ndarray, Fraction]:
     """Numbers of images of each class, and of all, in each group; a fraction."""
     classes = draw(st.integers(1, 3))
     rows = st.lists(st.integers(0, 12), min_size=classes, max_size=classes).filter(any)
@@ -61,7 +63,8 @@ def test_few_groups_are_divided_as_well_as_any_choice_can(case: tuple[np.ndarray
     best = min(exact_cost(counts, choice, fraction) for choice in choices)
     start = np.zeros(len(counts), bool)
     found = exact_cost(counts, tuple(balance(counts, float(fraction), start)), fraction)
-    assert (found[0], float(found[1])) == (best[0], pytest.approx(float(best[1]), abs=1e-9))
+    assert found[0] == best[0]
+    assert float(found[1]) == pytest.approx(float(best[1]), abs=1e-9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "TRIED", 0)  # the search that many groups need
         near = balance(counts, float(fraction), start)
@@ -139,7 +142,7 @@ def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.lmdb"
-    succeed(main, scans / "scans", file, "--size", 16, "--val-share", "0.2", PATIENT)
+    succeed(main, scans / "scans", file, "--size=16", "--val-share", "0.2", PATIENT)
     said = capsys.readouterr().out
     training, held_out = parts_of(file)
     assert not set(training) & set(held_out)
@@ -154,7 +157,7 @@ def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(
         ]
         assert abs(np.array(val_dataset.meta.by_class) / [40, 20] - 0.2).max() <= 0.1
         dataset.synthetic = None
-        run = SimpleNamespace(data=facts(dataset, val_dataset))
+        run: Any = SimpleNamespace(data=facts(dataset, val_dataset))
         row = next(row for row in data_tables(run)[0][1] if "groups" in row)
     assert row == ["groups", *(f"{len(part)} ({option})" for part in (training, held_out))]
     for table in ("t.csv", "t.json"):  # the same split
@@ -168,8 +171,15 @@ def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(
     plan = choose(found, Fast(), minutes=15)
     count = len(found.held_out_groups)
     assert f"groups stay whole: about {count} held out, {15 - count} for training" in plan.notes[0]
-    assert plan.held_out == sum(found.held_out_groups)
+    assert plan.held_out == sum(found.held_out_groups) == 4 * count
     assert abs(plan.held_out - 12) <= 2
+    fewer = shutil.copytree(scans / "scans", tmp_path / "fewer")  # no similar images: the plan is exact
+    next(fewer.glob("*/x_p4_16.png")).unlink()
+    again = survey(str(fewer), parser.parse_args([PATIENT]))
+    succeed(main, fewer, tmp_path / "b.lmdb", "--size=16", "--val-share=0.2", PATIENT)
+    with LMDBReader(tmp_path / "b-val.lmdb") as reader:
+        patients = [name.split("_")[1] for name in reader.names()]
+    assert again.held_out_groups == [patients.count(patient) for patient in sorted(set(patients))]
 
 
 def test_groups_of_tables_follow_their_rows(scans: Path) -> None:
