@@ -19,12 +19,12 @@ from benchmarks.gan_step import random_images
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, Value, first_line
 from benchmarks.gpu.wheels import ROOT
 from duetgan.extras.paper import predictions as on_paper
-from duetgan.models.fast import native
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import make_loader
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.speed import Trial
 from duetgan.training.engine.tasks import TASKS
+from duetgan.utils.machine import native_precision
 
 # the recipes whose steps may not wait: both tasks, path lengths and lazy R1, ADA, both penalties in every step
 WATCHED = ("bench_classifier", "bench_gan_step", "ada_500", "r3gan_small")
@@ -149,7 +149,7 @@ def precision_of(config: RunConfig, device: torch.device) -> Any:
     """What training would take there."""
     if config.precision != "auto":
         return config.precision
-    return "fp32" if device.type == "cpu" else native(device)
+    return "fp32" if device.type == "cpu" else native_precision(device)
 
 
 def measured(

@@ -15,6 +15,7 @@ from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, numb
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import launch
+from duetgan.utils.distributed.process import leaving_on_signals
 from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.text import did_you_mean
@@ -154,7 +155,7 @@ def main(argv: list[str]) -> int:
     if (code := launch.start_processes("train", argv, options.gpus, options.procs)) is not None:
         return code
     # A launcher reports the end of its processes itself.
-    with nullcontext() if launch.under_launcher() else launch.leaving_on_signals():
+    with nullcontext() if launch.under_launcher() else leaving_on_signals():
         return train_here(options, overrides, sweep)
 
 

@@ -5,7 +5,6 @@ several views of an image.
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +14,7 @@ from torch.fx.proxy import TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from duetgan.models.classifier import Classifier
-
-Fixed = Literal["fp32", "bf16", "fp16"]
-
-
-def native(device: torch.device) -> Fixed:
-    """Return bf16, or fp16 for an accelerator that only emulates bf16."""
-    # CUDA, ROCm and XPU have this function, MPS does not.
-    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    if is_supported is None or is_supported(including_emulation=False):
-        return "bf16"
-    return "fp16"
+from duetgan.utils.machine import native_precision
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module:
@@ -52,13 +41,13 @@ def faster(
 
     Args:
         classifier: A classifier on `device`.
-        precision: fp32, bf16, fp16, or auto: on accelerators `native`, on CPUs fp32, because
+        precision: fp32, bf16, fp16, or auto: on accelerators `native_precision`, on CPUs fp32, because
             measuring which is faster takes longer than classifying a few images.
         fold: Fold BatchNorms into convolutions.
         tta: off; flip or shift average the logits over several views, see `over_views`.
     """
     if precision == "auto":
-        precision = "fp32" if device.type == "cpu" else native(device)
+        precision = "fp32" if device.type == "cpu" else native_precision(device)
     fast = copy.copy(classifier)
     network = fold_batchnorm(classifier) if fold else classifier
     if precision != "fp32":

@@ -1,4 +1,4 @@
-"""The machine: its cores and memory, the number of torch's threads, and copies to a device.
+"""The machine: cores, memory, native precision, the number of torch's threads, copies to a device.
 
 The threads of an operation spin while they wait for each other. If the system suspends one thread
 for another program, the spinning threads occupy the core that the suspended one needs. Next to one
@@ -15,11 +15,12 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # this module is used before the accelerators are chosen
     import torch
 
+Fixed = Literal["fp32", "bf16", "fp16"]  # a precision that is not "auto"
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
@@ -113,6 +114,17 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and refused
     )
+
+
+def native_precision(device: "torch.device") -> Fixed:
+    """Return bf16, or fp16 for an accelerator that only emulates bf16."""
+    import torch
+
+    # CUDA, ROCm and XPU have this function, MPS does not.
+    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if is_supported is None or is_supported(including_emulation=False):
+        return "bf16"
+    return "fp16"
 
 
 def local_processes() -> int:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from duetgan.utils.distributed import launch
-from duetgan.utils.distributed.process import exit_cli
+from duetgan.utils.distributed.process import STOP_SIGNALS, exit_cli
 from tests.conftest import REPOSITORY
 from tests.end_to_end.ranks import CONTEXT, command_of
 from tests.faults import inject
@@ -41,7 +41,7 @@ class Rank:
             assert start_new_session
             os.setsid()
             preexec_fn()
-            for signum in launch.STOP_SIGNALS:
+            for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_DFL if signum != signal.SIGINT else signal.default_int_handler)
             become(command[1:], env)
 

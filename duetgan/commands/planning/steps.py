@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 from duetgan.commands.planning.plan import SCRATCH_FROM, Plan, Training
 from duetgan.commands.planning.replan import replanned, spent_before_gan
 from duetgan.utils.config.cli import table_words
-from duetgan.utils.distributed.launch import handling, obeyed_signals
-from duetgan.utils.distributed.process import child_environment, die_with_parent, python_arguments
+from duetgan.utils.distributed.process import (
+    child_environment,
+    die_with_parent,
+    handling,
+    obeyed_signals,
+    python_arguments,
+)
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_folder import is_finished, runs_folder

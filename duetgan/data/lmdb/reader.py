@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from duetgan.data.errors import MOST_PIXELS, DamageError, ImageError
-from duetgan.data.lmdb.environment import Handle, acquire, read_meta
+from duetgan.data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
 from duetgan.data.lmdb.format import (
     ENTRY,
     IMAGE_KEY,
@@ -26,7 +26,6 @@ from duetgan.data.lmdb.format import (
     Shard,
     entry_checksum,
 )
-from duetgan.data.lmdb.raw_blocks import RawBlocks
 from duetgan.data.tar_files import Member, TarFiles
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec

@@ -2,12 +2,14 @@
 decoded by threads.
 """
 
+import hashlib
 import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +17,10 @@ import numpy as np
 from duetgan.data.errors import DamageError
 from duetgan.data.images import centre_box
 from duetgan.data.images.decode import Box, RandomCrop, Size, crop_into, decode_crop
+from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.reading.sampler import SampleKeys
-from duetgan.data.reading.shards import combined_meta
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.run_log import say
@@ -26,6 +28,8 @@ from duetgan.utils.seeding import numpy_generator
 
 # With more damaged records than this fraction of all, reading stops; ten are always allowed.
 MAX_DAMAGED_FRACTION = 0.01
+# fields of Meta in which the files of a data set must agree
+COMMON = ("classes", "sets", "channels", "pixel_format", "resolutions", "size", "encoding")
 CHUNKS = 4  # chunks of a batch per thread, so that no thread waits long for the last one
 
 
@@ -323,3 +327,54 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_labels": None, "_threads": None}
+
+
+def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
+    """Combine the metadata of shards into that of one data set.
+
+    `mean` and `std` weigh each file by its number of images: they are those of all pixels if the
+    images have one size. If files hold generated images, the passport is that of the first one.
+
+    Raises UserError if the shards do not belong together.
+    """
+    metas = [shard.meta for shard in shards]
+    first = metas[0]
+    if len(metas) == 1:
+        return first
+    for shard in shards[1:]:
+        for name in COMMON:
+            value, expected = getattr(shard.meta, name), getattr(first, name)
+            if value != expected:
+                raise UserError(
+                    f"{shard.path} does not belong to {shards[0].path}: {name}"
+                    f" {shorten(str(value), 80)} and {shorten(str(expected), 80)}; pack them alike"
+                )
+    parts = {meta.split.part for meta in metas if meta.split}
+    if len(parts) > 1:
+        paths = " + ".join(str(shard.path) for shard in shards)
+        raise UserError(
+            f"{paths} hold training images and images held out from training: give a pattern that"
+            " leaves one kind out"
+        )
+    counts = np.array([meta.count for meta in metas])
+    means = np.array([meta.mean for meta in metas])
+    deviations = np.array([meta.std for meta in metas])
+    weights = counts / counts.sum()
+    mean = weights @ means
+    square = weights @ (deviations**2 + means**2)
+
+    def joined(name: str) -> str:
+        return hashlib.sha256("".join(getattr(meta, name) for meta in metas).encode()).hexdigest()
+
+    combined = {
+        "count": int(counts.sum()),
+        "histogram": np.sum([meta.histogram for meta in metas], axis=0).astype(int).tolist(),
+        "mean": mean.tolist(),
+        "std": np.sqrt(np.maximum(square - mean**2, 0)).tolist(),
+        "source": " + ".join(meta.source for meta in metas),
+        "fingerprint": joined("fingerprint") if all(meta.fingerprint for meta in metas) else "",
+        "content_hash": joined("content_hash"),
+        "split": None,
+        "passport": next((meta.passport for meta in metas if meta.passport), None),
+    }
+    return first.model_copy(update=combined)

@@ -31,7 +31,7 @@ from duetgan.extras.studies.results import (
 from duetgan.extras.studies.subject import Job, Subject, of_seed, record
 from duetgan.metrics.protocol import Document
 from duetgan.reporting.figures import percent, plain
-from duetgan.utils.distributed.launch import handling, obeyed_signals
+from duetgan.utils.distributed.process import handling, obeyed_signals
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import as_json, check_writable, hold, write_atomic
 from duetgan.utils.runlog.run_log import say

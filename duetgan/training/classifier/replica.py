@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -136,16 +135,16 @@ class Replica:
 
         Gradients of a stage are ready for DDP when the stage's backward pass ends.
         """
-        layers: list[tuple[object, nn.Module, str]] = []
+        layers: dict[object, list[tuple[nn.Module, str]]] = {}
         for prefix, module in self.model.named_modules():
             # Subclasses may compute with their weights, which autocast leaves in float32.
-            if type(module) in (nn.Conv2d, nn.Linear):
-                for name, parameter in module.named_parameters(recurse=False):
-                    if parameter.requires_grad and parameter.dtype == torch.float32:
-                        stage = self.model.stage_of(f"{prefix}.{name}")
-                        layers.append(((stage, parameter.device), module, name))
-        groups = groupby(layers, lambda layer: layer[0])
-        return [[(module, name) for _, module, name in group] for _, group in groups]
+            if type(module) not in (nn.Conv2d, nn.Linear):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and parameter.dtype == torch.float32:
+                    key = self.model.stage_of(f"{prefix}.{name}"), parameter.device
+                    layers.setdefault(key, []).append((module, name))
+        return list(layers.values())
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -179,8 +178,8 @@ class Replica:
         `applied` is bool, 0-d: False if the update was masked.
         """
         counters = [counter for norm, counter in self.counters.items() if norm.training]
-        for (device, _), (group,) in by_kind(counters).items():
-            torch._foreach_add_(group, applied.to(device), alpha=passes)
+        for (device, dtype), (group,) in by_kind(counters).items():
+            torch._foreach_add_(group, applied.to(device, dtype), alpha=passes)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -1,6 +1,14 @@
-"""Writing of a run's checkpoints, and restoring of the newest one.
+"""Content of checkpoints, their writing, and the restoring of the newest one.
 
-The training loop decides which objects they hold.
+- Content: `CheckpointManager.save` lists the entries. The entry `state` has the state dict of each
+  object of `Loop.registry` (loop.py), by name: those of `Task.registry` (gan/task.py,
+  classifier/task.py), i.e. networks, averages, optimizers and the loss scaler; and the loader's
+  position, the window of metrics, and the loop with its callbacks.
+- Restoring: `Loop.resume` calls `CheckpointManager.restore` on all ranks, which checks the newest
+  readable file and calls `load_state_dict` of each object. Other programs build a network alone
+  from a checkpoint, by models/restore.py.
+
+utils/checkpoint writes and reads the files.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,12 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 
+from torch import Tensor, nn
+
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Stateful
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.provenance import Lineage, TrainedOn, data_history, join, recorded
-from duetgan.utils.checkpoint.state_schema import FAULTS, check_part
+from duetgan.utils.checkpoint.state_schema import FAULTS, check_tensors
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
@@ -244,7 +254,7 @@ class CheckpointManager:
                 del parts[key]
         try:
             for name, part in parts.items():
-                check_part(f"state.{name}", part, state[name])
+                _check_part(f"state.{name}", part, state[name])
             for name, part in parts.items():
                 part.load_state_dict(state[name])
         except UserError:
@@ -268,3 +278,11 @@ class CheckpointManager:
             checkpoints.point(path.parent, "last", path, **evaluation)
             if self._best_step == self.saved_step:
                 checkpoints.point(path.parent, "best", path, **evaluation)
+
+
+def _check_part(name: str, part: Stateful, state: object) -> None:
+    """Check a network's saved tensors; other parts of a training check their state as they load it."""
+    current = part.state_dict()
+    is_network = isinstance(getattr(part, "model", part), nn.Module)
+    if is_network and current and all(isinstance(value, Tensor) for value in current.values()):
+        check_tensors(name, state, current)

@@ -22,12 +22,12 @@ from duetgan.training.engine.profile import Profiler
 from duetgan.training.engine.rollback import SkippedUpdates, SpikeRollback
 from duetgan.training.engine.signals import StopSignals
 from duetgan.training.engine.tasks import TASKS, build_run_config
-from duetgan.utils import extras, machine, seeding
+from duetgan.utils import extras, seeding
 from duetgan.utils.checkpoint import newest_first
 from duetgan.utils.checkpoint.provenance import Lineage, join
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import given_keys, to_tree
-from duetgan.utils.config.yaml_files import Tree, read_yaml
+from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 from duetgan.utils.distributed.launch import under_launcher
@@ -158,7 +158,7 @@ def prepare(
     saved = collectives.from_main_process(lambda: folder.saved_config() or {})
     if optional_weights and isinstance(config, ClassifierConfig):
         config = config.with_weights_at_hand(saved)
-    config = _resolve_auto(config, saved)
+    config = speed.resolve_auto(config, saved)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     task_class = TASKS[config.task].task
     with collectives.raising_together():  # Nodes may have different files.
@@ -207,17 +207,6 @@ def prepare(
     loop.manager.adapt = transfer.NewImages(loop).adapt
     loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
     return loop
-
-
-def _resolve_auto(config: RunConfig, saved: Tree) -> RunConfig:
-    """Replace settings of "auto" by the values that an earlier start of the run has saved."""
-    resolved = {}
-    for key in ("precision", "threads"):
-        if key in saved and getattr(config, key) == "auto":
-            resolved[key] = saved[key]
-    if isinstance(resolved.get("threads"), int):  # the earlier machine may have had more cores
-        resolved["threads"] = min(resolved["threads"], machine.max_threads())
-    return config.changed(**resolved)
 
 
 def _print_plan(loop: Loop, layers: bool, predictions: str) -> None:

@@ -1,12 +1,19 @@
 """Signals that stop a run after a step: SIGTERM, SIGINT, SIGHUP, and SIGUSR1.
 
-SLURM sends SIGUSR1 before it ends a job. Duet's launcher forwards a signal to all ranks
-(utils/distributed/launch.py); a scheduler or torchrun may send it to one alone, say rank 0. Rank 1
-learns of it at the end of its step, when all ranks exchange what they have received (`agreed`).
-Then all of them save, rank 0 writes status.json, and each raises StoppedBySignal, for which
-`run_cli` (utils/distributed/process.py) returns 3; rank 0 alone prints the line. Before and
-after training a signal ends the process at once (`leaving_on_signals`; under a launcher the
-default action).
+What happens on rank 1 when rank 0 receives SIGTERM (a scheduler or torchrun may send it to one
+process alone; Duet's launcher, utils/distributed/launch.py, forwards it to all; SLURM sends SIGUSR1
+before it ends a job):
+
+1. Rank 0 only remembers the signal (`_receive`) and finishes its step. Rank 1 knows nothing.
+2. After each step `Loop` calls `after_iteration`, in which all ranks exchange what they have
+   received (`agreed`). Rank 1 learns of the signal here, at the end of the same step.
+3. All ranks call `Loop.save`: rank 0 writes the checkpoint and status.json, and rank 1 waits for it
+   at a barrier, however long that takes.
+4. All ranks raise StoppedBySignal, for which `run_cli` (utils/distributed/process.py) returns exit
+   code 3. Rank 0 alone prints the line and writes the report.
+
+Before and after training a signal ends the process at once (`leaving_on_signals` in process.py;
+under a launcher the default action).
 """
 
 import os
@@ -18,7 +25,7 @@ from types import FrameType
 from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.outputs import StatusFile
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.launch import handling, obeyed_signals
+from duetgan.utils.distributed.process import handling, obeyed_signals
 from duetgan.utils.errors import StoppedBySignal
 
 

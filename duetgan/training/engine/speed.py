@@ -1,12 +1,18 @@
 """The precision and the number of threads of a run, and the speed of its steps.
 
-`choose` decides `precision: auto` and `threads: auto` before the task is built, and measures the
-speed, from which `forecast` predicts the duration for the plan. On accelerators auto is bf16 if
-that is native, else fp16. On CPUs it is the faster of fp32 and bf16, and there is a thread for each
-core that other programs leave free, or fewer if that is faster. A separate task is built for the
-measured steps, so that the run's networks, statistics and draws are not touched. `ThreadCount` sets
-the threads before each step (utils/machine.py counts free cores and sets torch's number), and
-`Precision` (optim/updater.py) applies the precision. `threads: adapt` is extras/pace.
+What decides them, in order:
+
+1. The config: `precision` and `threads`, if they are not auto.
+2. The run folder: a resumed run keeps the values of its first start (`resolve_auto`).
+3. `choose`, before the task is built. On accelerators precision auto is bf16 if that is native,
+   else fp16. On CPUs it is the faster of fp32 and bf16, which a separate task measures, so that the
+   run's networks, statistics and draws are not touched; and there is a thread for each core that
+   other programs leave free (`fitting` in utils/machine.py), or fewer if that is faster.
+4. During the run `ThreadCount` sets the threads before each step; with `threads: adapt`,
+   extras/pace changes them as other programs come and go.
+
+`Precision` (optim/updater.py) applies the precision, `use_threads` (utils/machine.py) the threads.
+`forecast` predicts the duration of the training from the measured speed, for the plan.
 """
 
 import gc
@@ -23,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
-from duetgan.models.fast import Fixed, native
 from duetgan.training.base import data
 from duetgan.training.base.config import RunConfig, Threads
 from duetgan.training.base.monitors import State
@@ -32,10 +37,10 @@ from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.optim.updater import Precision
 from duetgan.utils import machine
-from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.config.yaml_files import Tree, read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
-from duetgan.utils.machine import ran_out
+from duetgan.utils.machine import Fixed, native_precision, ran_out
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import duration
 
@@ -144,6 +149,17 @@ class Trial:
         return time.perf_counter() - started
 
 
+def resolve_auto(config: RunConfig, saved: Tree) -> RunConfig:
+    """Replace settings of "auto" by those that an earlier start of the run has saved."""
+    resolved = {}
+    for key in ("precision", "threads"):
+        if key in saved and getattr(config, key) == "auto":
+            resolved[key] = saved[key]
+    if isinstance(resolved.get("threads"), int):  # the earlier machine may have had more cores
+        resolved["threads"] = min(resolved["threads"], machine.max_threads())
+    return config.changed(**resolved)
+
+
 def choose(
     config: RunConfig,
     dataset: Dataset,
@@ -165,25 +181,25 @@ def choose(
     if forced not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"{FORCED}={forced}: must be fp32, bf16 or fp16")
     candidates: list[Fixed]  # precisions to compare; without a measurement the last one is used
-    native_precision = None if device.type == "cpu" else native(device)
+    native = None if device.type == "cpu" else native_precision(device)
     text, warning = "", ""
     if config.precision != "auto":
         precision = config.precision
         text = f"{precision} (kept: the run began in it)" if already_chosen else precision
         candidates = [precision]
-        if not (forced or native_precision or precision == "fp32"):
+        if not (forced or native or precision == "fp32"):
             candidates = ["fp32", precision]
-        if (precision, native_precision) == ("bf16", "fp16"):
+        if (precision, native) == ("bf16", "fp16"):
             warning = "bf16 is emulated by this accelerator; --precision fp16 is faster here"
     elif forced:
         candidates = [cast(Fixed, forced)]
         text = f"{forced} (auto: {FORCED} says so)"
-    elif native_precision:
-        candidates = [native_precision]
-        text = f"{native_precision} (auto: native here)"
+    elif native:
+        candidates = [native]
+        text = f"{native} (auto: native here)"
     else:
         candidates = ["fp32", "bf16"]
-    is_short = native_precision or config.steps * config.batch_size < MIN_FORECAST_IMAGES
+    is_short = native or config.steps * config.batch_size < MIN_FORECAST_IMAGES
     if not always and (already_chosen or (is_short and len(candidates) == 1)):
         return Choice(candidates[-1], text, warning=warning, threads=torch.get_num_threads())
     choice = collectives.from_main_process(

@@ -1,4 +1,12 @@
-"""The parts that both halves of a GAN step share: real images, samples, the discriminator's output."""
+"""The parts that both halves of a GAN step share: real images, samples, the discriminator's output.
+
+From a packed image to the discriminator: `LMDBReader.gather` (data/lmdb/reader.py) copies the raw
+uint8 images of a batch out of the mapped file, for `Dataset.read` (data/reading/dataset.py), which
+decodes other ones. `InfiniteLoader` (data/reading/loader.py) copies the `Batch` to the device, for
+`GanTask.step`. `Context.reals` flips and shifts the images and converts them to floats in [-1, 1]
+(`ImageSpec.to_float`, utils/image_spec.py). `Context.discriminate` applies ADA, and then the
+network's `hidden` (models/stylegan2.py), under autocast.
+"""
 
 from collections.abc import Sequence
 

@@ -63,23 +63,27 @@ def build_optimizer(
             groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=True
         )
         if momentum:
-            _init_state(optimizer, ["momentum_buffer"])
+            _init_state(optimizer, _parameters(optimizer), ["momentum_buffer"])
     else:
         betas = (float(config.betas[0]), float(config.betas[1]))
         cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
         optimizer = cls(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-        _init_state(optimizer, ["exp_avg", "exp_avg_sq"], has_step=True)
+        _init_state(optimizer, _parameters(optimizer), ["exp_avg", "exp_avg_sq"], has_step=True)
     return optimizer
 
 
 def _init_state(
-    optimizer: torch.optim.Optimizer, buffers: Sequence[str], *, has_step: bool = False
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[Tensor],
+    buffers: Sequence[str],
+    *,
+    has_step: bool = False,
 ) -> None:
-    """Create the optimizer state of all parameters, filled with zeros.
+    """Create the optimizer state of `parameters`, filled with zeros.
 
     Fused kernels create it in the first step, and leave it uninitialised if that step is masked.
     """
-    for parameter in _parameters(optimizer):
+    for parameter in parameters:
         state = optimizer.state[parameter]
         if has_step:
             state["step"] = torch.zeros((), device=parameter.device, dtype=torch.float32)
@@ -141,7 +145,7 @@ class Muon(Masked):
         super().__init__(
             groups, {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0}
         )
-        _init_state(self, ["momentum_buffer"])
+        _init_state(self, _parameters(self), ["momentum_buffer"])
 
     def uses_muon(self, parameter: Tensor) -> bool:
         return 1 < len(parameter) < parameter.numel() and id(parameter) not in self.head
@@ -224,14 +228,9 @@ class MuonAdam(Muon):
             "fused": True,
         }
         Masked.__init__(self, groups, defaults)
-        for parameter in _parameters(self):
-            state = self.state[parameter]
-            if self.uses_muon(parameter):
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            else:
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] = torch.zeros((), device=parameter.device, dtype=torch.float32)
+        vectors = [p for p in _parameters(self) if not self.uses_muon(p)]
+        _init_state(self, filter(self.uses_muon, _parameters(self)), ["momentum_buffer"])
+        _init_state(self, vectors, ["exp_avg", "exp_avg_sq"], has_step=True)
 
     def uses_muon(self, parameter: Tensor) -> bool:
         return parameter.ndim == 4 and parameter.shape[-1] > 1 and len(parameter) > 1

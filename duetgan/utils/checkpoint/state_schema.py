@@ -5,7 +5,7 @@ first key that does not fit.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,6 @@ from duetgan.utils.errors import UserError
 
 # exceptions that loading an invalid state raises
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-
-
-class HasState(Protocol):
-    """A part of a training with a state to save."""
-
-    def state_dict(self) -> Any: ...
 
 
 def check_tensor(name: str, value: object) -> Tensor:
@@ -94,11 +88,3 @@ def load_network(
         raise UserError(
             f"{file}: does not fit the network of its config ({reason}); use another checkpoint"
         ) from error
-
-
-def check_part(name: str, part: HasState, state: object) -> None:
-    """Check a network's saved tensors; other parts of a training check their state as they load it."""
-    current = part.state_dict()
-    is_network = isinstance(getattr(part, "model", part), nn.Module)
-    if is_network and current and all(isinstance(value, Tensor) for value in current.values()):
-        check_tensors(name, state, current)

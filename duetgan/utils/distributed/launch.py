@@ -12,19 +12,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
 
 from duetgan.utils.distributed.process import (
+    SAME,
     child_environment,
     die_with_parent,
-    leave_imports,
+    handling,
+    obeyed_signals,
     process_state,
     python_arguments,
 )
-from duetgan.utils.errors import StoppedBySignal, UserError, refuse
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.machine import cores
 
 # time for the other processes to end by themselves after one has failed
@@ -32,42 +32,10 @@ GRACE_SECONDS = 30.0
 # set in the environment of the processes: this launcher reports those that a signal kills
 LAUNCHED = "DUET_LAUNCHED"
 REMEDY = "the same command resumes from the last checkpoint"
-SAME = "nothing was lost, the same command resumes"
 AGAIN = "give the same command again"  # for commands that do not resume
 MOST_PROCESSES = 1024
 # environment variables that select GPUs: of CUDA and ROCm, and of XPU
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-
-@contextmanager
-def handling(
-    handler: Callable[[int, FrameType | None], object], signals: Iterable[signal.Signals]
-) -> Iterator[None]:
-    """Have `handler` handle these signals inside the block."""
-    previous = {signum: signal.signal(signum, handler) for signum in signals}
-    try:
-        yield
-    finally:
-        for signum, previous_handler in previous.items():
-            signal.signal(signum, previous_handler)
-
-
-def leaving_on_signals() -> AbstractContextManager[None]:
-    """Raise StoppedBySignal for SIGTERM, SIGUSR1 and SIGHUP in the block.
-
-    For the start and the end of a training, when the training itself does not handle signals.
-    """
-
-    def leave(signum: int, frame: FrameType | None) -> NoReturn:
-        message = f"{signal.Signals(signum).name}; {SAME}"
-        leave_imports(frame, f"stopped: {message}", StoppedBySignal.exit_code)
-        raise StoppedBySignal(message)
-
-    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    return handling(
-        leave, [signum for signum in signals if signal.getsignal(signum) is signal.SIG_DFL]
-    )
 
 
 def parse_gpus(text: str) -> list[str]:
@@ -84,16 +52,6 @@ def parse_gpus(text: str) -> list[str]:
 def under_launcher() -> bool:
     """Return True if torchrun or Duet's launcher has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def obeyed_signals() -> list[signal.Signals]:
-    """Return STOP_SIGNALS, without SIGHUP if it was ignored before this process started (nohup).
-
-    Other ignored signals are obeyed, because shells ignore SIGINT for background jobs, and
-    cluster/slurm.sh ignores SIGUSR1 for torchrun.
-    """
-    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signum for signum in STOP_SIGNALS if not (ignores_hangup and signum == signal.SIGHUP)]
 
 
 def add_options(add: Callable[..., object]) -> None:

@@ -1,4 +1,4 @@
-"""Run a command: errors as one line with an exit code, robust streams, Ctrl-C, child processes."""
+"""Run a command: errors as one line with an exit code, robust streams, signals, child processes."""
 
 import contextlib
 import ctypes
@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +17,8 @@ from duetgan.utils import machine
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
 from duetgan.utils.text import printable, shorten
 
+SAME = "nothing was lost, the same command resumes"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 
 
@@ -211,6 +213,46 @@ def handle_interrupts() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+
+
+def obeyed_signals() -> list[signal.Signals]:
+    """Return STOP_SIGNALS, without SIGHUP if it was ignored before this process started (nohup).
+
+    Other ignored signals are obeyed, because shells ignore SIGINT for background jobs, and
+    cluster/slurm.sh ignores SIGUSR1 for torchrun.
+    """
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signum for signum in STOP_SIGNALS if not (ignores_hangup and signum == signal.SIGHUP)]
+
+
+@contextlib.contextmanager
+def handling(
+    handler: Callable[[int, types.FrameType | None], object], signals: Iterable[signal.Signals]
+) -> Iterator[None]:
+    """Have `handler` handle these signals inside the block."""
+    previous = {signum: signal.signal(signum, handler) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, previous_handler in previous.items():
+            signal.signal(signum, previous_handler)
+
+
+def leaving_on_signals() -> contextlib.AbstractContextManager[None]:
+    """Raise StoppedBySignal for SIGTERM, SIGUSR1 and SIGHUP in the block.
+
+    For the start and the end of a training, when the training itself does not handle signals.
+    """
+
+    def leave(signum: int, frame: types.FrameType | None) -> NoReturn:
+        message = f"{signal.Signals(signum).name}; {SAME}"
+        leave_imports(frame, f"stopped: {message}", StoppedBySignal.exit_code)
+        raise StoppedBySignal(message)
+
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    return handling(
+        leave, [signum for signum in signals if signal.getsignal(signum) is signal.SIG_DFL]
+    )
 
 
 def python_arguments(command: str, *arguments: str) -> list[str]:

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.models.fast import native
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.config import RunConfig
 from duetgan.training.classifier import replica
@@ -39,6 +38,7 @@ from duetgan.utils.config.recipes import STUDIES
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
+from duetgan.utils.machine import native_precision
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import TASKS, check_same, differing, state_of, train_in_process, write_config
 from tests.faults.conftest import run_command
@@ -131,7 +131,7 @@ def test_accelerators_take_what_is_native(chosen, monkeypatch, faster, supported
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     compared, gpu = faster("fp32"), torch.device("cuda", 0)
     assert chosen("gan", device=gpu)[:2] == (best, f"{best} (auto: native here)")
-    assert native(gpu) == best
+    assert native_precision(gpu) == best
     by_hand = chosen("gan", "--precision", "bf16", device=gpu)
     assert (by_hand.precision, "emulated" in by_hand.warning) == ("bf16", not supported)
     assert compared == []

@@ -9,7 +9,7 @@ import pytest
 
 from duetgan.utils.distributed import launch as launcher
 from duetgan.utils.distributed.launch import launch, parse_gpus, under_launcher
-from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.distributed.process import SAME, STOP_SIGNALS, leaving_on_signals, run_cli
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.watch.isolation import on_path
@@ -174,19 +174,19 @@ def test_who_dies_of_a_forwarded_signal_had_not_begun(started, tmp_path, signum,
     os.killpg(process.pid, signum)
     assert process.wait(20) == 3
     name = signal.Signals(signum).name
-    assert capfd.readouterr().err == f"stopped: {name} before the first step; {launcher.SAME}\n"
+    assert capfd.readouterr().err == f"stopped: {name} before the first step; {SAME}\n"
 
 
 def test_before_training_a_signal_is_one_line(capsys):
     before = signal.getsignal(signal.SIGTERM)
 
     def main(_):
-        with launcher.leaving_on_signals():
+        with leaving_on_signals():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
 
     assert run_cli(main, []) == 3
-    assert capsys.readouterr().err == f"stopped: SIGTERM; {launcher.SAME}\n"
+    assert capsys.readouterr().err == f"stopped: SIGTERM; {SAME}\n"
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -210,9 +210,9 @@ def test_signals_are_forwarded_once_to_every_rank(started, tmp_path, signum):
 
 
 def test_handlers_are_put_back(script):
-    before = [signal.getsignal(signum) for signum in launcher.STOP_SIGNALS]
+    before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
     launch(script(""), 1)
-    assert [signal.getsignal(signum) for signum in launcher.STOP_SIGNALS] == before
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
 
 
 def test_a_killed_process_is_named_though_another_ended_at_the_same_look(capfd):
