@@ -123,8 +123,8 @@ def _work(name: str, setting: Setting, path: Path, log: Path, parent: int) -> No
     book = Book(path)
     code, reason = 1, ""
     try:
-        torch.backends.cudnn.benchmark = setting.torch_device.type != "cpu"  # as training sets it
         with setting.device_made():
+            torch.backends.cudnn.benchmark = setting.torch_device.type != "cpu"  # as training sets it
             PARTS[name].work(setting, book)
         code = 0
     except NotThere as error:

@@ -91,6 +91,8 @@ def compare(setting: Setting, book: Book, recipes: dict[str, int], variants: dic
         first = next(iter(variants))
         for variant, switches in variants.items():
             changed = options(config, **switches)
+            if variant != first and changed == options(config, **variants[first]):
+                continue  # a classifier has no kernels to switch
             row = f"{name}, {variant}"
             try:
                 found = timed(changed, name, samples, setting)
