@@ -12,6 +12,7 @@ from duetgan.utils import machine
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.checkpoint.provenance import describe_history
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
+from duetgan.utils.text import columns
 
 
 def parser() -> Parser:
@@ -45,6 +46,12 @@ def parser() -> Parser:
         "--data",
         metavar="X.lmdb",
         help="images for the comparison (default: the run's held-out images, else its training images)",
+    )
+    add(
+        "--fit-temperature",
+        action="store_true",
+        help="calibrate a classifier's probabilities: divide its logits by a temperature that is "
+        "fitted on held-out images, those of --data",
     )
     add(
         "--calibration",
@@ -103,6 +110,7 @@ def main(argv: list[str]) -> int:
     import torch  # takes seconds, so the options are checked first
 
     from duetgan.inference.export.check import CheckFailed, document, export, table
+    from duetgan.metrics.tables import temperature_table
     from duetgan.models.restore import read
     from duetgan.reporting.report import refresh
 
@@ -125,8 +133,12 @@ def main(argv: list[str]) -> int:
             "batch_size": options.batch_size,
             "threads": torch.get_num_threads(),
         }
-        print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
+        head |= {"temperature": subject.temperature, "rows": document(rows)}
+        print(json.dumps(head, indent=1, allow_nan=False))
     else:
+        if subject.temperature is not None:
+            header, cells = temperature_table({"temperature": subject.temperature})
+            print(columns([header, *cells]))
         print(f"checked on {checked} inputs; speeds with {torch.get_num_threads()} threads")
         print(table(rows, batch=options.batch_size))
     if failure is not None:

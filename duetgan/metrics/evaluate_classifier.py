@@ -34,12 +34,12 @@ from duetgan.metrics.images import (
     save_mistakes,
     save_reliability,
 )
-from duetgan.metrics.lineage import data_of, leaks, training_images
+from duetgan.metrics.lineage import TOLERATED, data_of, leaks, overlap, training_images
 from duetgan.metrics.protocol import Document
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import faster
-from duetgan.models.restore import classifier_from
+from duetgan.models.restore import NETWORKS, classifier_from
 from duetgan.utils import extras
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
@@ -164,6 +164,35 @@ def evaluate_classifier(
     )
 
 
+def calibrate(checkpoint: Checkpoint, dataset: Dataset, *, batch_size: int) -> Document:
+    """Fit a temperature on held-out images, and store it in the checkpoint's state.
+
+    Replaces a temperature that the state has. Returns the results of `judged_temperature`.
+
+    Raises:
+        UserError: If the classifier gives several labels, labels and classifier do not fit
+            (`check_classes`), there are fewer than 4 images, or the network was trained on more
+            than the fraction TOLERATED of them.
+    """
+    state = checkpoint["state"][NETWORKS["classifier"]]
+    state.pop("temperature", None)
+    classifier = classifier_from(checkpoint)
+    check_classes(classifier, dataset)
+    train, _ = training_images(checkpoint)
+    with train or nullcontext():
+        if train is not None and (count := overlap(dataset, train)) > TOLERATED * len(dataset):
+            raise UserError(
+                f"{dataset.path}: {count} of {len(dataset)} images were trained on; a temperature "
+                "needs held-out images: give some with --data"
+            )
+    logits = classify(classifier, dataset, batch_size=batch_size, progress="images")
+    fitted = judged_temperature(answers_of(classifier, dataset, logits), seed=0)
+    if fitted is None:
+        raise UserError(f"{dataset.path}: a temperature needs at least 4 images; give more")
+    state["temperature"] = torch.tensor(fitted["value"])
+    return fitted
+
+
 # --- evaluate.py
 
 
@@ -210,8 +239,8 @@ def evaluate_classifier_run(
 def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.ndarray]]:
     """Return a classifier's metrics, ready for JSON, and the results of each image to store.
 
-    The latter are columns [n] of `metrics.comparison.predictions`. `seed` draws the half of the
-    images that the temperature is fitted on.
+    The latter are columns [n] of `metrics.comparison.predictions`. `seed` draws the
+    halves of the images that the temperature is tested on.
     """
     classes = per_class(answers)
     figures: Document = {"n": len(answers.labels)}
@@ -232,7 +261,7 @@ def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.
         "majority_class_rate": float(answers.confusion.sum(1).max() / len(answers.labels)),
         "reliability": reliability(answers),
         "confusion": answers.confusion.tolist(),
-        "temperature": judged_temperature(answers.logits, answers.labels, seed=seed),
+        "temperature": judged_temperature(answers, seed=seed),
         "confused": confused_pairs(answers),
     }
     losses = negative_log_likelihood(answers.logits, answers.labels)

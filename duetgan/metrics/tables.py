@@ -6,7 +6,7 @@ Results may be damaged or of another version: a value of an unexpected type is s
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from duetgan.metrics.figures import FIGURES, GAN, Figure
+from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, Figure
 from duetgan.metrics.protocol import Document
 from duetgan.utils import extras
 from duetgan.utils.text import columns, counted, number
@@ -134,8 +134,8 @@ def copies_found(document: Document) -> list[tuple[str, str, str]]:
 
 
 def tables(document: Document) -> list[Table]:
-    """Return the non-empty tables of distances and classes, and those of extras."""
-    made = [_distance_table(document), _class_table(document)]
+    """Return the non-empty tables of distances, temperature and classes, and those of extras."""
+    made = [_distance_table(document), temperature_table(document), _class_table(document)]
     made += [make(document) for make in FURTHER_TABLES]
     return [table for table in made if table[1]]
 
@@ -153,6 +153,21 @@ def _distance_table(document: Document) -> Table:
                 cells[-1] += f" ± {plain(interval[-1] - results[row.key])}"
         rows.append([*cells, plain(results.get("n"))])
     return ["extractor", *(row.title for row in distances), "n"], rows
+
+
+def temperature_table(document: Document) -> Table:
+    """Return a table of the metrics without and with the temperature of `judged_temperature`."""
+    fitted = as_dict(document.get("temperature"))
+    rows = []
+    for row in CLASSIFIER if fitted else ():
+        cells = [row.title]
+        for name in ("before", "after"):
+            interval = interval_words(fitted.get(f"{row.key}_interval_{name}"), formatter(row))
+            value = formatter(row)(fitted.get(f"{row.key}_{name}"))
+            cells.append(" ".join([value, *map("({})".format, interval)]))
+        if cells[1:] != ["-", "-"]:
+            rows.append(cells)
+    return ["temperature", "1", plain(fitted.get("value"))], rows
 
 
 def extractor_name(results: Document) -> str:

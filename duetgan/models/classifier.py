@@ -108,6 +108,8 @@ class Classifier(ImageNetwork):
     input_shift: Tensor | None
     # Least probabilities [classes] at which an image has a label. None: one label per image.
     thresholds: Tensor | None
+    # Positive number [] by which the logits are divided (`add_temperature`). None: 1.
+    temperature: Tensor | None
 
     def __init__(
         self,
@@ -145,6 +147,7 @@ class Classifier(ImageNetwork):
         if config.imagenet_normalised:
             scale, shift = normalisation(channels, self.backbone.mean, self.backbone.std)
         self.register_buffer("thresholds", None)
+        self.register_buffer("temperature", None)
         # Scale and shift are not in the state dict, because the config determines them.
         self.register_buffer("input_scale", scale, persistent=False)
         self.register_buffer("input_shift", shift, persistent=False)
@@ -180,6 +183,12 @@ class Classifier(ImageNetwork):
     def add_thresholds(self) -> None:
         """Make the classifier multi-label, with sigmoids as probabilities and thresholds of 0.5."""
         self.thresholds = torch.full((self.classes,), 0.5)
+
+    def add_temperature(self) -> None:
+        """Let the network divide its logits by a stored temperature, here 1 (Guo et al. 2017,
+        1706.04599). It changes the probabilities, but not which class is most likely.
+        """
+        self.temperature = torch.ones(())
 
     def check_side(self, side: int, remedy: str | None = None) -> None:
         """Raise UserError if the network cannot take images of `side` px.
@@ -238,7 +247,8 @@ class Classifier(ImageNetwork):
         return torch.cat([read_out(stage_maps, parts) for stage_maps in maps[-last:]], 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+        logits = self.head(self.features(x))
+        return logits if self.temperature is None else logits / self.temperature
 
     def _stage(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
         if self.config.activation_checkpointing and self.training and torch.is_grad_enabled():

@@ -5,6 +5,7 @@ The network may come from a run or from export.py; extras read networks of other
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def _restored(
             )
             if "thresholds" in modules:
                 classifier.add_thresholds()
+            if "temperature" in modules:
+                classifier.add_temperature()
             return classifier
         architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
         if growing or "from_rgbs" in modules:
@@ -83,6 +86,12 @@ def _restored(
 
     with plugins.hinting(lambda: checkpoint["config"]):
         model: Any = load_network(built, checkpoint, part, str(file))
+    temperature = getattr(model, "temperature", None)
+    if temperature is not None and not 0 < float(temperature) < math.inf:
+        raise UserError(
+            f"{file}: its temperature is {float(temperature):g}, not a positive number; use another "
+            "checkpoint"
+        )
     has_one_label = checkpoint.get("sets") is None and getattr(model, "thresholds", None) is None
     if not (has_one_label or several):
         raise UserError(
@@ -154,9 +163,14 @@ def classifier_from(
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a short hash of a module's weights; modules with equal hashes give equal features."""
+    """Return a short hash of a module's weights; modules with equal hashes give equal features.
+
+    A classifier's temperature is not included, so that a calibrated copy is known as the same one.
+    """
     digest = hashlib.sha256()
-    for key, value in module.state_dict().items():
+    state = module.state_dict()
+    state.pop("temperature", None)
+    for key, value in state.items():
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return f"sha256:{digest.hexdigest()[:12]}"

@@ -175,7 +175,8 @@ def _plain_names(state: Mapping[str, Tensor]) -> State:
         for name, value in state.items()
     }
     plain.pop("n_averaged", None)  # of torch's AveragedModel
-    plain.pop("thresholds", None)  # of Duet's classifiers, not of their backbones
+    for name in ("thresholds", "temperature"):  # of Duet's classifiers, not of their backbones
+        plain.pop(name, None)
     for prefix in ("network.", "model.", "net."):
         if plain and all(name.startswith(prefix) for name in plain):
             plain = {name.removeprefix(prefix): tensor for name, tensor in plain.items()}

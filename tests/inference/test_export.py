@@ -7,12 +7,22 @@ from itertools import count
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import duetgan
 from duetgan.commands import export as script
+from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export import check
 from duetgan.inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.weights import interface
+from duetgan.metrics.classification.answers import fit_temperature
+from duetgan.metrics.evaluate_classifier import classify
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.fast import faster
+from duetgan.models.restore import fingerprint, read_tensors
+from duetgan.models.weights import load_pretrained
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_HALTED, UserError
 from tests.conftest import assert_raises
@@ -217,3 +227,57 @@ def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, refused):
     for expected, arguments in cases.items():
         assert expected in refused(script.main, *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temperature_stays_in_every_export_and_changes_no_predicted_class(run, tmp_path, capsys):
+    """It is fitted on the held-out images, the exports' logits are the network's divided by it, and all programs use
+    it; checkpoints without it are unchanged."""
+    out = tmp_path / "warm.safetensors"
+    assert script.main([*command(run, out, "--fit-temperature"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    temperature = told["temperature"]["value"]
+    assert (told["temperature"]["n"], told["rows"][1]["largest_difference"]) == (60, 0)
+    cold, warm = (duetgan.load_classifier(path, device="cpu") for path in (run, out))
+    assert cold.network.temperature is None
+    with Dataset(run.parent / "test.lmdb") as images:
+        logits, labels = classify(cold.network, images), torch.tensor(images.labels())
+        scaled = classify(warm.network, images)
+        assert temperature == pytest.approx(fit_temperature(logits, labels), rel=1e-9)
+        assert abs(temperature - 1) > 0.1
+        torch.testing.assert_close(scaled, logits / temperature)
+        assert scaled.argmax(1).equal(logits.argmax(1))
+        pixels = torch.from_numpy(images.read(range(4))[0])
+    expected = (logits[:4].double() / temperature).softmax(1)
+    torch.testing.assert_close(warm.predict(pixels).probabilities, expected, rtol=1e-5, atol=1e-7)
+    faster_network = faster(warm.network, torch.device("cpu"), precision="fp32", fold=True)
+    torch.testing.assert_close(judge_images(faster_network, pixels), expected, rtol=1e-4, atol=1e-6)
+    assert fingerprint(warm.network) == fingerprint(cold.network)
+    program = tmp_path / "warm.pt2"
+    data = ["--data", str(run.parent / "test.lmdb")]
+    assert script.main(command(out, program, *data, form="torch-export")) == 0
+    result = torch.export.load(program).module()(warm.transform.spec.to_float(pixels))
+    torch.testing.assert_close(result, scaled[:4], rtol=1e-4, atol=1e-5)
+    again = tmp_path / "again.safetensors"  # a fitted temperature is replaced, not multiplied
+    assert script.main([*command(out, again, "--fit-temperature", *data)]) == 0
+    assert f"{temperature:.3g}"[:4] in capsys.readouterr().out
+    state, metadata = read_tensors(again, "")
+    assert float(state["temperature"]) == pytest.approx(temperature, rel=1e-6)
+    assert f"divided by the temperature {temperature:.4g}; softmax" in metadata["output"]
+    config = ModelConfig(stem="small-stride2", weights=str(out), normalise="symmetric")
+    start = Classifier(config, channels=1, classes=3, resolution=8)
+    assert "head taken" in load_pretrained(start, CLASSES)  # to train on: without the temperature
+    assert start.temperature is None
+    save_file(state | {"temperature": torch.tensor(-2.0)}, again, metadata)
+    assert_raises(UserError, "its temperature is -2, not a positive number", duetgan.load, again)
+
+
+def test_a_temperature_needs_held_out_images_of_one_label(run, runs, tmp_path):
+    out = tmp_path / "x.safetensors"
+    for checkpoint, more, told in (
+        (run, ["--data", str(run.parent / "train.lmdb")], "60 of 60 images were trained on; a temperature needs held"),
+        (run, ["--data", str(pack(tmp_path / "few.lmdb", count=3, seed=5))], "a temperature needs at least 4 images"),
+        (classifier_run(tmp_path / "run"), [], r"no images to check.*with --data X\.lmdb"),
+        (runs["grey"], [], "--fit-temperature is for a classifier of one label an image"),
+    ):
+        assert_raises(UserError, told, script.main, command(checkpoint, out, "--fit-temperature", *more))
+    assert not out.exists()

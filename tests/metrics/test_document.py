@@ -221,6 +221,12 @@ def drawn(count: int) -> np.ndarray:
     return np.sort(numpy_generator(SEED, "eval", "classifier").permutation(count)[:N])
 
 
+def temperature(logits: np.ndarray, labels: np.ndarray) -> float:
+    """The best temperature by scipy and scikit-learn, in float64."""
+    loss = lambda t: theirs.log_loss(labels, probabilities(logits / np.exp(t)))  # noqa: E731
+    return float(np.exp(minimize_scalar(loss, (-1, 1)).x))
+
+
 def of_one_label(labels: np.ndarray, logits: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures of a classifier, and the columns of its predictions."""
     hot, p, confusion = np.eye(KINDS, dtype=int)[labels], probabilities(logits), np.zeros((KINDS, KINDS), int)
@@ -241,14 +247,16 @@ def of_one_label(labels: np.ndarray, logits: np.ndarray) -> tuple[dict[str, Any]
     for k in range(15):
         both = [part[place == k].mean() if k in place else None for part in (confidence, hits)]
         figures["reliability"].append({"n": (place == k).sum(), "confidence": both[0], "accuracy": both[1]})
-    fit, judged = halves(labels, SEED)
-    loss = lambda t, rows: theirs.log_loss(labels[rows], probabilities(logits[rows] / np.exp(t)))  # noqa: E731
-    best = minimize_scalar(loss, (-1, 1), args=(fit,)).x
-    figures["temperature"] = {"value": np.exp(best), "fitted_on": len(fit), "judged_on": len(judged)}
-    for name, at in (("before", 0.0), ("after", best)):
-        error = jackknife(calibration(probabilities(logits[judged] / np.exp(at)), labels[judged]), len(judged))
-        values = {f"ece_{name}": error[0], f"ece_interval_{name}": error[1], f"nll_{name}": loss(at, judged)}
-        figures["temperature"] |= values
+    figures["temperature"] = {"value": temperature(logits, labels), "n": N}
+    scaled, parts = logits.copy(), halves(labels, SEED)
+    for judged, fit in (parts, parts[::-1]):
+        scaled[judged] /= temperature(logits[fit], labels[fit])
+    for name, p in (("before", probabilities(logits)), ("after", probabilities(scaled))):
+        cross_entropies = -np.log(p[np.arange(N), labels])
+        error = jackknife(calibration(p, labels))
+        mean = jackknife(lambda w, values=cross_entropies: np.average(values, weights=w), high=np.inf)
+        figures["temperature"] |= {f"ece_{name}": error[0], f"ece_interval_{name}": error[1]}
+        figures["temperature"] |= {f"nll_{name}": mean[0], f"nll_interval_{name}": mean[1]}
     figures["per_class"] = classes_of(hot, np.eye(KINDS, dtype=int)[predicted], **by_class)
     columns = {"label": labels, "prediction": predicted, "confidence": confidence, "loss": losses}
     return figures, columns | {name: part[2] for name, part in means.items()} | {"balanced_accuracy": balanced[2]}

@@ -27,6 +27,7 @@ from duetgan.inference.export.subject import (
     classifier_subject,
     generator_subject,
 )
+from duetgan.metrics.evaluate_classifier import calibrate
 from duetgan.metrics.lineage import data_of
 from duetgan.models.restore import NETWORKS
 from duetgan.utils.checkpoint import Checkpoint
@@ -191,6 +192,10 @@ def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
             f"{', '.join(programs)} or safetensors",
         ),
         (
+            job.fit_temperature and (task != "classifier" or several),
+            "--fit-temperature is for a classifier of one label an image; leave it out",
+        ),
+        (
             several and not form.several_labels,
             f"{title} is for one label an image; choose safetensors, torch-export or onnx",
         ),
@@ -214,13 +219,17 @@ def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
             checkpoint, batch_size=job.batch_size, psi=job.truncation_psi, mean=job.truncation_mean
         )
     trained, held_out = (data_of(checkpoint, key) for key in ("path", "val_path"))
+    temperature = None
+    if job.fit_temperature:
+        with _opened("--data", job.data or held_out, checkpoint) as images:
+            temperature = calibrate(checkpoint, images, batch_size=job.batch_size)
     with ExitStack() as stack:
         images = stack.enter_context(_opened("--data", job.data or held_out or trained, checkpoint))
         calibration = None
         if FORMATS[job.format].quantized:
             path = job.calibration or trained or job.data or held_out
             calibration = stack.enter_context(_opened("--calibration", path, checkpoint))
-        return classifier_subject(
+        subject = classifier_subject(
             checkpoint,
             images,
             count=job.n,
@@ -228,6 +237,7 @@ def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
             calibration=calibration,
             calibrated=job.calibrated,
         )
+        return replace(subject, temperature=temperature)
 
 
 def _opened(option: str, path: str | None, checkpoint: Checkpoint) -> Dataset:

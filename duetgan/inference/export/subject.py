@@ -14,6 +14,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.inference.samples import with_styles
 from duetgan.metrics.features.extractors import classifier_input
+from duetgan.metrics.protocol import Document
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.gan import ImageGenerator, StyledGenerator, TruncationMean, draw
@@ -90,6 +91,8 @@ class Subject:
     labels: Tensor | None = None
     # for a classifier: other images, for the ranges of int8 activations
     calibration: list[Inputs] = field(default_factory=list)
+    # for a classifier: the results of `calibrate`, if a temperature was fitted
+    temperature: Document | None = None
     # for a generator: the truncation, for the metadata
     truncation: dict[str, str] = field(default_factory=dict)
     licence: str = "unknown"  # licence in the model card

@@ -83,9 +83,12 @@ def interface(checkpoint: Checkpoint) -> dict[str, str]:
     dimensions = ", ".join(map(str, spec.shape))
     images = f"images: float32 [N, {dimensions}] in [-1, 1], {spec.words}: {rule}"
     if checkpoint["task"] == "classifier":
-        thresholds = checkpoint["state"][NETWORKS["classifier"]].get("thresholds")
+        state = checkpoint["state"][NETWORKS["classifier"]]
+        thresholds = state.get("thresholds")
         output = "logits: float32 [N, classes], in the order of `classes`; "
         entries = {"input": images, "output": "", "classes": json.dumps(classes)}
+        if "temperature" in state:
+            output += f"divided by the temperature {float(state['temperature']):.4g}; "
         if thresholds is None:
             entries["output"] = output + "softmax gives probabilities"
         else:

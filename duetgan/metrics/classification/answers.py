@@ -6,7 +6,7 @@ The metrics depend neither on batches nor on processes. Calibration follows Guo 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -144,33 +144,6 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
     observed = logits.gather(1, labels[:, None]).mean()
     return math.exp(root(expected, observed, math.log(COLDEST), math.log(HOTTEST)))
-
-
-def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> Document | None:
-    """Fit a temperature on one half of the images and test it on the other half.
-
-    Returns:
-        `value`; the numbers of images `fitted_on` and `judged_on`; `nll`, `ece` and `ece_interval`
-        of the test half without (`_before`) and with the temperature (`_after`). None if there are
-        fewer than 4 images.
-    """
-    if len(labels) < 4:
-        return None
-    fitted, judged = (torch.from_numpy(half) for half in halves(labels.numpy(), seed))
-    temperature = fit_temperature(logits[fitted], labels[fitted])
-    result: Document = {
-        "value": temperature,
-        "fitted_on": len(fitted),
-        "judged_on": len(judged),
-    }
-    for name, divisor in (("before", 1.0), ("after", temperature)):
-        scaled = logits[judged].double() / divisor
-        confidence, predicted = scaled.softmax(1).max(1)
-        error = Measured.influenced(*calibration_error(confidence, predicted == labels[judged]))
-        result[f"nll_{name}"] = float(negative_log_likelihood(scaled, labels[judged]).mean())
-        result[f"ece_{name}"] = error.value
-        result[f"ece_interval_{name}"] = error.interval
-    return result
 
 
 TOP = 5  # likeliest classes, for the top-5 accuracy
@@ -325,6 +298,33 @@ auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "a
 
 
 # --- further parts of a document
+
+
+def judged_temperature(answers: Answers, *, seed: int) -> Document | None:
+    """Fit a temperature on all images, and test such a fit by cross-fitting.
+
+    For the test, the logits of each half of the images are divided by the temperature that was
+    fitted on the other half, so that no image is judged by a temperature that it helped to fit.
+
+    Returns:
+        `value`, the temperature; `n`, the number of images; and `nll` and `ece`, each with its
+        interval, without (`_before`) and with the temperatures of the halves (`_after`). None if
+        there are fewer than 4 images.
+    """
+    logits, labels = answers.logits.double(), answers.labels
+    if len(labels) < 4:
+        return None
+    scaled = logits.clone()
+    parts = [torch.from_numpy(half) for half in halves(labels.numpy(), seed)]
+    for judged, fitted in itertools.permutations(parts):
+        scaled[judged] /= fit_temperature(logits[fitted], labels[fitted])
+    result: Document = {"value": fit_temperature(logits, labels), "n": len(labels)}
+    for name, judged_answers in (("before", answers), ("after", replace(answers, logits=scaled))):
+        for metric in (nll, ece):
+            measured = metric(judged_answers)
+            result[f"{metric.__name__}_{name}"] = measured.value
+            result[f"{metric.__name__}_interval_{name}"] = measured.interval
+    return result
 
 
 def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:

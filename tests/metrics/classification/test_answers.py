@@ -89,7 +89,7 @@ def test_no_image_is_refused():
 def test_temperature_stays_within_its_bounds_and_needs_images_to_judge_it():
     for sign, bound in ((1, calibration.COLDEST), (-1, calibration.HOTTEST)):  # every image is right, or wrong
         assert calibration.fit_temperature(sign * torch.eye(4), torch.arange(4)) == pytest.approx(bound, rel=1e-6)
-    assert calibration.judged_temperature(*answers(n=3), seed=0) is None
+    assert calibration.judged_temperature(given(*answers(n=3)), seed=0) is None
 
 
 def test_halves_are_disjoint_stratified_and_by_the_key():
