@@ -20,19 +20,30 @@ if TYPE_CHECKING:
         load_classifier,
         load_generator,
     )
+    from duetgan.metrics.image_sets import compare_images
+    from duetgan.metrics.results import Evaluation, Metric
     from duetgan.utils.errors import UserError
 
 __all__ = [
     "Classifier",
+    "Evaluation",
     "Generator",
+    "Metric",
     "Predictions",
     "Samples",
     "Transform",
     "UserError",
     "__version__",
+    "compare_images",
     "load",
     "load_classifier",
     "load_generator",
 ]
 
-__getattr__ = lazily("duetgan", {"library": __all__, "utils.errors": ["UserError"]})
+_PLACES = {
+    "library": __all__,
+    "metrics.image_sets": ["compare_images"],
+    "metrics.results": ["Evaluation", "Metric"],
+    "utils.errors": ["UserError"],
+}
+__getattr__ = lazily("duetgan", _PLACES)

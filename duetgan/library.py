@@ -5,19 +5,33 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor, nn
 
+from duetgan.data.opening import dataset_for_model
 from duetgan.inference.inputs import Image, Transform
 from duetgan.inference.projection import Projection, find
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig, label_of
-from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.evaluate_classifier import (
+    answers_of,
+    check_classes,
+    classify,
+    document_of,
+    draw_records,
+)
+from duetgan.metrics.evaluate_gan import evaluate_generator, judge_images
+from duetgan.metrics.features.extractors import build
+from duetgan.metrics.features.precision import device_of
+from duetgan.metrics.protocol import GAN_IMAGES
+from duetgan.metrics.results import Evaluation
 from duetgan.models.gan import ImageGenerator, NoiseMode, TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.utils.checkpoint import Checkpoint
@@ -25,18 +39,35 @@ from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.images import grid
 from duetgan.utils.machine import cores
+from duetgan.utils.runlog.frames import data_frame
+from duetgan.utils.runlog.progress import Bar
+
+if TYPE_CHECKING:
+    import pandas
 
 BATCH = 64  # images
 # Generated images exceed [-1, 1] slightly; images beyond this magnitude are in another range.
 MAX_MAGNITUDE = 2.0
 
 
-class Predictions(NamedTuple):
+@dataclass(frozen=True)
+class Predictions:
     """The labels and probabilities that a classifier predicts for n images."""
 
     labels: list[str]  # the most probable class of each image
-    # float64 [n, classes] on the CPU, in the order of the classifier's `class_names`
-    probabilities: Tensor
+    probabilities: Tensor  # float64 [n, classes] on the CPU, in the order of `class_names`
+    class_names: list[str]
+    files: list[str]  # the file name of each image; "" for an image that was not given as a file
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a row an image: file, label, probability, and a column for each class.
+
+        Raises UserError if pandas is not installed.
+        """
+        columns = dict(zip(self.class_names, self.probabilities.T.tolist(), strict=True))
+        best = self.probabilities.amax(1).tolist()
+        head = {"file": self.files, "label": self.labels, "probability": best}
+        return data_frame(head | columns)
 
 
 class Classifier(nn.Module):
@@ -52,6 +83,7 @@ class Classifier(nn.Module):
         self.class_names: list[str] = list(checkpoint["classes"])
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
+        self._checkpoint = checkpoint | {"state": {}}
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [N, classes] of images float [N, C, H, W] in [-1, 1].
@@ -61,24 +93,60 @@ class Classifier(nn.Module):
         _check_images(images, self.image_shape)
         return self.network(images)
 
-    def predict(self, images: "Image | Iterable[Image]") -> Predictions:
+    def predict(self, images: "Image | Iterable[Image]", *, progress: bool = False) -> Predictions:
         """Return the predicted labels and probabilities of one image or many.
 
         Args:
             images: anything that `transform` accepts, an array [N, H, W, C], a tensor
                 [N, C, H, W], or an iterable of these, which is read batch by batch.
+            progress: True to show a progress bar.
 
         Raises UserError for an image that cannot be read.
         """
         items = _single_images(images)
+        total = len(images) if isinstance(images, list | tuple) else None
+        files: list[str] = []
         rows = [torch.empty(0, len(self.class_names), dtype=torch.float64)]
-        with ThreadPoolExecutor(cores(), "decode") as pool:
+        with (
+            ThreadPoolExecutor(cores(), "decode") as pool,
+            Bar(total=total, desc="predicting", unit="image", disable=not progress) as bar,
+        ):
             while batch := list(itertools.islice(items, BATCH)):
                 pixels = torch.stack(list(pool.map(self.transform.pixels, batch)))
                 rows.append(judge_images(self.network, pixels))
+                files += [
+                    str(item) if isinstance(item, str | os.PathLike) else "" for item in batch
+                ]
+                bar.update(len(batch))
         probabilities = torch.cat(rows)
         labels = [self.class_names[i] for i in probabilities.argmax(1).tolist()]
-        return Predictions(labels, probabilities)
+        return Predictions(labels, probabilities, self.class_names, files)
+
+    def evaluate(
+        self,
+        images: str | Path,
+        *,
+        n: int | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> Evaluation:
+        """Evaluate the classifier on labelled images, with the metrics of evaluate.py.
+
+        Args:
+            images: anything that `duet train` reads.
+            n: number of images, which `seed` draws; None: all.
+            progress: True to show a progress bar.
+
+        Raises UserError if images or labels do not fit the classifier.
+        """
+        with dataset_for_model(images, self._checkpoint) as dataset:
+            check_classes(self.network, dataset)
+            records = draw_records(dataset, n, seed)
+            logits = classify(
+                self.network, dataset, records=records, progress="images" if progress else ""
+            )
+            answers = answers_of(self.network, dataset, logits, records)
+        return Evaluation.of(document_of(answers, seed=seed)[0])
 
 
 class Samples(NamedTuple):
@@ -109,6 +177,7 @@ class Generator(nn.Module):
         self.z_dim = self.network.z_dim
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
+        self._checkpoint = checkpoint | {"state": {}}
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """Return images [N, channels, H, W] in about [-1, 1].
@@ -208,6 +277,45 @@ class Generator(nn.Module):
             space="both" if space == "w+" else "w", steps=steps, features=features
         )
         return find(sampler, target, config).spaces[space]
+
+    def evaluate(
+        self,
+        images: str | Path,
+        *,
+        training: str | Path | None = None,
+        extractors: Sequence[str] = ("resnet50",),
+        weights: str | Path | None = None,
+        n: int = GAN_IMAGES,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> Evaluation:
+        """Compare samples with real test images, with the metrics of evaluate.py.
+
+        Args:
+            images: the test images, anything that `duet train` reads.
+            training: the training images, for the floors and the search for copies.
+            extractors, weights: as of `compare_images`.
+            n: number of samples, at most one for each test image.
+            progress: True to show progress bars.
+
+        Raises UserError if images or classes do not fit the generator.
+        """
+        with ExitStack() as stack:
+            paths = [images] if training is None else [images, training]
+            datasets = [
+                stack.enter_context(dataset_for_model(path, self._checkpoint)) for path in paths
+            ]
+            device, spec = device_of(self.network), datasets[0].spec
+            document = evaluate_generator(
+                self.network,
+                datasets[0],
+                n=n,
+                seed=seed,
+                extractors=build(extractors, device=device, spec=spec, weights=weights),
+                train_dataset=None if training is None else datasets[1],
+                show=progress,
+            )
+        return Evaluation.of(document)
 
     def _sampler(self, classes: str | Sequence[str] | None, seed: int, **options: Any) -> Sampler:
         names = [classes] if isinstance(classes, str) else classes

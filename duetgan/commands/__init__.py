@@ -34,6 +34,10 @@ COMMANDS = {
     ),
     "evaluate": ("duetgan.commands.evaluate", "evaluate a checkpoint"),
     "compare": ("duetgan.reporting.compare", "write a page that compares evaluated runs"),
+    "compare-images": (
+        "duetgan.commands.compare_images",
+        "compare two sets of images: distances, precision, recall, copies",
+    ),
     "generate": ("duetgan.commands.generate", "draw samples, films and projections with a GAN"),
     "predict": ("duetgan.commands.predict", "classify images"),
     "export": ("duetgan.commands.export", "write a model for use elsewhere"),

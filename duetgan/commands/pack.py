@@ -18,22 +18,16 @@ from duetgan.utils.config.cli import (
     Parser,
     add_import_option,
     add_table_options,
+    image_size,
     number,
 )
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec
+from duetgan.utils.image_spec import MOST_CHANNELS
 from duetgan.utils.machine import tune_malloc
 from duetgan.utils.text import listed, printable
 
 T = TypeVar("T")
 RESERVED_BYTES = 128 << 20  # memory that malloc holds in huge pages
-
-
-def _size(text: str) -> int | str:
-    if text.isdecimal() and int(text) >= 4:
-        return int(text)
-    with explained(UserError, lambda error: argparse.ArgumentTypeError(str(error))):
-        return ImageSpec.of(1, text[:40]).resolution
 
 
 def _or_auto(read: Callable[[str], T], auto: str | None) -> Callable[[str], T | str | None]:
@@ -59,7 +53,7 @@ def make_parser() -> Parser:
     add("dest", type=Path, metavar="DEST.lmdb", help="the packed file to write")
     add(
         "--size",
-        type=_size,
+        type=image_size,
         metavar="N|WxH",
         help="size of the images in px: a side, or width x height (default: unchanged)",
     )

@@ -4,7 +4,7 @@ Evaluation, training, report and comparison read these tables. `python -m duetga
 copies them into docs/evaluation.md.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -263,6 +263,12 @@ GAN = [
         better="larger", unit="", needs=PROBABILITIES, by_judge=True,
     ),
 ]  # fmt: skip
+# metrics of two sets of images that need neither classes, nor a judge, nor training images
+UNLABELLED = [
+    row
+    for row in GAN
+    if not row.by_class and {"names", "probabilities", "training"}.isdisjoint(row.needs)
+]
 FIGURES = CLASSIFIER + LABELS[2:] + GAN
 
 
@@ -283,6 +289,17 @@ def measured(
         if result.note:
             notes[row.key] = result.note
     return document
+
+
+def rows_of(document: Document) -> Iterator[tuple[Figure, Document]]:
+    """Yield each metric that an evaluation's results have, with the part that has it: `document`, or
+    for features' metrics an entry of its `distances`.
+    """
+    for results in (document, *(document.get("distances") or ())):
+        for row in FIGURES:
+            of_features = row in GAN and not row.by_judge
+            if of_features == (results is not document) and results.get(row.key) is not None:
+                yield row, results
 
 
 def history(rows: Iterable[Figure], document: Document) -> dict[str, float]:

@@ -3,10 +3,11 @@
 Results may be damaged or of another version: a value of an unexpected type is shown as a dash.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, Figure
+from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, UNLABELLED, Figure
 from duetgan.metrics.protocol import Document
 from duetgan.utils import extras
 from duetgan.utils.text import columns, counted, number
@@ -188,14 +189,37 @@ def _class_table(document: Document) -> Table:
     for row in FIGURES:
         for name, value in as_dict(document.get(row.by_class)).items():
             by_metric.setdefault(row.title, {})[name] = formatter(row)(value)
-    rows: dict[str, list[str]] = {}
-    for column in by_metric.values():
-        for name in column:
-            rows.setdefault(name, [name])
-    for column in by_metric.values():
-        for name, cells in rows.items():
-            cells.append(column.get(name, "-"))
-    return ["class", *by_metric], list(rows.values())
+    return joined(by_metric)
+
+
+def joined(by_class: Mapping[str, Mapping[str, str]]) -> Table:
+    """Join columns of values by class in a table; a value that is missing is a dash."""
+    names = dict.fromkeys(chain.from_iterable(by_class.values()))
+    rows = [[name, *(column.get(name, "-") for column in by_class.values())] for name in names]
+    return ["class", *by_class], rows
+
+
+def comparison_text(document: Document) -> str:
+    """Format the results of `compare_images` as text: a table for each extractor, and notes."""
+    parts = [
+        f"{document['images']} compared with {document['reference']}",
+        f"n {document['n']:,} of each, {document['size']} px, seed {document['seed']}",
+    ]
+    for results in document["distances"]:
+        floors = {row.key: value for row, value, _ in metric_values(results["floors"], UNLABELLED)}
+        table = [[extractor_name(results), "value", f"floor (n {results['floors']['n']:,})"]]
+        for row, value, context in metric_values(results, UNLABELLED):
+            table.append([row.title, value + context, floors.get(row.key, "-")])
+        parts += ["", columns(table, "<")]
+    copies = document["memorisation"]
+    origin = document.get("training", "one half of the reference")
+    parts += ["", f"floor: the metric between {origin} and the other images of the reference"]
+    text = f"{percent(copies['share'])} of the images unusually near to images of the reference, "
+    text += f"{percent(copies['expected'])} expected ({copies['extractor']})"
+    if "training" in document:
+        text = "".join([": ".join(found[:2]) + found[2] for found in copies_found(document)])
+    parts.append(f"copies: {text}")
+    return "\n".join([*parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
 
 
 def results_text(document: Document) -> str:

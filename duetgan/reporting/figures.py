@@ -16,6 +16,7 @@ from duetgan.metrics.tables import (
     copies_found,
     extractor_name,
     interval_words,
+    joined,
     metric_values,
     percent,
     plain,
@@ -137,14 +138,9 @@ def data_tables(run: Run) -> list[Table]:
     tables: list[Table] = [(["data", *datasets], rows)]
     if history := as_dict(run.data.get("history")):
         tables.append((["from", "training images"], [[*map(str, row)] for row in history.items()]))
-    counts = [as_dict(data.get("by_class")) for data in datasets.values()]
-    classes: dict[str, list[str]] = {}
-    for count in counts:
-        for name in count:
-            classes.setdefault(name, [name])
-    for count in counts:
-        for name, cells in classes.items():
-            cells.append(plain(count.get(name)))
-    if classes:
-        tables.append((["class", *datasets], list(classes.values())))
-    return tables
+    counts = {}
+    for role, data in datasets.items():
+        by_class = as_dict(data.get("by_class"))
+        counts[role] = {name: plain(count) for name, count in by_class.items()}
+    by_class_table = joined(counts)
+    return [*tables, by_class_table] if by_class_table[1] else tables

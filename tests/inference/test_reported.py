@@ -179,9 +179,9 @@ def test_the_library(trained, files):
     for load in (duetgan.load, duetgan.load_classifier):
         classifier: Any = load(trained["classifier"], **of_best)
         torch.testing.assert_close(classifier(torch.stack([*map(classifier.transform, paths)])), logits)
-        labels, stored = classifier.predict(paths)
-        torch.testing.assert_close(stored, logits.double().softmax(1))
-        assert labels == [NAMES[label] for label in logits.argmax(1)]
+        answers = classifier.predict(paths)
+        torch.testing.assert_close(answers.probabilities, logits.double().softmax(1))
+        assert answers.labels == [NAMES[label] for label in logits.argmax(1)]
     indices = [i // 2 * 7 + (4, 1)[i % 2] for i in range(5)]
     expected = samples_of(trained.generator, [4, 1, 4, 1, 4], indices, 3, psi=0.4, noise="none")
     options: Any = {"seed": 3, "psi": 0.4, "noise": "none", "classes": ["elk", "ant"]}
@@ -217,4 +217,5 @@ def test_an_export(trained, call, tmp_path):
     assert first == {"name": "fp32 eager", "bytes": size} | same
     assert later_rows[-1] == {"name": "safetensors", "bytes": out.stat().st_size} | same
     head = {"checkpoint": str(path), "step": BEST, "task": "classifier", "format": "safetensors", "file": str(out)}
-    assert document == head | {"passed": True, "reason": None, "checked": 29, "batch_size": 5, "threads": 1}
+    head |= {"temperature": None, "threads": 1}
+    assert document == head | {"passed": True, "reason": None, "checked": 29, "batch_size": 5}

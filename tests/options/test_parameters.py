@@ -47,7 +47,7 @@ ELSEWHERE = {  # public names without parameters of their own, and where they ar
     "Figure": "a row of metrics: tests/metrics/test_figures.py",
     "Measured": "a value with its interval: tests/metrics/test_figures.py",
     **dict.fromkeys(("ImageGenerator", "ImageDiscriminator"), "abstract"),
-    **dict.fromkeys(("Predictions", "Samples", "Batch", "Transform", "UserError"), "results"),
+    **dict.fromkeys(("Predictions", "Evaluation", "Metric", "Samples", "Batch", "Transform", "UserError"), "results"),
 }
 OPERATIONS = {"blit": 1.0, "colour": 1.0, "noise": 1.0}
 CUDA = "cuda:99"  # is refused
@@ -172,6 +172,7 @@ def networks(world: dict[str, Path]) -> list[Case]:
         torch.tensor([0, 1]),
     )
     photo, wide = str(world["photo0"]), str(world["wide"])
+    train, test, few = (str(world[name]) for name in ("train", "test", "few"))
     drawn = {"classes": ["light", "dark"], "seed": 1}
     torch.manual_seed(0)
     shape: dict[str, Any] = {"classes": 2, "channels": 4, "resolution": 8}
@@ -184,7 +185,16 @@ def networks(world: dict[str, Path]) -> list[Case]:
     )
     return [
         Case(duetgan.Classifier.forward, {"images": x}, {"images": -x}, call=classifier.forward),
-        Case(duetgan.Classifier.predict, {"images": [photo]}, {"images": [wide]}, call=classifier.predict),
+        Case(duetgan.Classifier.predict, {"images": [photo]}, {"images": [wide]}, {"progress": True},
+             classifier.predict),
+        Case(duetgan.Classifier.evaluate, {"images": test, "n": 30},
+             {"images": few, "n": 29, "seed": 1}, {"progress": True}, classifier.evaluate),
+        Case(duetgan.Generator.evaluate, {"images": test, "extractors": ["pixels"]},
+             {"images": few, "n": 9, "seed": 1, "training": few, "extractors": ["resnet50"], "weights": "x"},
+             {"progress": True}, generator.evaluate),
+        Case(duetgan.compare_images, {"images": train, "reference": test, "extractors": ["pixels"]},
+             {"images": few, "reference": few, "training": few, "extractors": ["resnet50"], "weights": "x", "n": 9,
+              "seed": 1, "size": 4, "device": CUDA}, {"batch_size": 128, "progress": True}),
         Case(duetgan.Generator.forward, {"z": z, "labels": labels, "noise": "const"},
              {"z": -z, "labels": labels.flip(0), "options": {"truncation_psi": 0.5}},
              call=lambda options=None, **given: generator.forward(**given, **(options or {}))),

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from duetgan.inference.export.subject import EXAMPLES, Drawing, Runner, Subject,
 from duetgan.inference.export.torch_export import traced
 from duetgan.inference.export.weights import contents, interface, write_weights
 from duetgan.inference.samples import Sampler, draw_grid
-from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
+from duetgan.metrics.figures import rows_of
 from duetgan.metrics.lineage import run_folder
 from duetgan.models.classifier import ModelConfig
 from duetgan.models.gan import StyledGenerator
@@ -188,32 +188,25 @@ def figures(document: Document) -> list[Document]:
     of images `n`, and `extractor` or None; for some distances also `floor`, the value between two
     sets of real images.
     """
-    # (metrics, their table, extractor)
-    groups: list[tuple[Document, Sequence[Figure], str | None]] = []
-    for distances in document.get("distances") or []:
-        # The path of classifier:RUN is private.
-        groups.append((distances, GAN, str(distances.get("extractor")).partition(":")[0]))
-    if document.get("task") == "classifier":
-        groups.append((document, CLASSIFIER, None))
-    else:
-        groups.append((document, [row for row in GAN if row.by_judge], "classifier"))
     rows = []
-    for group, table, extractor in groups:
-        names = [row.key for row in table if isinstance(group.get(row.key), (int, float))]
-        for name in names:
-            if name in FLOORS.values():
-                continue
-            row = {
-                "name": name,
-                "value": group[name],
-                "interval": group.get(f"{name}_interval"),
-                "n": group.get("n", document.get("n")),
-                "extractor": extractor,
-            }
-            floor = group.get(FLOORS.get(name, ""))
-            if floor is not None:
-                row["floor"] = floor
-            rows.append(row)
+    for figure, results in rows_of(document):
+        name = figure.key
+        if name in FLOORS.values() or not isinstance(results[name], int | float):
+            continue
+        extractor = "classifier" if figure.by_judge else None
+        if results is not document:
+            extractor = str(results.get("extractor")).partition(":")[0]  # the path is private
+        row = {
+            "name": name,
+            "value": results[name],
+            "interval": results.get(f"{name}_interval"),
+            "n": results.get("n"),
+            "extractor": extractor,
+        }
+        floor = results.get(FLOORS.get(name, ""))
+        if floor is not None:
+            row["floor"] = floor
+        rows.append(row)
     return rows
 
 

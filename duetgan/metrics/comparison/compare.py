@@ -15,7 +15,7 @@ import numpy as np
 
 from duetgan.metrics.comparison import paired
 from duetgan.metrics.comparison.predictions import load_predictions
-from duetgan.metrics.figures import FIGURES, GAN, Figure
+from duetgan.metrics.figures import Figure, rows_of
 from duetgan.metrics.protocol import Document
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import TABLE, read_file, reading
@@ -55,20 +55,16 @@ def comparable(document: Document) -> dict[str, Value]:
 
     The name of a distance ends in its extractor and the extractor's weights.
     """
-    by_extractor = [row for row in GAN if not row.by_judge]
-    tables = [("", [row for row in FIGURES if row not in by_extractor], document)]
-    for distance in document.get("distances", []):
-        kind = distance["extractor"].partition(":")[0]
-        tables.append((f" {kind} {distance['weights']}".rstrip(), by_extractor, distance))
     values = {}
-    for suffix, rows, results in tables:
-        for row in rows:
-            if row.better and results.get(row.key) is not None:
-                interval = results.get(f"{row.key}_interval")
-                if interval is not None:
-                    low, high = interval
-                    interval = [float(low), float(high)]
-                values[row.key + suffix] = Value(row, float(results[row.key]), interval)
+    for row, results in rows_of(document):
+        if row.better:
+            kind = results.get("extractor", "").partition(":")[0]
+            name = f"{row.key} {kind} {results.get('weights', '')}".rstrip()
+            interval = results.get(f"{row.key}_interval")
+            if interval is not None:
+                low, high = interval
+                interval = [float(low), float(high)]
+            values[name] = Value(row, float(results[row.key]), interval)
     return values
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from duetgan.utils.config import plugins
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.text import did_you_mean
 from duetgan.version import __version__
 
@@ -227,6 +228,14 @@ def file(*suffixes: str) -> Callable[[str], Path]:
         return path
 
     return read
+
+
+def image_size(text: str) -> int | str:
+    """Read the option type of sizes: a side in px, or width x height such as 96x64."""
+    if text.isdecimal() and int(text) >= 4:
+        return int(text)
+    with explained(UserError, lambda error: argparse.ArgumentTypeError(str(error))):
+        return ImageSpec.of(1, text[:40]).resolution
 
 
 def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:

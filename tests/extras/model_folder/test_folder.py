@@ -178,8 +178,8 @@ def test_the_card_is_read_by_the_hubs_own_reader(checkpoint, tmp_path):
     card = hub.ModelCard(text)
     assert (card.data.license, card.data.pipeline_tag) == ("cc-by-4.0", "unconditional-image-generation")
     results = card.data.eval_results
-    assert [(r.metric_type, r.metric_value) for r in results][:2] == [("frechet", 12.5), ("kernel", 0.01)]
-    assert results[0].metric_name == "frechet (n 500, resnet50)"
+    assert [(r.metric_type, r.metric_value) for r in results][1:3] == [("frechet", 12.5), ("kernel", 0.01)]
+    assert results[1].metric_name == "frechet (n 500, resnet50)"
     assert "/home" not in text
     assert "| frechet | 12.5 |  | 2.5 | 500 | resnet50 |" in text
     assert "| kernel | 0.01 | 0.008 to 0.012 |  | 500 | resnet50 |" in text

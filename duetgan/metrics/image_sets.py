@@ -1,0 +1,229 @@
+"""Comparison of two sets of images, by the metrics of a generator's evaluation.
+
+For the samples and the real images of an evaluation, the metrics are those of the evaluation.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from duetgan.data.opening import open_dataset
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.features.extractors import Extractor, build, compute_features
+from duetgan.metrics.features.selection import Selection, select
+from duetgan.metrics.figures import UNLABELLED, Samples, measured
+from duetgan.metrics.intervals import Measured
+from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED, Document
+from duetgan.metrics.results import Evaluation
+from duetgan.metrics.samples import memorisation
+from duetgan.metrics.samples.neighbours import neighbours
+from duetgan.metrics.tables import few_images
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.machine import cores
+
+
+def compare_images(
+    images: str | Path,
+    reference: str | Path,
+    *,
+    training: str | Path | None = None,
+    extractors: Sequence[str] = ("resnet50",),
+    weights: str | Path | None = None,
+    n: int = GAN_IMAGES,
+    seed: int = 0,
+    size: int | str | None = None,
+    batch_size: int = 64,
+    device: str | None = None,
+    progress: bool = False,
+) -> Evaluation:
+    """Compare two sets of images, such as samples and real images, by features of the images.
+
+    The floor of a metric is its value between n training images and the reference; without training
+    images, between two disjoint halves of the reference, of n images each if it has 2 n.
+
+    Args:
+        images: Folder, zip, tar or packed file.
+        reference: The images to compare with.
+        training: Images that the generator of `images` was trained on, to search for copies of
+            them. None: copies of the reference are searched for.
+        extractors: Names: resnet50, inception, pixels, classifier:RUN_OR_FILE.
+        weights: Weights file of resnet50 or inception.
+        n: Number of images of each set; all of the smallest set if that has fewer.
+        seed: Seed of the random choice of images from larger sets.
+        size: Side in px, or "WIDTHxHEIGHT", that images are cropped and scaled to. None: unchanged.
+        batch_size: Images per batch; changes speed and memory only.
+        device: "cpu", "cuda", ...; None: the accelerator if the machine has one, else the CPU.
+        progress: True to show progress bars.
+
+    Returns:
+        The metrics. `document` has the paths `images`, `reference` and, if given, `training`; `n`; `seed`; `size`;
+        `distances`, a list of `extractor`, `weights`, `n`, the metrics with their intervals, and
+        `floors` with their own `n`; `memorisation`, the result of `search_copies` or `near_copies`;
+        and `notes`.
+
+    Raises:
+        UserError: If a file cannot be read, images differ in size, channels or depth, or a set has
+            fewer than four images.
+    """
+    paths = {"images": images, "reference": reference}
+    if training is not None:
+        paths["training"] = training
+    document: Document = {role: str(path) for role, path in paths.items()}
+    with ExitStack() as stack:
+        datasets = [stack.enter_context(open_images(path, size)) for path in paths.values()]
+        spec = common_spec(datasets)
+        n = min(n, *map(len, datasets))
+        if n < 4:
+            raise UserError(f"a comparison needs at least 4 images of each set, not {n}")
+        labels = [dataset.label_numbers() for dataset in datasets]
+        draws = [
+            Selection(np.arange(n), labels[0], "images"),
+            select(labels[1], n=2 * n if training is None else n, seed=seed, role="test"),
+        ]
+        if n < len(labels[0]):
+            draws[0] = select(labels[0], n=n, seed=seed, role="images")
+        if training is not None:
+            draws.append(
+                memorisation.training_selection(labels[2], n=n, searched=SEARCHED, seed=seed)
+            )
+        built = build(extractors, device=choose_device(device), spec=spec, weights=weights)
+        search = memorisation.search_extractor(built, spec)
+        used = [*built, *([] if search in built else [search])]
+        features = []  # of each set, under each extractor
+        for dataset, draw in zip(datasets, draws, strict=True):
+            parts = compute_features(
+                partial(_read, dataset, draw, spec.channels),
+                used,
+                total=len(draw.indices),
+                side=spec.side,
+                batch_size=batch_size,
+                progress="images" if progress else "",
+            )
+            features.append(parts)
+        sets = [
+            memorisation.RealImages(*row)
+            for row in zip(
+                datasets, draws, [parts[used.index(search)] for parts in features], strict=True
+            )
+        ]
+        find = near_copies if training is None else memorisation.search_copies
+        copies = find(search, sets[0].features, *sets[1:])
+    notes = few_images(n, distances=True)
+    distances = []
+    for extractor, fake, real, *train in zip(built, *features, strict=False):
+        half = len(real) // 2
+        floor = (train[0], real) if train else (real[half:], real[:half])
+        row: Document = {"extractor": extractor.name, "weights": extractor.source, "n": n}
+        row |= _metrics(fake, real[:n], seed, extractor, notes)
+        distances.append(row | {"floors": _metrics(*floor, seed, extractor, {})})
+    size = f"{spec.width}x{spec.height}"
+    document |= {"n": n, "seed": seed, "size": size, "distances": distances}
+    return Evaluation.of(document | {"memorisation": copies, "notes": notes})
+
+
+def open_images(path: str | Path, size: int | str | None = None) -> Dataset:
+    """Open a folder, zip, tar or packed file of images that have one size.
+
+    Raises UserError if images differ in size and `size` is None, or a file cannot be read.
+    """
+    dataset = open_dataset(path, resolution=size, workers=cores())
+    if dataset.resolution:
+        return dataset
+    sizes: set[tuple[int, int]] = set()  # height and width
+    with dataset:
+        for shard in dataset.shards:
+            for record in range(len(shard)):
+                with shard.encoded(record) as (_, _, image_size):
+                    sizes.add(image_size)
+    ordered = [f"{width}x{height}" for height, width in sorted(sizes)]
+    if len(ordered) != 1:
+        raise UserError(
+            f"{path}: its images have {len(ordered)} sizes, {ordered[0]} to {ordered[-1]}; give one "
+            "with --size"
+        )
+    return open_dataset(path, resolution=ordered[0], workers=cores())
+
+
+def common_spec(datasets: Sequence[Dataset]) -> ImageSpec:
+    """Return the spec that images of all sets are compared in; beside 8-bit RGB, grey becomes RGB.
+
+    Raises UserError if the sets differ in size, channels or depth.
+    """
+    channels = max(dataset.spec.plain * dataset.spec.channels for dataset in datasets)
+    specs = [
+        replace(dataset.spec, channels=channels) if dataset.spec.plain else dataset.spec
+        for dataset in datasets
+    ]
+    for dataset, spec in zip(datasets, specs, strict=True):
+        if spec != specs[0]:
+            raise UserError(
+                f"{dataset.path}: its images have {spec}, {dataset.spec.words}, those of "
+                f"{datasets[0].path} {specs[0]}, {datasets[0].spec.words}; give --size for one size, "
+                "or pack them alike"
+            )
+    return specs[0]
+
+
+def _read(dataset: Dataset, draw: Selection, channels: int, rows: range) -> Tensor:
+    return draw.images(dataset, rows).expand(-1, channels, -1, -1)
+
+
+def _metrics(
+    fake: Tensor, real: Tensor, seed: int, extractor: Extractor, notes: dict[str, str]
+) -> Document:
+    """Return `n` and the metrics of as many features of both sets as the smaller one has."""
+    n = min(len(fake), len(real))
+    samples = Samples(
+        fake=fake[:n],
+        real=real[:n],
+        training=None,
+        labels=torch.zeros(n, dtype=torch.int64),
+        n=n,
+        names=[],
+        probabilities=None,
+        seed=seed,
+        extractor=extractor.name,
+    )
+    return {"n": n} | measured(UNLABELLED, samples, notes)
+
+
+def near_copies(
+    extractor: Extractor, features: Tensor, reference: memorisation.RealImages
+) -> Document:
+    """Count the images, features [n, F], that are unusually near to one of n reference images.
+
+    Unusual is a distance below that of 99 % of the reference images to the nearest of the others.
+
+    Returns:
+        `extractor`; `weights`; `searched`; `share` with its interval; `expected`, the share if both
+        sets have the same distribution; and `closest`, the nearest `pairs`.
+    """
+    n = len(features)
+    candidates = reference.features[:n]
+    near = memorisation.nearest(features, candidates)
+    usual = neighbours(candidates, candidates, 1)[0][:, 0].sqrt()
+    _, expected, bound = memorisation.fraction_below(near.distances, usual)
+    share = Measured.fraction(near.distances < bound)
+    rows = memorisation.pairs(
+        range(n),
+        reference.selection.labels[:n],
+        reference.selection.indices[near.indices.numpy()],
+        near.distances,
+    )
+    return {
+        "extractor": extractor.name,
+        "weights": extractor.source,
+        "searched": n,
+        "share": share.value,
+        "share_interval": share.interval,
+        "expected": expected,
+        "closest": sorted(rows, key=lambda row: row["distance"])[: memorisation.PAIRS],
+    }

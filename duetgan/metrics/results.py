@@ -1,0 +1,53 @@
+"""Results of evaluations for programs."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from duetgan.metrics.figures import rows_of
+from duetgan.metrics.protocol import Document
+from duetgan.utils.runlog.frames import data_frame
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's value with its 95 % interval; None without an interval, or without a floor."""
+
+    name: str  # as in metrics.json
+    value: float
+    low: float | None = None
+    high: float | None = None
+    floor: float | None = None  # the value between two sets of real images
+    extractor: str = ""  # of the features; "" if it depends on none
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of an evaluation, and its complete results."""
+
+    metrics: list[Metric]
+    document: Document  # as in metrics.json (docs/evaluation.md)
+
+    @classmethod
+    def of(cls, document: Document) -> "Evaluation":
+        """Collect the metrics in the results of an evaluation."""
+        metrics = []
+        for row, results in rows_of(document):
+            low, high = results.get(f"{row.key}_interval") or (None, None)
+            floor = results.get("floors", {"frechet": results.get("floor")}).get(row.key)
+            extractor = results.get("extractor", "")
+            metrics.append(Metric(row.key, results[row.key], low, high, floor, extractor))
+        return cls(metrics, document)
+
+    def __getitem__(self, name: str) -> Metric:
+        """Return the metric of this name, under the first extractor."""
+        return next(metric for metric in self.metrics if metric.name == name)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a row a metric. Raises UserError if pandas is not installed."""
+        names = Metric.__dataclass_fields__
+        return data_frame(
+            {name: [getattr(metric, name) for metric in self.metrics] for name in names}
+        )
