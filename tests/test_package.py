@@ -158,6 +158,8 @@ def things(tmp_path_factory):
         Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / name)
     pack(open_source(str(folder / "folder")), folder / "photos.lmdb", size=16)
     pack_images(folder / "grey.lmdb")
+    for name in ("samples", "test"):
+        (folder / f"{name}.lmdb").symlink_to("grey.lmdb")
     return folder
 
 
@@ -180,7 +182,7 @@ for number, text in enumerate(json.loads(sys.argv[1])):
 
 @pytest.mark.parametrize("where", [pytest.param("checkout", marks=pytest.mark.slow), "wheel"])
 def test_the_library_and_the_examples_of_its_page_leave_the_users_modules_alone(where, request, things, mine):
-    for name in ("runs", "photos", "folder", "photos.lmdb"):
+    for name in ("runs", "photos", "folder", "samples.lmdb", "test.lmdb"):
         (mine / name).symlink_to(things / name)
     place = ROOT if where == "checkout" else request.getfixturevalue("site")
     done = python(place, mine, "-W", "error", "-P", "-c", PROGRAM, json.dumps(EXAMPLES))
