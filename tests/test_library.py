@@ -96,12 +96,11 @@ def test_predictions_are_those_of_the_network(classifier, runs, photo, monkeypat
 
 
 def test_predictions_show_their_progress_and_become_a_table(classifier, photo, tmp_path, monkeypatch):
-    bars: list[tuple[Any, ...]] = []
+    bars: dict[int, tuple[Any, ...]] = {}
 
     class Recorded(Bar):
         def close(self):
-            if not getattr(self, "recorded", False):
-                self.recorded = bars.append((self.total, self.n, self.disable)) or True
+            bars[id(self)] = self.total, self.n, self.disable  # tqdm closes a bar more than once
             super().close()
 
     monkeypatch.setattr("duetgan.library.Bar", Recorded)
@@ -109,10 +108,11 @@ def test_predictions_show_their_progress_and_become_a_table(classifier, photo, t
     PIL.Image.fromarray(photo).save(tmp_path / "a.png")
     images = [tmp_path / "a.png", photo, str(tmp_path / "a.png")]
     answers = classifier.predict(images, progress=True)
-    assert bars[0] == (3, 3, False)
+    assert [*bars.values()] == [(3, 3, False)]
+    bars.clear()
     classifier.predict(iter(images))
-    assert bars[1][0] is None
-    assert bars[1][2]
+    ((total, _, is_hidden),) = bars.values()
+    assert (total, is_hidden) == (None, True)
     frame = answers.to_pandas()
     assert list(frame) == ["file", "label", "probability", *CLASSES]
     assert frame["file"].tolist() == [str(tmp_path / "a.png"), "", str(tmp_path / "a.png")]

@@ -64,10 +64,10 @@ def compare_images(
         progress: True to show progress bars.
 
     Returns:
-        The metrics. `document` has the paths `images`, `reference` and, if given, `training`; `n`; `seed`; `size`;
-        `distances`, a list of `extractor`, `weights`, `n`, the metrics with their intervals, and
-        `floors` with their own `n`; `memorisation`, the result of `search_copies` or `near_copies`;
-        and `notes`.
+        The metrics. `document` has the paths `images`, `reference` and, if given, `training`; `n`;
+        `seed`; `size`; `distances`, a list of `extractor`, `weights`, `n`, the metrics with their
+        intervals, and `floors` with their own `n`; `memorisation`, the result of `search_copies` or
+        `near_copies`; and `notes`.
 
     Raises:
         UserError: If a file cannot be read, images differ in size, channels or depth, or a set has
@@ -84,12 +84,11 @@ def compare_images(
         if n < 4:
             raise UserError(f"a comparison needs at least 4 images of each set, not {n}")
         labels = [dataset.label_numbers() for dataset in datasets]
+        whole = Selection(np.arange(n), labels[0], "images")  # in its order, as in an evaluation
         draws = [
-            Selection(np.arange(n), labels[0], "images"),
+            whole if n == len(labels[0]) else select(labels[0], n=n, seed=seed, role="images"),
             select(labels[1], n=2 * n if training is None else n, seed=seed, role="test"),
         ]
-        if n < len(labels[0]):
-            draws[0] = select(labels[0], n=n, seed=seed, role="images")
         if training is not None:
             draws.append(
                 memorisation.training_selection(labels[2], n=n, searched=SEARCHED, seed=seed)
@@ -108,14 +107,14 @@ def compare_images(
                 progress="images" if progress else "",
             )
             features.append(parts)
-        sets = [
+        image_sets = [
             memorisation.RealImages(*row)
             for row in zip(
                 datasets, draws, [parts[used.index(search)] for parts in features], strict=True
             )
         ]
         find = near_copies if training is None else memorisation.search_copies
-        copies = find(search, sets[0].features, *sets[1:])
+        copies = find(search, image_sets[0].features, *image_sets[1:])
     notes = few_images(n, distances=True)
     distances = []
     for extractor, fake, real, *train in zip(built, *features, strict=False):
@@ -211,7 +210,7 @@ def near_copies(
     near = memorisation.nearest(features, candidates)
     usual = neighbours(candidates, candidates, 1)[0][:, 0].sqrt()
     _, expected, bound = memorisation.fraction_below(near.distances, usual)
-    share = Measured.fraction(near.distances < bound)
+    fraction = Measured.fraction(near.distances < bound)
     rows = memorisation.pairs(
         range(n),
         reference.selection.labels[:n],
@@ -222,8 +221,8 @@ def near_copies(
         "extractor": extractor.name,
         "weights": extractor.source,
         "searched": n,
-        "share": share.value,
-        "share_interval": share.interval,
+        "share": fraction.value,
+        "share_interval": fraction.interval,
         "expected": expected,
         "closest": sorted(rows, key=lambda row: row["distance"])[: memorisation.PAIRS],
     }

@@ -217,7 +217,8 @@ def comparison_text(document: Document) -> str:
     text = f"{percent(copies['share'])} of the images unusually near to images of the reference, "
     text += f"{percent(copies['expected'])} expected ({copies['extractor']})"
     if "training" in document:
-        text = "".join([": ".join(found[:2]) + found[2] for found in copies_found(document)])
+        ((verdict, numbers, search),) = copies_found(document)
+        text = f"{verdict}: {numbers}{search}"
     parts.append(f"copies: {text}")
     return "\n".join([*parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
 

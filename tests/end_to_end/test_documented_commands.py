@@ -49,7 +49,7 @@ WEIGHTS = "resnet50.safetensors"
 # what needs more than one machine's CPU, or files that are not here
 ELSEWHERE = re.compile(
     r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|"
-    r"[-. ]compare\b(?!-images)|runs/judge|rest\.lmdb|more\.lmdb|all\.lmdb|"  # of few labels: tests/inference/test_dataset.py
+    r"[-. ]compare |runs/judge|rest\.lmdb|more\.lmdb|all\.lmdb|"  # of few labels: tests/inference/test_dataset.py
     r"duet study|duet explore|generate\.py edit|--import|--counterfactual|--format folder"  # have tests of their own
 )
 # all commands do
