@@ -100,7 +100,7 @@ def test_predictions_show_their_progress_and_become_a_table(classifier, photo, t
 
     class Recorded(Bar):
         def close(self):
-            bars[id(self)] = self.total, self.n, self.disable  # tqdm closes a bar more than once
+            bars.setdefault(id(self), (self.total, self.n, self.disable))  # tqdm closes a bar more than once
             super().close()
 
     monkeypatch.setattr("duetgan.library.Bar", Recorded)
