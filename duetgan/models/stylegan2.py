@@ -37,7 +37,7 @@ from duetgan.models.layers import (
 )
 from duetgan.models.layers.convolution import Geometry, convolve
 from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, normalised_for_fp16
-from duetgan.models.layers.scaling import cast, demodulated, scaled
+from duetgan.models.layers.scaling import demodulated, scaled
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     FromRGB,
@@ -163,27 +163,22 @@ def modulations(
     """
     with torch.autocast(ws[0].device.type, enabled=False):
         precision = convolutions[0].weight.dtype
-        affine = [convolution.affine for convolution in convolutions]
-        styles = [
-            layer(w.to(precision), parameters)
-            for layer, w, parameters in zip(
-                affine, ws, scaled_parameters(affine, precision), strict=True
+        affine = scaled_parameters([conv.affine for conv in convolutions], precision)
+        parts = []
+        for conv, w, parameters in zip(convolutions, ws, affine, strict=True):
+            style = conv.affine(w.to(precision), parameters)
+            part: tuple[Tensor, Tensor, Tensor | None] = (style, conv.weight, None)
+            weight_gain = 1.0
+            if conv.demodulate:
+                # Demodulation cancels the weight's gain, so the gain is not applied.
+                weight_gain = conv.weight_gain
+                part = demodulated(style, conv.weight, gain, 1e-8 / weight_gain**2)
+            parts.append(
+                normalised_for_fp16(*part, weight_gain) if dtype == torch.float16 else part
             )
-        ]
-        weights = [convolution.weight for convolution in convolutions]
-        count = sum(convolution.demodulate for convolution in convolutions)  # ToRGB comes last
-        # Demodulation cancels the weights' gains, so the gains are not applied.
-        epsilons = [1e-8 / convolution.weight_gain**2 for convolution in convolutions[:count]]
-        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        parts += demodulated(styles[:count], weights[:count], gain, epsilons)
-        for style, weight in zip(styles[count:], weights[count:], strict=True):
-            parts.append((style, weight, None))
-        if dtype == torch.float16:
-            for number, convolution in enumerate(convolutions):
-                weight_gain = convolution.weight_gain if convolution.demodulate else 1.0
-                parts[number] = normalised_for_fp16(*parts[number], weight_gain)
-        reduced = iter(cast([t for part in parts[:count] for t in part if t is not None], dtype))
-        parts[:count] = zip(reduced, reduced, reduced, strict=True)
+        count = sum(conv.demodulate for conv in convolutions)  # ToRGB comes last.
+        reduced = scaled([t for part in parts[:count] for t in part if t is not None], None, dtype)
+        parts[:count] = zip(reduced[::3], reduced[1::3], reduced[2::3], strict=True)
     return [
         Modulation(style, weight, None if scale is None else scale[:, :, None, None])
         for style, weight, scale in parts

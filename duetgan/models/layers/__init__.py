@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from duetgan.models.layers import fused
 from duetgan.models.layers.convolution import Context, Geometry, convolve
 from duetgan.models.layers.convolution import compute_dtype as compute_dtype
-from duetgan.models.layers.scaling import normalize_second_moment as normalize_second_moment
 from duetgan.models.layers.scaling import scaled
 
 LEAKY_SLOPE = 0.2
 ACTIVATION_GAIN = math.sqrt(2)
+
+
+def normalize_second_moment(x: Tensor) -> Tensor:
+    """Scale `x` [N, F, ...] to unit mean square over F (StyleGAN2, mapping network's input)."""
+    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-8)
 
 
 Parameters = tuple[Tensor, Tensor | None]  # weight and bias of a layer, times their gains
@@ -51,11 +55,7 @@ class EqualizedLinear(nn.Module):
 
     def forward(self, x: Tensor, parameters: Parameters | None = None) -> Tensor:
         """`parameters`: those of `scaled_parameters`, if they have been computed."""
-        if parameters is not None:
-            x = F.linear(x, *parameters)
-        else:
-            beta, alpha = self.bias_gain, self.weight_gain
-            x = torch.addmm(self.bias, x, self.weight.t(), beta=beta, alpha=alpha)
+        x = F.linear(x, *(parameters or scaled_parameters([self], x.dtype)[0]))
         return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
 

@@ -1,4 +1,5 @@
-"""Parameters of several layers times their gains, and normalisations, with few operators.
+"""Parameters of several layers times their gains, standard deviations and demodulation, with few
+operators.
 
 A GPU waits for the host where a step has many small operators (docs/measurements/operators.md). The
 functions of autograd here have derivatives of fewer operators than those of their formulas. They
@@ -7,6 +8,7 @@ computed again where a derivative will itself be differentiated.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class _Scaled(torch.autograd.Function):
     def forward(
         ctx: Any, gains: Sequence[float] | None, dtype: torch.dtype, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.gains = gains
         ctx.dtype = tensors[0].dtype
         results = tensors
@@ -41,8 +44,11 @@ class _Scaled(torch.autograd.Function):
         return _cast(results, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Scaled.apply(ctx.gains, ctx.dtype, *grads)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        present = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        gains = ctx.gains and [ctx.gains[number] for number in present]
+        results = iter(_Scaled.apply(gains, ctx.dtype, *present.values()) if present else ())
+        return None, None, *(next(results) if n in present else None for n in range(len(grads)))
 
 
 def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -53,45 +59,18 @@ def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]
     return results
 
 
-def scaled(tensors: Sequence[Tensor], gains: Sequence[float], dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of one dtype, each multiplied by its gain, as `dtype`."""
+def scaled(
+    tensors: Sequence[Tensor], gains: Sequence[float] | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return tensors of one dtype, each multiplied by its gain if there are gains, as `dtype`."""
+    if not tensors or (gains is None and tensors[0].dtype == dtype):
+        return list(tensors)
     if is_plain():
-        return [(tensor * gain).to(dtype) for tensor, gain in zip(tensors, gains, strict=True)]
+        return [(t * g).to(dtype) for t, g in zip(tensors, gains or repeat(1.0), strict=False)]
     return list(_Scaled.apply(gains, dtype, *tensors))
 
 
-def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of one dtype as `dtype`."""
-    if is_plain() or not tensors or tensors[0].dtype == dtype:
-        return [tensor.to(dtype) for tensor in tensors]
-    return list(_Scaled.apply(None, dtype, *tensors))
-
-
-# --- normalisations
-
-
-class _SecondMoment(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.factor = _factor(x)
-        y = x * ctx.factor
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, y = ctx.saved_tensors
-        factor = _factor(x) if torch.is_grad_enabled() else ctx.factor
-        return torch.addcmul(grad, y, (grad * y).mean(dim=1, keepdim=True), value=-1) * factor
-
-
-def _factor(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.square().mean(dim=1, keepdim=True) + EPSILON)
-
-
-def normalize_second_moment(x: Tensor) -> Tensor:
-    """Scale `x` [N, F, ...] to unit mean square over F (StyleGAN2, mapping network's input)."""
-    return x * _factor(x) if is_plain() else _SecondMoment.apply(x)
+# --- statistics and demodulation
 
 
 class _GroupStd(torch.autograd.Function):
@@ -122,78 +101,56 @@ def group_std(x: Tensor) -> Tensor:
 
 
 class _Demodulated(torch.autograd.Function):
-    """Styles, filters and demodulation coefficients of several convolutions.
+    """Style, filters and demodulation coefficient of a convolution.
 
     The first two are returned so that their gradients need not be added to those of the
-    coefficients by further operators.
+    coefficient by further operators.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, gain: float, epsilons: Sequence[float], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, style: Tensor, weight: Tensor, gain: float, epsilon: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.gain = gain
-        ctx.squares = _squares(tensors)
-        styles, weights = _halves(ctx.squares)
-        scales = [style @ weight.t() for style, weight in zip(styles, weights, strict=True)]
-        torch._foreach_add_(scales, epsilons)
-        torch._foreach_rsqrt_(scales)
-        torch._foreach_mul_(scales, gain)
-        ctx.save_for_backward(*tensors, *scales)
-        return *tensors, *scales
+        ctx.squares = _squares(style, weight)
+        energy = ctx.squares[0] @ ctx.squares[1].t()
+        # One operator adds epsilon and divides by gain^2: rsub is other - alpha * input.
+        scale = torch.rsub(energy, epsilon / gain**2, alpha=-1 / gain**2).rsqrt_()
+        ctx.save_for_backward(style, weight, scale)
+        return style, weight, scale
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        count = len(grads) // 3
-        tensors = ctx.saved_tensors[: 2 * count]
-        scales = ctx.saved_tensors[2 * count :]
-        squares = _squares(tensors) if torch.is_grad_enabled() else ctx.squares
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        style, weight, scale = ctx.saved_tensors
+        squares = _squares(style, weight) if torch.is_grad_enabled() else ctx.squares
         # d scale / d energy = -scale^3 / (2 gain^2), and the energy is style^2 @ (weight^2)^T.
-        slopes = torch._foreach_mul(grads[2 * count :], torch._foreach_pow(scales, 3))
-        factors = []
-        for slope, weight in zip(slopes, squares[count:], strict=True):
-            factors.append(slope @ weight)
-        for slope, style in zip(slopes, squares[:count], strict=True):
-            factors.append((slope.t() @ style)[:, :, None, None])
-        results = torch._foreach_addcmul(
-            grads[: 2 * count], tensors, factors, value=-1 / ctx.gain**2
+        slope = grads[2] * scale.pow(3)
+        value = -1 / ctx.gain**2
+        by_weight = (slope.t() @ squares[0])[:, :, None, None]
+        return (
+            torch.addcmul(grads[0], style, slope @ squares[1], value=value),
+            torch.addcmul(grads[1], weight, by_weight, value=value),
+            None,
+            None,
         )
-        return None, None, *results
 
 
-def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-
-
-def _squares(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the squares of styles [N, I], then those of filters, summed over pixels [O, I]."""
-    styles, weights = _halves(torch._foreach_mul(tensors, tensors))
-    return [*styles, *(weight.sum(dim=(2, 3)) for weight in weights)]
+def _squares(style: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return style.square(), weight.square().sum(dim=(2, 3))
 
 
 def demodulated(
-    styles: Sequence[Tensor], weights: Sequence[Tensor], gain: float, epsilons: Sequence[float]
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return (style, weight, gain / sqrt(sum (weight * style)^2 + epsilon)) of each convolution.
+    style: Tensor, weight: Tensor, gain: float, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `style` and `weight`, and gain / sqrt(sum (weight * style)^2 + epsilon), [N, O].
 
     Args:
-        styles: [N, I] of each.
-        weights: Filters [O, I, k, k] of each.
-        gain: Factor of the coefficients [N, O].
-        epsilons: Lower bounds of the sums over inputs and pixels of a filter.
+        style: [N, I].
+        weight: Filters [O, I, k, k].
+        gain: Factor of the coefficients.
+        epsilon: Lower bound of the sum over inputs and pixels of a filter.
     """
-    if is_plain() or not styles:
-        energies = [
-            style.square() @ weight.square().sum(dim=(2, 3)).t()
-            for style, weight in zip(styles, weights, strict=True)
-        ]
-        scales = [
-            gain * torch.rsqrt(e + floor) for e, floor in zip(energies, epsilons, strict=True)
-        ]
-    else:
-        results = _Demodulated.apply(gain, epsilons, *styles, *weights)
-        count = len(styles)
-        styles = results[:count]
-        weights = results[count : 2 * count]
-        scales = results[2 * count :]
-    return list(zip(styles, weights, scales, strict=True))
+    if is_plain():
+        squares = _squares(style, weight)
+        return style, weight, gain * torch.rsqrt(squares[0] @ squares[1].t() + epsilon)
+    return _Demodulated.apply(style, weight, gain, epsilon)

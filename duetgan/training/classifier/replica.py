@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier
+from duetgan.models.layers.scaling import scaled
 from duetgan.training.base.compiled import Compiled, CompileSetting
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import plain
@@ -32,27 +33,6 @@ class ClassifierFromStage(nn.Module):
         if begin == 0:
             return self.classifier(x)
         return self.classifier.head(self.classifier.features(x, begin=begin))
-
-
-class CastTogether(torch.autograd.Function):
-    """Copies of tensors in another dtype; one operator makes all, and one all of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.dtype = tensors[0].dtype
-        return tuple(_copies(list(tensors), dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        copies = iter(_copies([g for g in gradients if g is not None], ctx.dtype))
-        return None, *(None if gradient is None else next(copies) for gradient in gradients)
-
-
-def _copies(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
 
 
 class Replica:
@@ -161,7 +141,7 @@ class Replica:
         if torch.is_autocast_enabled(device) and not self._forward.on:
             for layers in self._cast:
                 weights = [module.get_parameter(name) for module, name in layers]
-                copies = CastTogether.apply(torch.get_autocast_dtype(device), *weights)
+                copies = scaled(weights, None, torch.get_autocast_dtype(device))
                 for (module, name), copy in zip(layers, copies, strict=True):
                     attributes.append((module, name, copy))
         for module, name, value in attributes:
