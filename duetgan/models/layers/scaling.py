@@ -113,9 +113,7 @@ class _Demodulated(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.gain = gain
         ctx.squares = _squares(style, weight)
-        energy = ctx.squares[0] @ ctx.squares[1].t()
-        # One operator adds epsilon and divides by gain^2: rsub is other - alpha * input.
-        scale = torch.rsub(energy, epsilon / gain**2, alpha=-1 / gain**2).rsqrt_()
+        scale = _coefficient(ctx.squares[0], ctx.squares[1], gain, epsilon)
         ctx.save_for_backward(style, weight, scale)
         return style, weight, scale
 
@@ -139,6 +137,12 @@ def _squares(style: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return style.square(), weight.square().sum(dim=(2, 3))
 
 
+def _coefficient(styles: Tensor, weights: Tensor, gain: float, epsilon: float) -> Tensor:
+    # One operator adds epsilon and divides by gain^2: rsub is other - alpha * input.
+    energy = styles @ weights.t()
+    return torch.rsub(energy, epsilon / gain**2, alpha=-1 / gain**2).rsqrt()
+
+
 def demodulated(
     style: Tensor, weight: Tensor, gain: float, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,6 +155,6 @@ def demodulated(
         epsilon: Lower bound of the sum over inputs and pixels of a filter.
     """
     if is_plain():
-        squares = _squares(style, weight)
-        return style, weight, gain * torch.rsqrt(squares[0] @ squares[1].t() + epsilon)
+        styles, weights = _squares(style, weight)
+        return style, weight, _coefficient(styles, weights, gain, epsilon)
     return _Demodulated.apply(style, weight, gain, epsilon)

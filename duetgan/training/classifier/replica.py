@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
