@@ -18,7 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.accelerator import autocast, streams
+from tests.accelerator import autocast, pretend_graph, streams
 
 ROOT = Path(__file__).parents[2]
 NAME, COUNT, BYTES = "sim", 2, 80 << 30
@@ -102,6 +102,7 @@ class Sim(torch.Tensor):
 
     def tolist(self) -> Any:
         _wait("tolist")
+        streams.host_waits(streams.current(self.index).clock)
         return self.detach().inner.tolist()
 
     def new_tensor(self, data: Any, **how: Any) -> torch.Tensor:
@@ -158,6 +159,7 @@ class Storage:
 def _wait(what: str) -> None:
     """Count a wait at the innermost line of the program itself."""
     line = _line()
+    pretend_graph.refuse(f"{line} ({what})")
     waits[f"{line} ({what})" if line else what] += 1
 
 
@@ -174,6 +176,7 @@ def _line() -> str:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.namespace in elsewhere:
+        pretend_graph.refuse(f"{func}: not an operator of the device")
         return elsewhere[func.namespace](func, args, kwargs)
     flat, _ = tree_flatten((args, kwargs))
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
@@ -194,7 +197,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _wait(func.name().removeprefix("aten::"))
         for index in used:
             streams.host_waits(streams.current(index).clock)
-    found = func(*tree_map(_inner, args), **tree_map(_inner, plain))
+    inside = tree_map(_inner, args), tree_map(_inner, plain)
+    on_device = bool(sims) or (target is not None and target.type == NAME)
+    recorded = pretend_graph.before(func, *inside) if on_device else None
+    found = func(*inside[0], **inside[1])
+    if recorded:
+        recorded(found)
     if sims and torch.Tag.inplace_view in func.tags:  # what `squeeze_` says of the tensor: of the outer one, too
         with no_dispatch():
             func(*args, **kwargs)

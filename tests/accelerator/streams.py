@@ -109,7 +109,9 @@ class Use:
     def freed(self) -> None:
         """The next who asks for memory on the stream it came from gets it: note a fault where another still uses it."""
         for line, count in [self.written, *self.read.items()]:
-            safe = line in self.kept_for or max(host.get(line, 0), self.home.clock.get(line, 0)) >= count
+            # The memory is kept until each of these streams has done what it was given up to now.
+            clocks = [host, self.home.clock, *(kept.clock for kept in self.kept_for)]
+            safe = line in self.kept_for or max(clock.get(line, 0) for clock in clocks) >= count
             if not safe:
                 faults.append(f"memory of {self.home} was freed while {line} uses it: call tensor.record_stream")
 

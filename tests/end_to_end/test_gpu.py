@@ -35,3 +35,27 @@ def test_trains_stops_and_goes_on(tmp_path, packed, task, precision, request):
     # a checkpoint of an accelerator is read on a machine without one
     network = "generator" if task == "gan" else "model"
     assert all(value.device.type == "cpu" for value in before[network].values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_replayed_steps_have_the_bits_of_eager_ones(tmp_path, packed, task, precision, request, capfd):
+    """20 steps as CUDA graphs and without, with lazy penalties and all random draws; a stop half way."""
+    request.addfinalizer(partial(torch.use_deterministic_algorithms, mode=False))
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    arguments = ["--config", str(config), "--precision", precision, "--compile", "off", "--deterministic", "true"]
+    arguments += ["--steps", "20", "--augment.flip", "true", "--augment.shift", "1"]
+    if task == "gan":
+        arguments += ["--loss.r1-interval", "4", "--loss.path-length-weight", "2", "--loss.path-length-interval", "2"]
+        arguments += ["--loss.style-mixing", "0.9"]
+    else:
+        arguments += ["--augment.mixup", "0.5", "--optimizer.clip-norm", "0.5"]
+    for graphs, plan in (("auto", "CUDA graph, "), ("off", "eager, because graphs is off")):
+        run = ["--run-dir", str(tmp_path / graphs), "--graphs", graphs]
+        assert run_cli(train.main, [*arguments, *run, "--max-steps", "11"]) == 0
+        assert run_cli(train.main, [*arguments, *run]) == 0
+        text = capfd.readouterr().err
+        assert plan in text
+        assert "the capture of a step failed" not in text
+    assert differing(state_of(tmp_path / "auto", 20), state_of(tmp_path / "off", 20)) == []

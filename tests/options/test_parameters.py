@@ -245,7 +245,7 @@ def parts(world: dict[str, Path]) -> list[Case]:
 
     def augmented(**arguments: Any) -> Any:
         made = Ada(**arguments)
-        made.update(50, 4, torch.tensor(1.0), 8)
+        made.update(lambda _: 50, 4, torch.tensor(1.0), 8)
         return (
             made.apply(x.detach(), made.draw(3, "real", (4, 4), 2), slice(0, 2)),
             made.p,
@@ -262,7 +262,7 @@ def parts(world: dict[str, Path]) -> list[Case]:
             made.update(**arguments)
         return [made.state_dict() for made in both]
 
-    updated = {"images_seen": 16, "step": 1, "real_sign": torch.tensor(1.0), "batch_size": 8}
+    updated = {"images_at": lambda _: 16, "step": 1, "real_sign": torch.tensor(1.0), "batch_size": 8}
     scalar: dict[str, Any] = {"lengths": torch.tensor([1.0, 2.0], requires_grad=True), "mean": torch.tensor(1.0)}
     scalar |= {"batch_mean": torch.tensor(1.5), "decay": 0.1, "batch": 2}
 
@@ -309,8 +309,8 @@ def parts(world: dict[str, Path]) -> list[Case]:
         Case(Ada, ada, {"device": torch.device("meta")}, call=lambda **given: Ada(**given).p.device),
         Case(Ada.draw, steps, {"step": 4, "phase": "fake", "size": (8, 8), "batch_size": 3},
              call=draw),
-        Case(Ada.update, updated, {"images_seen": 1, "step": 2, "real_sign": torch.tensor(-1.0), "batch_size": 9},
-             call=p_after),
+        Case(Ada.update, updated,
+             {"images_at": lambda _: 1, "step": 2, "real_sign": torch.tensor(-1.0), "batch_size": 9}, call=p_after),
     ]  # fmt: skip
 
 

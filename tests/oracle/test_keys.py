@@ -103,6 +103,7 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     **dict.fromkeys(("precision", "compile", "deterministic"), "tests/training/engine/test_speed.py"),
     "threads": "tests/training/engine/test_speed.py",
     "channels_last": "tests/training/classifier/test_frozen.py",
+    "graphs": "tests/accelerator/test_graphs.py",
     "nonfinite_cap": "tests/faults/test_training_faults.py",
     "data.path": "tests/training/base/test_data.py",
     "data.val_path": "tests/training/base/test_data.py",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Interval
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
+from duetgan.training.base.graphs import GraphSetting
 from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from duetgan.utils.config.model import (
     Config,
@@ -152,6 +153,10 @@ class LogConfig(Config):
     layers: list[str] = []  # names or patterns of layers; their statistics go to TensorBoard
     layers_every: PositiveInt = 100  # steps between two computations of log.layers' statistics
 
+    def layers_due(self, step: int) -> bool:
+        """Return True if update number `step` (from 0) is one with statistics of layers."""
+        return bool(self.layers) and (step + 1) % self.layers_every == 0
+
     def check(self) -> None:
         if self.layers and not self.tensorboard:
             raise UserError("layers go to TensorBoard, which is off; set log.tensorboard true")
@@ -239,6 +244,8 @@ class RunConfig(Config):
     channels_last: bool = True  # memory layout of images; nearly always faster
     # use deterministic kernels only: runs on accelerators are equal to the bit, but slower
     deterministic: bool = False
+    # replay steps as CUDA graphs, on GPUs
+    graphs: GraphSetting = "auto"
     # largest number of skipped updates with non-finite gradients; one more stops training
     nonfinite_cap: NonNegativeInt = 20
     data: DataConfig = DataConfig()

@@ -22,6 +22,11 @@ def phase(name: str) -> AbstractContextManager[None]:
     return _NOTHING if _clock is None else _clock.phase(name)
 
 
+def is_listening() -> bool:
+    """Return True inside a block of `listening`."""
+    return _clock is not None
+
+
 class PhaseClock:
     """A clock that divides time among the phases, and marks them in torch.profiler's trace.
 

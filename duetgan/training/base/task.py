@@ -114,6 +114,10 @@ class Task(ABC):
         """Return additional rows of the printed plan for this task: label -> text."""
         return {}
 
+    def graph_text(self) -> str:
+        """Return how steps run on a GPU, for the plan: as graphs, or why not; empty if unknown."""
+        return ""
+
     def layer_table(self, name: str) -> str | None:
         """Return a table of the layers of the network `name`, or None for that of torchinfo."""
         return None

@@ -1,8 +1,8 @@
 """The classifier task: networks, a training step, the saved state, and the evaluation."""
 
 import time
-from collections.abc import Iterator
-from functools import reduce
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from duetgan.metrics.evaluate_classifier import evaluate_classifier
 from duetgan.metrics.figures import CLASSIFIER, LABELS, history
 from duetgan.training.base.config import Shape
 from duetgan.training.base.data import label_frequencies
+from duetgan.training.base.graphs import MANY, Graphs, outside, value
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Stateful, Task
 from duetgan.training.classifier.config import ClassifierConfig, check_run
@@ -85,6 +86,8 @@ class ClassifierTask(Task):
             head=self.model.head.parameters(),
             groups=self.finetuning.groups(optimizer.weight_decay),
         )
+        several = "" if config.model.split == "off" else "model.split uses several devices"
+        self.graphs = Graphs(config.graphs, device, obstacle=several)
         if config.loss.several:
             self.best_metric = "average_precision"
 
@@ -158,8 +161,12 @@ class ClassifierTask(Task):
         """Make one update from the next global batch; the returned metrics add up over the ranks."""
         batch = next(batches)
         self.set_up(step)
-        samples = self.samples(batch, step)
-        self.inputs.micro.find(lambda: self.attempt(samples))
+        self.inputs.micro.find(lambda: self.attempt(self.samples(batch, step)))
+        return self.graphs.run(self.update, [batch], step, kind=self.kind, structure=self.structure)
+
+    def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
+        """Make update number `step` from a batch, for which the model is set up."""
+        samples = value(lambda step: self.samples(batches[0], step), step)
         statistics = Snapshot(self.replica.statistics)
         loss, correct = self.gradients(samples)
         with phase("optimizer"):
@@ -171,11 +178,26 @@ class ClassifierTask(Task):
             self.replica.average_statistics()
             self.precision.update_scale()
         with phase("ema"):
-            average = self.updater.average(self.model.parameters())
-            decay = min(self.config.ema.decay, (1 + step) / (10 + step))
-            self.ema.update(self.model, decay, update.skipped, average)
+            outside(partial(self._average, update.skipped), step)
         metrics = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
         return metrics | update.metrics("classifier")
+
+    def _average(self, skipped: Tensor, step: int) -> None:
+        """Update the moving average of the weights."""
+        average = self.updater.average(self.model.parameters())
+        decay = min(self.config.ema.decay, (1 + step) / (10 + step))
+        self.ema.update(self.model, decay, skipped, average)
+
+    def kind(self, step: int) -> Hashable:
+        """Return the kind of a step; None: with hooks, which run on the host."""
+        return None if self.config.log.layers_due(step) else "update"
+
+    def structure(self, step: int) -> Hashable:
+        """Return what the kernels of a step depend on besides its kind; the model is set up."""
+        modes = [module.training for module in self.model.modules()]
+        trained = [parameter.requires_grad for parameter in self.model.parameters()]
+        sizes = (self.model.side, self.inputs.micro.size, self.frozen.begin)
+        return sizes, *modes, *trained, self.precision.scaler, self.updater.optimizer
 
     def samples(self, batch: Batch, step: int) -> Samples:
         """Augment this process's part of the global batch."""
@@ -258,6 +280,9 @@ class ClassifierTask(Task):
         if trains := self.finetuning.describe():
             rows["what trains"] = "; ".join(trains)
         return rows
+
+    def graph_text(self) -> str:
+        return self.graphs.describe(map(self.kind, range(MANY)))
 
     def layer_table(self, name: str) -> str:
         network, inputs = self.networks()[name]

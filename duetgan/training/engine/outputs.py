@@ -93,7 +93,7 @@ class LayerLog(Callback):
     def __init__(
         self, config: LogConfig, registry: Mapping[str, Stateful], folder: RunFolder
     ) -> None:
-        self._interval = config.layers_every
+        self._config = config
         self._folder = folder.path / "tensorboard" / self.FOLDER
         self._events: Events | None = None
         precisions = [part for part in registry.values() if isinstance(part, Precision)]
@@ -105,14 +105,14 @@ class LayerLog(Callback):
         self._watching = ExitStack()
 
     def before_step(self, loop: Loop) -> None:
-        if (loop.step + 1) % self._interval == 0:
+        if self._config.layers_due(loop.step):
             scale = 1.0 if self._precision is None else self._precision.scale()
             self._watching.enter_context(torch.compiler.set_stance("force_eager"))
             self._watching.enter_context(self._statistics.watching(scale))
 
     def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
         """Write the statistics if they are due; only such a step waits for the device."""
-        if loop.step % self._interval:
+        if not self._config.layers_due(loop.step - 1):
             return
         self._watching.close()
         values = self._statistics.collect(over_ranks(self._statistics.packed()))

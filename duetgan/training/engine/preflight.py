@@ -140,6 +140,8 @@ def plan_rows(
                 section, config.schedule_steps, config.batch_size
             )
     rows |= task.describe()
+    if text := task.graph_text():
+        rows["graphs"] = text
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     saving = config.checkpoint

@@ -14,7 +14,6 @@ class StepSlice(NamedTuple):
     """
 
     step: int
-    images_seen: int  # training images before this step
     batch_size: int  # samples of all ranks
     size: int  # samples of this rank
     micro: int  # samples per forward pass

@@ -9,6 +9,7 @@ network's `hidden` (models/stylegan2.py), under autocast.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from duetgan.models.gan import (
 )
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.data import label_frequencies
+from duetgan.training.base.graphs import value
 from duetgan.training.gan.ada import Ada
 from duetgan.training.gan.batch import DiscriminatorOutput, Images, StepSlice
 from duetgan.training.gan.config import GanConfig
@@ -51,6 +53,8 @@ class Context:
         self.growth = growth
         self.precision = Precision(config.precision, device)
         self.draws = GanDraws(config.seed, device, label_frequencies(config.data, dataset))
+        # number of images seen before each step
+        self.images_at = config.stages(dataset.resolution).images_at
         # images after which scheduled settings reach their final values
         self.schedule_images = config.schedule_images(dataset.resolution)
         self.ada = Ada(
@@ -91,21 +95,27 @@ class Context:
             # Images of 8 bits are augmented as uint8, in a quarter of the memory.
             if spec.deep:
                 images = spec.to_float(images, config.channels_last)
-            images = draw_and_apply(
-                images,
-                config.augment,
-                seed=config.seed,
-                step=step_slice.step,
-                start=rows.start,
-                global_batch=step_slice.batch_size,
-                phase=phase,
-            )
+            augmented = partial(self._augmented, images, rows.start, step_slice.batch_size, phase)
+            images = value(augmented, step_slice.step)
             if not spec.deep:
                 images = spec.to_float(images, config.channels_last)
             if self.growth is not None:
                 images = self.growth.fade_in(images)
             micro_batches.append(Images(images, batch.labels[local_rows]))
         return micro_batches
+
+    def _augmented(
+        self, images: Tensor, start: int, global_batch: int, phase: str | None, step: int
+    ) -> Tensor:
+        return draw_and_apply(
+            images,
+            self.config.augment,
+            seed=self.config.seed,
+            step=step,
+            start=start,
+            global_batch=global_batch,
+            phase=phase,
+        )
 
     def latents(
         self, step_slice: StepSlice, name: str, partners: Sequence[Images] = ()

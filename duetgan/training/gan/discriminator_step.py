@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from duetgan.models.layers.convolution import penalised
+from duetgan.training.base.graphs import number
 from duetgan.training.base.phases import phase
 from duetgan.training.gan import losses
 from duetgan.training.gan.batch import DiscriminatorOutput, Images, StepSlice
@@ -53,7 +54,7 @@ class DiscriminatorStep:
         Their graphs are needed at the same time if the objective is paired; one pass then has half
         of the operators. A penalty on one of them alone would differentiate both.
         """
-        due = self.penalty_weights(step_slice).keys() & {"r1", "r2"}
+        due = self.penalty_weights(step_slice.step).keys() & {"r1", "r2"}
         return (
             self.objective.paired and len(due) != 1 and self.context.discriminator.has_local_groups
         )
@@ -65,7 +66,7 @@ class DiscriminatorStep:
 
         The graph includes the images if a penalty on them is due.
         """
-        due = PENALTIES[names[0]][0] in self.penalty_weights(step_slice)
+        due = PENALTIES[names[0]][0] in self.penalty_weights(step_slice.step)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
         with phase("discriminator/forward"), penalised(due):
             return self.context.discriminate(batch, step_slice, rows, *names, compiled=not due)
@@ -102,7 +103,7 @@ class DiscriminatorStep:
         self, step_slice: StepSlice, rows: slice, real: Images, fake: Images
     ) -> None:
         """Accumulate the gradients of WGAN-GP's penalty between images and samples, if it is due."""
-        if "gradient_penalty" not in self.penalty_weights(step_slice):
+        if "gradient_penalty" not in self.penalty_weights(step_slice.step):
             return
         draws = self.context.draws
         weights = draws.interpolation_weights(step_slice.step, step_slice.batch_size)[rows]
@@ -118,25 +119,35 @@ class DiscriminatorStep:
             update = self.updater.step(step_slice.step)
             context.discriminator.after_update()
         if context.ada.active:
+            step = step_slice.step
             sign = collectives.all_reduce_sum_(metrics["logits/real_sign"].clone())
-            images_seen = step_slice.images_seen + step_slice.batch_size
-            context.ada.update(images_seen, step_slice.step, sign, step_slice.batch_size)
+            context.ada.update(context.images_at, step, sign, step_slice.batch_size)
             metrics["ada/p"] = context.ada.p.clone() / collectives.world_size()
         metrics["logits/margin"] = metrics["logits/real"] - metrics["logits/fake"]
         metrics.update(update.metrics("discriminator"))
 
-    def penalty_weights(self, step_slice: StepSlice) -> dict[str, float]:
-        """Return the weights of the penalties of this step, not yet multiplied by their interval."""
+    def penalty_weights(self, step: int) -> dict[str, float]:
+        """Return the weights of the penalties of a step, not yet multiplied by their interval."""
         loss = self.loss
-        if not loss.penalty_due(step_slice.step):
+        if not loss.penalty_due(step):
             return {}
         weights = {"gradient_penalty": loss.gradient_penalty_weight}
         for name, gamma in (("r1", loss.r1_gamma), ("r2", loss.r2_gamma)):
             if gamma and loss.gamma_final is not None:
-                seen = step_slice.images_seen
+                seen = self.context.images_at(step)
                 gamma = cosine(gamma, loss.gamma_final, seen, self.context.schedule_images)
             weights[name] = gamma / 2
         return {name: weight for name, weight in weights.items() if weight > 0}
+
+    def _weight(
+        self, name: str, step_slice: StepSlice, penalty: Tensor, factor: int = 1
+    ) -> float | Tensor:
+        """Return the weight of a penalty in this step, times a factor."""
+        return number(
+            lambda step: self.penalty_weights(step)[name] * factor,
+            step_slice.step,
+            penalty,
+        )
 
     def _backward(
         self,
@@ -158,7 +169,7 @@ class DiscriminatorStep:
         step_slice.add("loss/discriminator", loss)
         for output in outputs:
             loss = loss + label_losses(self.context, step_slice, rows, output)
-        weights = self.penalty_weights(step_slice)
+        weights = self.penalty_weights(step_slice.step)
         due = [output for output in outputs if PENALTIES[output.name][0] in weights]
         with (
             phase("discriminator/penalty" if due else "discriminator/backward"),
@@ -167,8 +178,8 @@ class DiscriminatorStep:
             for output, values in zip(due, self._penalties(due), strict=True):
                 name, _ = PENALTIES[output.name]
                 mean = values.sum() / step_slice.batch_size
-                step_slice.add(f"loss/{name}", mean * weights[name])
-                loss = loss + mean * (weights[name] * self.loss.r1_interval)
+                step_slice.add(f"loss/{name}", mean * self._weight(name, step_slice, mean))
+                loss = loss + mean * self._weight(name, step_slice, mean, self.loss.r1_interval)
             final = "between" if "gradient_penalty" in weights else "real"
             self.updater.overlap(last=step_slice.is_last(rows) and outputs[0].name == final)
             self.context.precision.backward(loss, self.updater.parameters)

@@ -1,17 +1,17 @@
 """The random draws of a GAN's step: latents, labels, noise maps, mixed styles (docs/randomness.md)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from duetgan.models.gan import StyledGenerator
+from duetgan.training.base.graphs import per_step
 from duetgan.utils.seeding import generator as keyed_generator
 
 
-@dataclass
-class Latents:
+class Latents(NamedTuple):
     """The random draws for the samples of one phase, for a global batch of B samples."""
 
     z: Tensor  # [B, z_dim]
@@ -40,6 +40,7 @@ class GanDraws:
     def _keyed(self, *key: str | int) -> torch.Generator:
         return keyed_generator(self.seed, *key, device=self.device)
 
+    @per_step
     def latents(
         self,
         step: int,
@@ -68,6 +69,7 @@ class GanDraws:
         mixed = torch.rand([batch_size], generator=keyed, device=self.device) < mixing
         return Latents(z, z_mixed, torch.where(mixed, crossover, num_ws), labels)
 
+    @per_step
     def label_offsets(self, step: int, batch_size: int) -> Tensor:
         """Draw int64 [B] in 1..K-1 for K labels.
 
@@ -78,6 +80,7 @@ class GanDraws:
             1, len(self.class_weights), [batch_size], generator=keyed, device=self.device
         )
 
+    @per_step
     def interpolation_weights(self, step: int, batch_size: int) -> Tensor:
         """Draw [B] uniform in [0, 1), to interpolate between samples and real images (1704.00028).
 
@@ -87,6 +90,7 @@ class GanDraws:
             [batch_size], generator=self._keyed("latent", step, "between"), device=self.device
         )
 
+    @per_step
     def noise(
         self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]
     ) -> list[Tensor]:
@@ -100,6 +104,7 @@ class GanDraws:
             for layer, shape in enumerate(shapes)
         ]
 
+    @per_step
     def path_noise(self, step: int, batch_size: int, shape: Sequence[int]) -> Tensor:
         """Draw the N(0, 1) noise images [B, *shape] for path-length regularisation."""
         return torch.randn(

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from duetgan.models.layers.convolution import penalised
+from duetgan.training.base.graphs import outside
 from duetgan.training.base.phases import phase
 from duetgan.training.base.teacher import Teacher
 from duetgan.training.gan.batch import Images, StepSlice
@@ -112,12 +114,16 @@ class GeneratorStep:
 
     def _average(self, step_slice: StepSlice, fakes: Sequence[Images], skipped: Tensor) -> None:
         """Update the moving means of w and of the weights."""
-        context, config = self.context, self.context.config
-        batch, seen = step_slice.batch_size, step_slice.images_seen
-        if context.styled is not None:
+        if self.context.styled is not None:
             sums = [fake.w.sum(dim=0) for fake in fakes if fake.w is not None]
             w_sum = collectives.all_reduce_sum_(sum(sums[1:], sums[0]))
-            context.styled.update_w_avg(w_sum / batch)
+            self.context.styled.update_w_avg(w_sum / step_slice.batch_size)
+        outside(partial(self._average_weights, step_slice.batch_size, skipped), step_slice.step)
+
+    def _average_weights(self, batch: int, skipped: Tensor, step: int) -> None:
+        # Outside of graphs, whose kernels do not count the changes that `class_styles` looks for.
+        context, config = self.context, self.context.config
+        seen = context.images_at(step)
         kimg = batch * 10 / 32 if config.ema.ema_kimg is None else config.ema.ema_kimg
         if config.ema.ema_kimg_start is not None:
             kimg = cosine(config.ema.ema_kimg_start, kimg, seen, context.schedule_images)

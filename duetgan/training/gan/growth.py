@@ -191,8 +191,10 @@ class Growth:
         self.stages = stages
         self.networks = networks
         self.average = StageGenerator(networks[1])
-        self.is_compiled = is_compiled(compile_setting, device)
-        self.device = device
+        # Python numbers would be frozen in compiled networks and in CUDA graphs.
+        self.uses_tensor = device.type != "cpu" or is_compiled(compile_setting, device)
+        self._tensor = torch.ones((), device=device)
+        self.alpha: Alpha = 1.0  # of the stage: a number or `_tensor`
         self.stage = stages.at(0)
 
     @property
@@ -203,12 +205,11 @@ class Growth:
     def enter(self, stage: Stage) -> None:
         """Change the networks to a stage and its alpha."""
         self.stage = stage
-        alpha: Alpha = stage.alpha
-        if stage.alpha < 1 and self.is_compiled:
-            # Every other number would compile another graph.
-            alpha = torch.full((), stage.alpha, device=self.device)
+        self.alpha = stage.alpha
+        if stage.alpha < 1 and self.uses_tensor:
+            self.alpha = self._tensor.fill_(stage.alpha)
         for network in self.networks:
-            network.enter(stage.resolution, alpha)
+            network.enter(stage.resolution, self.alpha)
 
     def begin(self, step: int, updaters: Iterable[Updater]) -> None:
         """Enter the stage of update `step`; at its first step reset the optimizers if configured."""
@@ -227,4 +228,4 @@ class Growth:
         assert min(images.shape[2:]) == self.stage.resolution
         if self.stage.alpha == 1:
             return images
-        return upsample_fir(F.avg_pool2d(images, 2)).lerp(images, self.stage.alpha)
+        return upsample_fir(F.avg_pool2d(images, 2)).lerp(images, self.alpha)

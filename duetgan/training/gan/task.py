@@ -1,7 +1,7 @@
 """The GAN task: networks, a training step of both, the saved state, and the evaluation."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from duetgan.models.layers import describe_kernels, fused
 from duetgan.models.registry import architecture_of
 from duetgan.training.base.config import Shape
 from duetgan.training.base.data import check_same_classes
+from duetgan.training.base.graphs import MANY, Graphs
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Stateful, Task
 from duetgan.training.base.teacher import Teacher
@@ -85,6 +86,7 @@ class GanTask(Task):
         self.joint_step = JointStep(self.generator_step, self.discriminator_step)
         self.loss_gradients = LossGradients(self.generator_step)
         self.watch = Watch(config.watch, config.loss.functions)
+        self.graphs = Graphs(config.graphs, device)
         # Distances of different extractors cannot be compared, so the name includes the extractor.
         self.best_metric = f"frechet/{config.evaluation.extractor}"
         # Built before training, so that an error does not wait until the first evaluation.
@@ -121,6 +123,9 @@ class GanTask(Task):
         if self.device.type != "cpu":
             rows["kernels"] = describe_kernels(self.device)
         return rows
+
+    def graph_text(self) -> str:
+        return self.graphs.describe(map(self.kind, range(MANY)))
 
     def lineage(self) -> Lineage:
         return self.teacher_lineage
@@ -159,32 +164,62 @@ class GanTask(Task):
         }
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        step_slice = self._begin(step)
-        reals = self.context.reals(next(batches), step_slice)
+        self._begin(step)
+        read = [next(batches) for _ in range(self.config.batches_per_step)]
+        return self.graphs.run(self.update, read, step, kind=self.kind, structure=self.structure)
+
+    def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
+        """Make update number `step` of both networks, which have entered its stage."""
+        step_slice = self._slice(step)
+        reals = self.context.reals(batches[0], step_slice)
         self.loss_gradients.measure(step_slice, reals)
         if self.joint_step.is_due(step):
             self.joint_step.run(step_slice, reals)
         else:
             fakes = self.generator_step.run(step_slice, reals)
             if not self.config.loss.same_images:
-                reals = self.context.reals(next(batches), step_slice, "discriminator")
+                reals = self.context.reals(batches[1], step_slice, "discriminator")
                 fakes = self._discriminator_samples(step_slice, reals)
             self.discriminator_step.run(step_slice, reals, fakes)
         self.precision.update_scale()
         return step_slice.metrics
 
-    def _begin(self, step: int) -> StepSlice:
-        """Enter the stage of update number `step`, clear the gradients, and return its slice."""
+    def _begin(self, step: int) -> None:
+        """Enter the stage of update number `step`, and clear the gradients."""
         updaters = (self.generator_step.updater, self.discriminator_step.updater)
         if self.growth is not None:
             self.growth.begin(step, updaters)
         for updater in updaters:
             updater.zero_grad()
+
+    def kind(self, step: int) -> Hashable:
+        """Return the kind of a step; None: with diagnostics, which run on the host."""
+        loss = self.config.loss
+        if loss.gradients_due(step) or self.config.log.layers_due(step):
+            return None
+        penalties = self.discriminator_step.penalty_weights(step)
+        due = (
+            loss.penalty_due(step),
+            loss.path_length_due(step),
+            self.context.ada.is_changed(step),
+        )
+        return *due, *penalties
+
+    def structure(self, step: int) -> Hashable:
+        """Return what the kernels of a step depend on besides its kind."""
+        stage = self.stages.at(step)
+        optimizers = (
+            self.generator_step.updater.optimizer,
+            self.discriminator_step.updater.optimizer,
+        )
+        sizes = (stage.resolution, stage.batch_size, stage.alpha == 1)
+        return sizes, self.precision.scaler, *optimizers
+
+    def _slice(self, step: int) -> StepSlice:
         batch = self.stages.at(step).batch_size
         size = batch // collectives.world_size()
         micro = min(self.config.micro_limit or size, size)
-        seen = self.stages.images_at(step)
-        return StepSlice(step, seen, batch, size, micro, collectives.rank() * size, {})
+        return StepSlice(step, batch, size, micro, collectives.rank() * size, {})
 
     def _discriminator_samples(
         self, step_slice: StepSlice, reals: Sequence[Images]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 from duetgan.training.base.config import PrecisionName
+from duetgan.training.base.graphs import outside
 from duetgan.training.optim.clipping import clip_
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer
@@ -50,6 +52,12 @@ class Precision:
     def scale(self) -> Tensor:
         """Return the loss scale, 0-d, without waiting for the device; 1 except for fp16."""
         return self.scaler.scale(torch.ones((), device=self.device))
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of the optimizer's parameters by the loss scale."""
+        if self.scaler.is_enabled():  # A step that was interrupted has not reached `update_scale`.
+            self.scaler._per_optimizer_states.pop(id(optimizer), None)
+        self.scaler.unscale_(optimizer)
 
     def update_scale(self) -> None:
         """Adapt the loss scale; called once per step, after the updates of all networks."""
@@ -146,21 +154,27 @@ class Updater:
             if parameter.grad is not None:
                 parameter.grad = in_memory_order_of(parameter, parameter.grad)
                 gradients.append(parameter.grad)
-        self.precision.scaler.unscale_(self.optimizer)
+        self.precision.unscale(self.optimizer)
         # With several devices the norm is computed on the device of the first gradient.
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
         clip_(self.parameters, self.config, norm, self.head)
-        self._schedule(step)
         skipped = (norm < math.inf).logical_not().float()  # 1.0 for NaN, too
-        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self.precision.scaler.step(self.optimizer)  # For fp16 the scaler sets its own flags.
+        outside(partial(self._apply, [p.grad for p in self.parameters], skipped), step)
         nonfinite = skipped
         if self.precision.scaler.is_enabled():
             # A loss scale above 1 explains an overflow and will be lowered. With a scale of at most
             # 1 the gradients themselves are not finite.
             nonfinite = skipped * (self.precision.scale() <= 1)
         return Update(norm, skipped, nonfinite)
+
+    def _apply(self, gradients: Sequence[Tensor | None], skipped: Tensor, step: int) -> None:
+        """Update the parameters from their gradients, unless the 0-d flag `skipped` is 1."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient  # A replayed step has gradients of its own.
+        self._schedule(step)
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self.optimizer.step()
 
     def _without_gradient(self) -> list[str]:
         """Return the names of the parameters that train but have no gradient; empty if `growing`."""

@@ -34,7 +34,10 @@ def build(mode="fixed", p=0.5, *, seed=0, channels=3, schedule_images=1000, tran
 
 def numbers(draws):
     return {
-        (name, part): value for name, group in draws.items() for part, value in vars(group).items() if value is not None
+        (name, part): value
+        for name, group in draws.items()
+        for part, value in group._asdict().items()
+        if value is not None
     }
 
 
@@ -99,7 +102,7 @@ def test_multipliers_of_p():
 def test_switched_off_it_does_nothing():
     ada = build("off", channels=5)
     assert not ada.active
-    ada.update(13, 3, torch.tensor(1.0), 13)
+    ada.update(lambda _: 13, 3, torch.tensor(1.0), 13)
     assert ada.p == 0.5
     assert all(build(mode, p_final=0.1).active for mode in ("adaptive", "fixed", "scheduled"))
 
@@ -121,8 +124,8 @@ def test_autocast_changes_nothing(half):
 def follow(ada, signs, sizes, start=0):
     found = []
     for step in range(start, len(signs)):
-        ada.update(0, step, torch.tensor(signs[step]), sizes[step])
-        found.append(ada.p)
+        ada.update(lambda _: 0, step, torch.tensor(signs[step]), sizes[step])
+        found.append(ada.p.clone())
     return torch.stack(found).tolist()
 
 
@@ -149,9 +152,9 @@ SIGNS = torch.rand(60, generator=generator(0, "signs"), dtype=torch.float64).mul
 )
 def test_where_the_strength_goes(config, signs, expected, double):
     ada = build(**({"mode": "adaptive", "p": 0.5} | config))
-    kept = ada.p
+    p = ada.p
     assert follow(ada, signs, [10] * len(signs))[-1] == pytest.approx(expected, abs=1e-12)
-    assert kept == 0.5  # p is never changed in place
+    assert ada.p is p  # CUDA graphs read its memory
     assert not ada.p.requires_grad
 
 

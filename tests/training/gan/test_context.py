@@ -51,7 +51,7 @@ def same_draws(one, other):
 
 def test_half_a_share_is_done_once_where_micro_batches_do_not_divide_it():
     """Of a batch of 48 on two ranks, in micro-batches of 8: the second rank's half begins at row 12."""
-    share = StepSlice(step=0, images_seen=0, batch_size=48, size=24, micro=8, first=0, metrics={}).half()
+    share = StepSlice(step=0, batch_size=48, size=24, micro=8, first=0, metrics={}).half()
     rows = share.micro_batches()
     assert [(each.start, each.stop) for each in rows] == [(0, 8), (8, 12)]
     assert [share.is_last(each) for each in rows] == [False, True]

@@ -5,7 +5,7 @@ discriminator sees augmented images only, real and generated ones, in both halve
 adaptive the strength p depends on r_t = E[sign D(real)], a measure of overfitting (section 2.2).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -13,6 +13,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from duetgan.training.base import phases
+from duetgan.training.base.graphs import per_step, value
 from duetgan.training.gan.ada import operations as ops
 from duetgan.training.gan.ada.operations import Draws, GroupDraws
 from duetgan.training.optim.config import cosine
@@ -88,12 +89,12 @@ class Ada:
         self.schedule_images = schedule_images
         self.adjustment_images = (config.kimg or (KIMG_TRANSFER if transfer else KIMG)) * 1000
         self.active = config.mode != "off"
-        # Never changed in place, so that a logged tensor keeps the value of its step.
         self.p = torch.full((), config.p, device=device)
         # Since the last change of p: the sum of sign D(real), and the number of images.
         self._sign_sum = torch.zeros((), device=device)
         self._count = torch.zeros((), device=device)
 
+    @per_step
     def draw(self, step: int, phase: str, size: Sequence[int], batch_size: int) -> Draws:
         """Draw the random numbers for the augmentation of a global batch, on the device.
 
@@ -157,35 +158,48 @@ class Ada:
                     result = change(result, groups[name], p[name], self.alpha)
         return result.to(images.dtype)
 
-    def update(self, images_seen: int, step: int, real_sign: Tensor, batch_size: int) -> None:
+    def is_changed(self, step: int) -> bool:
+        """Return True if update number `step` changes p by the sign of D(real)."""
+        interval = self.config.interval
+        return self.config.mode == "adaptive" and step % interval == interval - 1
+
+    def update(
+        self, images_at: Callable[[int], int], step: int, real_sign: Tensor, batch_size: int
+    ) -> None:
         """Change p after update number `step`, without waiting for the device.
 
         In mode adaptive, p += sign(r_t - target) * images / (kimg * 1000), limited to [0, 1], every
         `interval` steps; r_t and `images` are those since the last change. In mode scheduled, p is
-        a function of `images_seen` only.
+        a function of the images seen only. Changes p in place.
 
         Args:
-            images_seen: Images seen so far, including those of this step.
+            images_at: Returns the number of images seen before a step.
             real_sign: 0-d, the mean of sign D(real) over the global batch; ignored if it is not
                 finite, when the step's update is skipped too.
         """
         config = self.config
         if config.mode == "scheduled":
-            self.p = torch.full_like(
-                self.p, cosine(config.p, config.p_final, images_seen, self.schedule_images)
+            ends = (config.p, config.p_final)
+            self.p.copy_(
+                value(
+                    lambda step: torch.full_like(
+                        self.p, cosine(*ends, images_at(step + 1), self.schedule_images)
+                    ),
+                    step,
+                )
             )
         if config.mode != "adaptive":
             return
         finite = real_sign.isfinite()
-        self._sign_sum = self._sign_sum + torch.where(
-            finite, real_sign.detach() * batch_size, 0
-        ).to(self._sign_sum)
-        self._count = self._count + finite * batch_size
-        if step % config.interval == config.interval - 1:
+        sign_sum = torch.where(finite, real_sign.detach() * batch_size, 0)
+        self._sign_sum += sign_sum.to(self._sign_sum)
+        self._count += finite * batch_size
+        if self.is_changed(step):
             direction = (self._sign_sum - config.target * self._count).sign()
-            self.p = (self.p + direction * (self._count / self.adjustment_images)).clamp(0, 1)
-            self._sign_sum = torch.zeros_like(self._sign_sum)
-            self._count = torch.zeros_like(self._count)
+            change = direction * (self._count / self.adjustment_images)
+            self.p.add_(change).clamp_(0, 1)
+            self._sign_sum.zero_()
+            self._count.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"p": self.p, "sign_sum": self._sign_sum, "count": self._count}
@@ -193,6 +207,6 @@ class Ada:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state, but in mode fixed keep p of the config."""
         if self.config.mode != "fixed":
-            self.p = state["p"].to(self.p)
-        self._sign_sum = state["sign_sum"].to(self._sign_sum)
-        self._count = state["count"].to(self._count)
+            self.p.copy_(state["p"])
+        self._sign_sum.copy_(state["sign_sum"])
+        self._count.copy_(state["count"])

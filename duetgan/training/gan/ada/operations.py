@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ CUTOUT = 0.5  # size of the cut-out rectangle, as a fraction of each side
 HALF_BAND_TAPS = (16 / 32, 9 / 32, 0.0, -1 / 32)
 
 
-@dataclass
-class GroupDraws:
+class GroupDraws(NamedTuple):
     """The random draws of a group of operations for B images."""
 
     # [B, operations] uniform in [0, 1): an operation is applied where its value is below p

@@ -1,0 +1,67 @@
+"""Steps as CUDA graphs on the pretend accelerator have the numbers of other steps to the bit; faults are seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.accelerator.graph_cases import EAGER, FAST, FAULTS, FEW, SLOW
+from tests.accelerator.test_accelerator import python
+
+pytestmark = pytest.mark.timeout(1800)  # a part runs whole when its first row is asked for
+
+
+class Seen(dict[str, Any]):
+    """What each part of the cases has shown; it runs when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, part: str) -> Any:
+        folder = self.folder / part
+        folder.mkdir()
+        self[part] = json.loads(python("-m", "tests.accelerator.graph_cases", part, str(folder)).splitlines()[-1])
+        return self[part]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return Seen(tmp_path_factory.mktemp("graphs"))
+
+
+ROWS = [("fast", name) for name in FAST] + [pytest.param("slow", name, marks=pytest.mark.slow) for name in SLOW]
+
+
+@pytest.mark.parametrize(("part", "name"), ROWS)
+def test_replayed_steps_have_the_numbers_of_others_to_the_bit(seen, part, name):
+    """Also where training goes back to a state half way."""
+    found = seen[part][name]
+    assert found["differing"] == []
+    if name in EAGER:
+        assert (found["plan"], found["captured"]) == (EAGER[name], 0)
+    else:
+        assert found["plan"].startswith("CUDA graph, ")
+        assert found["captured"] > 0
+
+
+def test_a_replay_allocates_what_enters_and_leaves_the_step_alone(seen):
+    """Its steps are all of one kind: from the third on they hold no more from one to the next, and make few tensors."""
+    first, _, *replayed = seen["fast"]["R3GAN, fp16, schedules"]["held"]
+    assert len(replayed) == FEW - 2
+    assert replayed[-1][0] - replayed[-3][0] < 1000  # the metrics that the case keeps
+    assert max(peak for _, peak in replayed) < first[1] / 10
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(seen, fault):
+    found = seen["fast"][fault]
+    refusal = {"a generator used inside": "draws from a generator", "a host read": "(_local_scalar_dense)"}
+    if fault in refusal:  # a GPU refuses the capture; the run says so, and goes on with the same numbers
+        (plan,) = found
+        assert plan.startswith("eager, because the capture of a step failed: operation not permitted")
+        assert refusal[fault] in plan
+    else:
+        differing, plan = found
+        assert differing
+        assert plan.startswith("CUDA graph, ")
