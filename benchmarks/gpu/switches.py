@@ -65,7 +65,8 @@ def timed(config: RunConfig, name: str, samples: int, setting: Setting) -> dict[
     found: dict[str, Value] = {"ms": 1000 * seconds, "images_per_second": samples / seconds, "warm_up_s": warming}
     if device.type != "cpu":
         found["peak_gib"] = torch.accelerator.max_memory_allocated(device) / GIB
-    return found | {"precision": precision}
+    obstacle = trial.task.graphs.obstacle  # type: ignore[attr-defined]
+    return found | {"precision": precision, "steps": f"eager, because {obstacle}" if obstacle else "captured"}
 
 
 def operators(config: RunConfig, name: str, samples: int, setting: Setting) -> float:

@@ -119,6 +119,7 @@ def test_small_form_on_the_cpu(
     for part, name in (("graphs", "quickstart_classifier, graphs"), ("kernels", "quickstart_gan, kernels and graphs")):
         assert rows[part][name]["vs_first_ratio"] > 0
     assert rows["graphs"]["quickstart_gan, eager"]["operators"] > 500
+    assert rows["graphs"]["quickstart_gan, eager"]["steps"] == "eager, because graphs is off"
     assert rows["micro"]["blur"]["triton_both_ms"] > rows["micro"]["blur"]["compiled_ms"] > 0  # an interpreter is slow
     assert rows["timm"]["cifar10_classifier_gpu, eager"]["vs_peer_ratio"] > 0
     assert rows["stylegan3"]["NVIDIA's StyleGAN3 code"]["images_per_second"] > 0
