@@ -161,6 +161,26 @@ class StyledGenerator(ImageGenerator):
         self._class_styles: dict[str, tuple[Tensor, Tensor]] = {}
         self._weights_version: list[tuple[int, int]] = []
 
+    def forward(
+        self,
+        z: Tensor,
+        labels: Tensor | None = None,
+        *,
+        noise: Sequence[Tensor] | NoiseMode = "const",
+        truncation_psi: float = 1.0,
+        truncation_cutoff: int | None = None,
+        truncation_mean: TruncationMean = "class",
+    ) -> Tensor:
+        w = self.mapping(z, labels if self.classes else None)
+        ws = self.truncate(
+            w[:, None].expand(-1, self.num_ws, -1),
+            truncation_psi,
+            truncation_cutoff,
+            labels=labels,
+            mean=truncation_mean,
+        )
+        return self.synthesis(ws, noise)
+
     @torch.no_grad()
     def update_w_avg(self, w_mean: Tensor) -> None:
         """Move `w_avg` towards the mean w [w_dim] of a global batch.

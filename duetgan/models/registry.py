@@ -11,6 +11,7 @@ from duetgan.models import dcgan, growing, r3gan, stylegan2
 from duetgan.models.backbones import timm, torchvision
 from duetgan.models.backbones.airbench import AIRBENCH
 from duetgan.models.backbones.base import Backbone
+from duetgan.utils import extras
 from duetgan.utils.config.build import build
 from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config
@@ -119,3 +120,6 @@ def backbone_of(name: str) -> Backbone:
     if name.startswith(timm.PREFIX):
         return timm.timm_backbone(name)
     return entry(BACKBONES, name, "model", *TRAINED_BACKBONES, "timm:NAME")
+
+
+extras.attach(__name__)

@@ -18,7 +18,6 @@ from duetgan.models.gan import (
     ImageDiscriminator,
     NoiseMode,
     StyledGenerator,
-    TruncationMean,
     run,
     sizes_up_to,
 )
@@ -362,26 +361,6 @@ class Generator(StyledGenerator):
         if noise == "random" or len(noise) != len(layers):
             raise ValueError(f"noise: const, none or {len(layers)} maps are needed")
         return noise
-
-    def forward(
-        self,
-        z: Tensor,
-        labels: Tensor | None = None,
-        *,
-        noise: Sequence[Tensor] | NoiseMode = "const",
-        truncation_psi: float = 1.0,
-        truncation_cutoff: int | None = None,
-        truncation_mean: TruncationMean = "class",
-    ) -> Tensor:
-        w = self.mapping(z, labels if self.classes else None)
-        ws = self.truncate(
-            w[:, None].expand(-1, self.num_ws, -1),
-            truncation_psi,
-            truncation_cutoff,
-            labels=labels,
-            mean=truncation_mean,
-        )
-        return self.synthesis(ws, noise)
 
 
 # --- the discriminator

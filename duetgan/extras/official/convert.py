@@ -84,7 +84,7 @@ def read(path: Path) -> "Converted":
     faults = (ValueError, TypeError, LookupError, RuntimeError)
     with files.reading(
         path,
-        "give a network of NVIDIA's StyleGAN2, R3GAN or rosinality's stylegan2-pytorch",
+        "give a network of NVIDIA's StyleGAN, R3GAN or rosinality's stylegan2-pytorch",
         *faults,
     ):
         if path.suffix == ".safetensors":

@@ -1,8 +1,9 @@
-"""StyleGAN2 networks of NVIDIA's PyTorch programs stylegan2-ada-pytorch and stylegan3."""
+"""Networks of NVIDIA's PyTorch programs stylegan2-ada-pytorch and stylegan3."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from duetgan.extras.official.names import (
     NETWORKS,
     Converted,
     Place,
+    Places,
     Source,
     number,
     official_state,
@@ -21,7 +23,7 @@ from duetgan.extras.official.names import (
 )
 from duetgan.extras.official.unpickle import Inert, Refused, module_state
 from duetgan.models.restore import read_tensors
-from duetgan.utils import files
+from duetgan.utils import extras, files
 from duetgan.utils.config.yaml_files import Tree
 
 FILTER = [1, 3, 3, 1]
@@ -90,6 +92,22 @@ class Arguments:
             raise Refused(f"{self.title} has {', '.join(left)}, which Duet does not know")
 
 
+@dataclass(frozen=True)
+class GeneratorForm:
+    """A kind of generator in NVIDIA's files, and its counterpart here."""
+
+    architecture: str  # key of ARCHITECTURES
+    config: Tree
+    shape: dict[str, int]  # resolution, channels, classes
+    place: Places  # our names of tensors -> NVIDIA's
+    drop_filters: Callable[[Source], None]  # checks and removes the filters
+    absent: tuple[str, ...] = ()  # suffixes of our names of tensors that the file lacks
+
+
+# tensor that only this kind has -> function of the arguments that it was built with; of extras
+GENERATORS: dict[str, Callable[[Arguments], GeneratorForm]] = {}
+
+
 def convert(content: Mapping[str, object]) -> Converted:
     """Convert the networks `G`, `D` and `G_ema` in the content of a PyTorch pickle."""
     networks: dict[str, Inert] = {}
@@ -100,7 +118,7 @@ def convert(content: Mapping[str, object]) -> Converted:
         networks[name] = network
         class_name = "Discriminator" if name == "D" else "Generator"
         if network.name != class_name or "_init_kwargs" not in network.state:
-            raise Refused(f"{name} is a {network.name!r}, none of StyleGAN2's networks")
+            raise Refused(f"{name} is a {network.name!r}, none of StyleGAN's networks")
     return converted(
         networks["G_ema"].state["_init_kwargs"],
         networks["D"].state["_init_kwargs"],
@@ -118,24 +136,31 @@ def converted(
         discriminator: Keyword arguments of the discriminator; unused if `states` has no `D`.
         states: State dicts of `G_ema` and optionally `G` and `D`.
     """
-    g, shape, has_noise = _generator_arguments(Arguments(generator, "the generator's arguments"))
+    kinds = [name for name in GENERATORS if name in states["G_ema"]]
+    read = GENERATORS[kinds[0]] if kinds else _stylegan2
+    # Where stylegan2-ada-pytorch's program has these arguments, stylegan3's has other defaults.
+    is_ada = isinstance(generator, dict) and "synthesis_kwargs" in generator
+    defaults = {} if is_ada else {"num_fp16_res": 4, "conv_clamp": 256}
+    g = read(_arguments(generator, defaults, "the generator's arguments"))
     # If the file has no discriminator, a new one is as wide as the generator.
-    d = {name: g[name] for name in ("channel_base", "channel_max")}
-    gan = Converted("stylegan2", shape, g, d, {})
+    d = {name: g.config[name] for name in ("channel_base", "channel_max")}
+    gan = Converted(g.architecture, g.shape, g.config, d, {})
     multiplier = 0.01
     if "D" in states:
-        arguments = Arguments(discriminator, "the discriminator's arguments")
+        arguments = _arguments(discriminator, defaults, "the discriminator's arguments")
         gan.discriminator, d_shape, multiplier, gan.notes = _discriminator_arguments(arguments)
-        if shape != d_shape:
-            raise Refused(f"the generator draws {shape}, the discriminator looks at {d_shape}")
+        if g.shape != d_shape:
+            raise Refused(f"the generator draws {g.shape}, the discriminator looks at {d_shape}")
     for part, network in NETWORKS.items():
-        if network in states:
-            source = Source(states[network], network)
+        if network not in states:
+            continue
+        source = Source(states[network], network)
+        if network == "D":
             source.drop_filters("resample_filter")
-            absent: tuple[str, ...] = ()
-            if network != "D" and not has_noise:  # no noise equals noise of strength 0
-                absent = ("noise_strength", "noise_const")
-            gan.take(part, source, partial(_place, network, shape["resolution"]), absent)
+            gan.take(part, source, partial(_place, network, g.shape["resolution"]))
+        else:
+            g.drop_filters(source)
+            gan.take(part, source, g.place, g.absent)
     for name, value in gan.state.get("discriminator", {}).items():
         if name.startswith("label_mapping."):
             value.mul_(multiplier / 0.01)
@@ -239,41 +264,53 @@ SHAPE = {"resolution": "img_resolution", "channels": "img_channels", "classes": 
 ARCHITECTURES = {"resnet": "residual", "orig": "plain"}  # NVIDIA's name -> ours
 
 
-def _generator_arguments(arguments: Arguments) -> tuple[Tree, dict[str, int], bool]:
-    """Return our configuration, the shape, and True if the generator has noise."""
-    shape = _shape(arguments)
+def _arguments(values: object, defaults: Tree, title: str) -> Arguments:
+    return Arguments({**defaults, **values} if isinstance(values, dict) else values, title)
+
+
+def mapping_arguments(arguments: Arguments, *, layers: int, beta: float) -> Tree:
+    """Return our configuration of the mapping network; `layers` and `beta` are NVIDIA's defaults."""
     mapping = arguments.inner("mapping_kwargs")
-    # stylegan3's program has the synthesis arguments at the top level
-    for name, value in arguments.inner("synthesis_kwargs").values.items():
-        arguments.values.setdefault(name, value)
-    z_dim = arguments.number("z_dim", 512)
     w_dim = arguments.number("w_dim", 512)
-    layers = mapping.number("num_layers", 8)
-    multiplier = mapping.take("lr_multiplier", 0.01)
-    sizes = _sizes(arguments)
-    beta = mapping.take("w_avg_beta", 0.995)
+    w_avg_beta = mapping.take("w_avg_beta", beta)
     config = {
-        "z_dim": z_dim,
+        "z_dim": arguments.number("z_dim", 512),
         "w_dim": w_dim,
-        "mapping_layers": layers,
-        "mapping_lr_multiplier": multiplier,
-        **sizes,
-        "w_avg_beta": 0.995 if beta in (None, 1) else beta,
+        "mapping_layers": mapping.number("num_layers", layers),
+        "mapping_lr_multiplier": mapping.take("lr_multiplier", 0.01),
+        "w_avg_beta": beta if w_avg_beta in (None, 1) else w_avg_beta,
     }
     widths = [None, w_dim]
     mapping.require(activation=["lrelu"], embed_features=widths, layer_features=widths)
     mapping.done()
+    return config
+
+
+def _stylegan2(arguments: Arguments) -> GeneratorForm:
+    shape = image_shape(arguments)
+    # stylegan3's program has the synthesis arguments at the top level
+    for name, value in arguments.inner("synthesis_kwargs").values.items():
+        arguments.values.setdefault(name, value)
+    config = mapping_arguments(arguments, layers=8, beta=0.995) | size_arguments(arguments)
     arguments.require(architecture=["skip"], resample_filter=[FILTER], activation=["lrelu"])
     has_noise = bool(arguments.take("use_noise", True))
     arguments.done("fp16_channels_last", "fused_modconv_default")  # these only affect speed
-    return config, shape, has_noise
+    return GeneratorForm(
+        architecture="stylegan2",
+        config=config,
+        shape=shape,
+        place=partial(_place, "G", shape["resolution"]),
+        drop_filters=lambda source: source.drop_filters("resample_filter"),
+        # No noise equals noise of strength 0.
+        absent=() if has_noise else ("noise_strength", "noise_const"),
+    )
 
 
 def _discriminator_arguments(
     arguments: Arguments,
 ) -> tuple[Tree, dict[str, int], float, list[str]]:
     """Return our configuration, the shape, the label mapping's learning-rate factor, and notes."""
-    shape = _shape(arguments)
+    shape = image_shape(arguments)
     notes: list[str] = []
     architecture = arguments.take("architecture", "resnet")
     if architecture not in ARCHITECTURES:
@@ -281,7 +318,7 @@ def _discriminator_arguments(
             f"the discriminator is of architecture {str(architecture)[:30]!r}; Duet has "
             f"{', '.join(ARCHITECTURES)}"
         )
-    config = {"architecture": ARCHITECTURES[architecture], **_sizes(arguments)}
+    config = {"architecture": ARCHITECTURES[architecture], **size_arguments(arguments)}
     widths = [None, min(config["channel_base"] // 4, config["channel_max"])]
     arguments.require(cmap_dim=widths)
     block = arguments.inner("block_kwargs")
@@ -313,7 +350,8 @@ def _discriminator_arguments(
     return config, shape, multiplier, notes
 
 
-def _shape(arguments: Arguments) -> dict[str, int]:
+def image_shape(arguments: Arguments) -> dict[str, int]:
+    """Return the shape of the images, with our names."""
     side = arguments.take("img_resolution")
     sizes(side)
     return {
@@ -323,7 +361,8 @@ def _shape(arguments: Arguments) -> dict[str, int]:
     }
 
 
-def _sizes(arguments: Arguments) -> Tree:
+def size_arguments(arguments: Arguments) -> Tree:
+    """Return our configuration of a network's width and precision."""
     limit = arguments.take("conv_clamp")
     return {
         "channel_base": arguments.number("channel_base", 32768),
@@ -346,3 +385,6 @@ def _official_sizes(config: Tree) -> Tree:
         "num_fp16_res": config["fp16_resolutions"] if is_exact else 0,
         "conv_clamp": config["conv_clamp"] if is_exact else None,
     }
+
+
+extras.attach(__name__)
