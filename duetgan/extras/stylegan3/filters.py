@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duetgan.models.layers import ACTIVATION_GAIN, LEAKY_SLOPE
-from duetgan.models.layers.fp16 import clamped
+from duetgan.models.layers import ACTIVATION_GAIN, LEAKY_SLOPE, clamped
 
 
 def lowpass(

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from duetgan.extras.stylegan3.filters import Resampler, filtered_leaky_relu, lowpass
 from duetgan.models.gan import NoiseMode, StyledGenerator, run
-from duetgan.models.layers import EqualizedLinear, compute_dtype
+from duetgan.models.layers import EqualizedLinear, clamped, compute_dtype
 from duetgan.models.layers.convolution import Geometry, convolve, is_penalised
-from duetgan.models.layers.fp16 import LayerPrecision, clamped
+from duetgan.models.layers.fp16 import LayerPrecision
 from duetgan.models.layers.stylegan2 import MappingNetwork
 from duetgan.models.stylegan2 import GeneratorConfig
 from duetgan.utils.config.model import Decay, NonNegativeInt, PositiveInt

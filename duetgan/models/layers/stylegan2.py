@@ -58,7 +58,7 @@ class MappingNetwork(nn.Module):
             )
         )
 
-    def forward(self, z: Tensor, labels: Tensor | None) -> Tensor:
+    def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
         with torch.autocast(z.device.type, enabled=False):
             x = normalize_second_moment(z)
             if self.embed is not None:

@@ -33,9 +33,9 @@ FILTER = "synthesis.L1_24_24.down_filter"
 REFUSED: dict[str, tuple[str, Any]] = {
     FILTER: (f"{FILTER} is another filter", torch.ones(12) / 12),
     "img_resolution": ("a resolution of 24", 24),
-    "first_cutoff": ("first_cutoff is 3; Duet's networks have 2.0", 3),
+    "first_cutoff": ("first_cutoff is '3'; Duet's networks have 2.0", 3),
     "num_critical": ("critical_layers 5: give less", 5),
-    "channel_max": ("is [24, 24", 16),
+    "channel_max": ("G has no synthesis.L0_24_16.up_filter", 16),
     "mystery": ("mystery, which Duet does not know", 1),
 }
 

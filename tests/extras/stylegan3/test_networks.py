@@ -23,11 +23,11 @@ TINY |= {"channel_base": 24, "channel_max": 4}
 KINDS = {"T": GeneratorTConfig, "R": GeneratorRConfig}
 
 
-def build(kind="T", resolution=16, classes=0, **more):
+def build(kind="T", resolution=16, classes=0, channels=2, **more):
     """A generator in float64 whose parameters are all away from their start."""
     with forked(0, "init", "stylegan3"):
         config = KINDS[kind](**{**TINY, **more})
-        network = randomised(Stylegan3Generator(config, resolution=resolution, channels=2, classes=classes))
+        network = randomised(Stylegan3Generator(config, resolution=resolution, channels=channels, classes=classes))
     for number, layer in enumerate(network.layers):
         layer.magnitude_ema.fill_(0.5 + 0.2 * number)
     return network
@@ -151,6 +151,7 @@ def test_images_are_those_of_the_formulas(kind):
     close(found, expected, tolerance=1e-6)  # filters are kept in float32
     z = draw(3, 5, key="z")
     assert torch.equal(network(z, truncation_psi=0), network(0 * z, truncation_psi=0))
+    assert torch.equal(network.mapping(z), network.mapping(z, None))  # as export.py --format folder calls it
 
 
 def test_networks_for_1024_px_have_nvidias_parameters():
