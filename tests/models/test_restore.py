@@ -110,7 +110,7 @@ def test_an_unknown_name_is_refused_with_the_near_one():
 def test_both_networks_can_be_traced_in_training(architecture, name):
     """TensorBoard's graph of a run is a trace of networks whose parameters train."""
     parts = ARCHITECTURES[architecture]
-    config = getattr(parts, f"{name}_config")(**SMALL[architecture])
+    config = getattr(parts, f"{name}_config")(**SMALL.get(architecture, SMALL["stylegan2"]))
     network = getattr(parts, name)(config, resolution=8, channels=1, classes=2)
     z = torch.zeros(4, network.z_dim) if name == "generator" else torch.zeros(4, 1, 8, 8)
     labels = torch.zeros(4, dtype=torch.int64)

@@ -57,7 +57,7 @@ class Motion(Journey):
         times = torch.tensor([number / len(self) for number in numbers])
         shifts = torch.sin(2 * math.pi * times)[:, None] * torch.tensor(self.translate)
         previous = self.input.transform
-        self.input.transform = transforms(shifts, self.rotate * times).to(previous)
+        self.input.transform = torch.nn.Buffer(transforms(shifts, self.rotate * times).to(previous))
         try:
             return super()._images(numbers, noise)
         finally:

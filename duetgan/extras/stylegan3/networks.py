@@ -166,9 +166,9 @@ def design_filters(source: Signal, target: Signal, *, radial: bool) -> tuple[Fil
     rate = OVERSAMPLING * max(source.rate, target.rate)
     up = rate // source.rate
     down = rate // target.rate
-    before = lowpass(FILTER_TAPS * up, source.cutoff, source.half_width, rate)
-    after = lowpass(FILTER_TAPS * down, target.cutoff, target.half_width, rate, radial=radial)
-    return (up, before), (down, after)
+    up_filter = lowpass(FILTER_TAPS * up, source.cutoff, source.half_width, rate)
+    down_filter = lowpass(FILTER_TAPS * down, target.cutoff, target.half_width, rate, radial=radial)
+    return (up, up_filter), (down, down_filter)
 
 
 class Layer(nn.Module):
