@@ -2,10 +2,12 @@
 
 - Content: `CheckpointManager.save` lists the entries. The entry `state` has the state dict of each
   object of `Loop.registry` (loop.py), by name: those of `Task.registry` (gan/task.py,
-  classifier/task.py), i.e. networks, averages, optimizers and the loss scaler; and the loader's
-  position, the window of metrics, and the loop with its callbacks.
+  classifier/task.py), such as networks, averages, optimizers and the loss scaler; and the loader's
+  position, the window of metrics, and the loop with its callbacks. Random number generators have no
+  state, because each draw has its own seed (docs/randomness.md).
 - Restoring: `Loop.resume` calls `CheckpointManager.restore` on all ranks, which checks the newest
-  readable file and calls `load_state_dict` of each object. Other programs build a network alone
+  readable file and calls `load_state_dict` of each object; the manager itself restores the lineage,
+  the history of the data and the best evaluation. Other programs build a network alone
   from a checkpoint, by models/restore.py.
 
 utils/checkpoint writes and reads the files.

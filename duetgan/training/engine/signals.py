@@ -4,13 +4,16 @@ What happens on rank 1 when rank 0 receives SIGTERM (a scheduler or torchrun may
 process alone; Duet's launcher, utils/distributed/launch.py, forwards it to all; SLURM sends SIGUSR1
 before it ends a job):
 
-1. Rank 0 only remembers the signal (`_receive`) and finishes its step. Rank 1 knows nothing.
+1. Rank 0 only remembers the signal (`_receive`) and finishes its step, with the evaluation and the
+   checkpoint that are due. Rank 1 knows nothing.
 2. After each step `Loop` calls `after_iteration`, in which all ranks exchange what they have
-   received (`agreed`). Rank 1 learns of the signal here, at the end of the same step.
+   received (`agreed`). Rank 1 learns of the signal here, in the same step; after a
+   roll-back one step later.
 3. All ranks call `Loop.save`: rank 0 writes the checkpoint and status.json, and rank 1 waits for it
    at a barrier, however long that takes.
-4. All ranks raise StoppedBySignal, for which `run_cli` (utils/distributed/process.py) returns exit
-   code 3. Rank 0 alone prints the line and writes the report.
+4. All ranks raise StoppedBySignal. Rank 0 writes the report, for which rank 1 waits
+   (engine/run.py), and prints the line. `run_cli` (utils/distributed/process.py) returns exit code
+   3 on each rank.
 
 Before and after training a signal ends the process at once (`leaving_on_signals` in process.py;
 under a launcher the default action).

@@ -4,11 +4,13 @@ What decides them, in order:
 
 1. The config: `precision` and `threads`, if they are not auto.
 2. The run folder: a resumed run keeps the values of its first start (`resolve_auto`).
-3. `choose`, before the task is built. On accelerators precision auto is bf16 if that is native,
+3. The environment: DUET_PRECISION replaces precision auto; with OMP_NUM_THREADS, or several ranks
+   on the machine, the number of threads is not searched.
+4. `choose`, before the task is built. On accelerators precision auto is bf16 if that is native,
    else fp16. On CPUs it is the faster of fp32 and bf16, which a separate task measures, so that the
    run's networks, statistics and draws are not touched; and there is a thread for each core that
    other programs leave free (`fitting` in utils/machine.py), or fewer if that is faster.
-4. During the run `ThreadCount` sets the threads before each step; with `threads: adapt`,
+5. During the run `ThreadCount` sets the threads before each step; with `threads: adapt`,
    extras/pace changes them as other programs come and go.
 
 `Precision` (optim/updater.py) applies the precision, `use_threads` (utils/machine.py) the threads.
