@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from duetgan.data.opening import dataset_for_model
 from duetgan.inference.inputs import Image, Transform
+from duetgan.inference.latents import Latents
 from duetgan.inference.projection import Projection, find
-from duetgan.inference.samples import Sampler
+from duetgan.inference.samples import Sampler, load_sources
 from duetgan.inference.settings import ProjectionConfig, label_of
 from duetgan.metrics.evaluate_classifier import (
     answers_of,
@@ -150,13 +151,25 @@ class Classifier(nn.Module):
 
 
 class Samples(NamedTuple):
-    """Images that a generator drew. Sample i depends only on `seed`, its class and `indices[i]`."""
+    """Images that a generator drew. Sample i depends only on its class, `seeds[i]` and `indices[i]`.
+
+    Samples of `Generator.sample(seeds=...)` depend on class and seed alone.
+    """
 
     # uint8, uint16 or float32 [n, channels, H, W] on the CPU; alpha is not multiplied into colours
     images: Tensor
-    labels: list[str]  # the class of each image; empty for an unconditional generator
-    seed: int
+    # the class of each image, "" for latents without one; empty for an unconditional generator
+    labels: list[str]
+    seeds: list[int]  # 0 for saved latents
     indices: list[int]
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a table with the columns `label`, `seed` and `index`, and a row for each image.
+
+        Raises UserError if pandas is not installed.
+        """
+        labels = self.labels or [""] * len(self.seeds)
+        return data_frame({"label": labels, "seed": self.seeds, "index": self.indices})
 
 
 class Generator(nn.Module):
@@ -215,24 +228,35 @@ class Generator(nn.Module):
         # class names ("cat; dog" for a set of labels), to draw from in turn; None: all
         classes: str | Sequence[str] | None = None,
         seed: int = 0,
+        # instead of `n` and `seed`: seeds, each of which is drawn for each class, files of latents
+        # and results of `project`
+        seeds: Sequence[int | str | Path | Latents] = (),
         psi: float = 1.0,  # truncation, for generators with w: 1 is none, 0 the mean image
         # truncate w towards the mean of the sample's class, or of all samples ("global")
         truncation_mean: TruncationMean = "class",
         noise: NoiseMode = "random",
+        progress: bool = False,  # show a progress bar on stderr
     ) -> Samples:
         """Draw `n` images. The same seed gives the same images, whatever `n` is.
 
-        Raises UserError for n < 1, an unknown class, and a truncation that the generator does not
-        support.
+        Raises UserError for n < 1, an unknown class, seeds and files that cannot be read, and a
+        truncation that the generator does not support.
         """
-        if n < 1 or noise not in get_args(NoiseMode):
+        if (n < 1 and not len(seeds)) or noise not in get_args(NoiseMode):
             modes = ", ".join(get_args(NoiseMode))
             raise UserError(f"sample: {n} images with noise {noise!r}; give 1 or more, {modes}")
         sampler = self._sampler(
             classes, seed, noise_mode=noise, truncation_psi=psi, truncation_mean=truncation_mean
         )
-        names = [self.label_names[label] for label in sampler.classes(range(n))]
-        return Samples(sampler.images(range(n)), names, seed, sampler.indices(range(n)))
+        sources = load_sources(seeds, self.network, self.label_names, times=len(sampler.chosen))
+        sampler = replace(sampler, sources=sources)
+        numbers = range(len(sources) or n)
+        batches = Bar(sampler.batches(len(numbers)), "samples", unit="batch", disable=not progress)
+        images = torch.cat([sampler.images(batch) for batch in batches])
+        names = [self.label_names[label] for label in sampler.classes(numbers)]
+        for row, latents in sampler.saved(numbers).items() if names else ():
+            names[row] = "" if latents.label is None else self.label_names[latents.label]
+        return Samples(images, names, sampler.seeds(numbers), sampler.indices(numbers))
 
     def grid(
         self, n: int | None = None, *, columns: int | None = None, **options: Any

@@ -1,8 +1,8 @@
 """Draw images, films and data sets with a trained generator, or reproduce a given image with it."""
 
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +19,7 @@ from duetgan.utils.config.cli import (
     number,
     positive,
 )
+from duetgan.utils.errors import refuse
 from duetgan.utils.files import check_writable
 
 if TYPE_CHECKING:  # imports of torch take seconds, so the options are checked first
@@ -43,6 +44,8 @@ class Output:
     classes: bool = True  # False without the option --classes
     psi: bool = True  # False without the option --truncation-psi
     noise: bool = True  # False without the options of truncation and noise
+    # names of the options that choose samples by seeds and files, with the samples in their help
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 def parser() -> Parser:
@@ -59,6 +62,7 @@ def parser() -> Parser:
             truncation_psi=1.0,
             truncation_cutoff=None,
             truncation_mean="class",
+            seeds=(),
         )
         add_model_options(command)
         add = command.add_argument
@@ -69,7 +73,19 @@ def parser() -> Parser:
             metavar="FILE",
             help="the file to write; for grid also a folder",
         )
-        add("--seed", type=number(int), default=0, help="seed of the samples")
+        text = "seed of the samples (default: 0)"
+        if output.sources:
+            text = "the first seed; each further sample of a class has the next one (default: 0)"
+        add("--seed", type=number(int), help=text)
+        for option, samples in output.sources.items():
+            add(
+                f"--{option}",
+                type=settings.sources,
+                default=(),
+                metavar="LIST",
+                help=f"{samples}: seeds and files of project --save, such as "
+                "2,3,10-80,found.safetensors (instead of --seed and --n)",
+            )
         if output.classes:
             add(
                 "--classes",
@@ -104,7 +120,7 @@ def add_grid_options(add: Add) -> None:
 
 def write_grid(options: Namespace) -> str:
     """Write a PNG file, or a folder of images if `--out` names one."""
-    sampler, checkpoint, _ = open_sampler(options)
+    sampler, checkpoint, _ = open_sampler(options, every_class=True)
     from duetgan.inference.samples import draw_grid
 
     names = sampler.generator.label_names(checkpoint["classes"])
@@ -143,12 +159,20 @@ def add_mix_options(add: Add) -> None:
 def write_mix(options: Namespace) -> str:
     """Write a PNG file with a table of style mixing."""
     sampler, checkpoint, _ = open_sampler(options)
-    from duetgan.inference.samples import draw_mix, parse_layers, with_styles
+    from duetgan.inference.samples import draw_mix, load_sources, parse_layers, with_styles
 
     names = sampler.generator.label_names(checkpoint["classes"])
     layers = parse_layers(options.layers, with_styles(sampler.generator, "mix").num_ws)
-    count = draw_mix(sampler, names, options.out, layers=layers, count=options.n)
-    return f"wrote {count} x {count} mixtures, layers {options.layers} from B, to {options.out}"
+    size = draw_mix(
+        sampler,
+        names,
+        options.out,
+        layers=layers,
+        count=options.n,
+        rows=load_sources(options.rows, sampler.generator, names),
+        columns=load_sources(options.cols, sampler.generator, names),
+    )
+    return f"wrote {size} mixtures, layers {options.layers} from B, to {options.out}"
 
 
 def add_film_options(add: Add) -> None:
@@ -180,12 +204,19 @@ def add_film_options(add: Add) -> None:
 
 def interpolate(options: Namespace) -> str:
     settings.check_film(options.out, fps=options.fps)
-    sampler, *_ = open_sampler(options)
+    refuse(
+        (len(options.seeds) == 1, "--seeds: a film goes from sample to sample, give two or more")
+    )
+    sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.interpolate import Journey, draw_film
+    from duetgan.inference.samples import captions
 
     journey = Journey(sampler, options.space, options.n, options.frames)
     count = draw_film(journey, options.out, fps=options.fps, scale=options.scale)
-    return f"wrote {count} frames, {count / options.fps:.1f} s, to {options.out}"
+    names = journey.sampler.generator.label_names(checkpoint["classes"])
+    heads = captions(journey.sampler, names, range(journey.keyframes))
+    keyframes = ", ".join(head.replace("\n", " ") for head in heads)
+    return f"{keyframes}\nwrote {count} frames, {count / options.fps:.1f} s, to {options.out}"
 
 
 def add_projection_options(add: Add) -> None:
@@ -274,19 +305,27 @@ OUTPUTS = {
         write_grid,
         add_grid_options,
         suffixes=(".png", ""),
+        sources={"seeds": "samples of each class"},
     ),
     "truncation": Output(
         "draw the same samples at several truncations",
         write_truncation,
         add_truncation_table_options,
         psi=False,
+        sources={"seeds": "samples, whose classes take turns"},
     ),
-    "mix": Output("draw a table of style mixing", write_mix, add_mix_options),
+    "mix": Output(
+        "draw a table of style mixing",
+        write_mix,
+        add_mix_options,
+        sources={"rows": "samples A, whose classes take turns", "cols": "samples B"},
+    ),
     "interpolate": Output(
         "write a film from sample to sample, .mp4 or .gif",
         interpolate,
         add_film_options,
         suffixes=(".mp4", ".gif"),
+        sources={"seeds": "samples to visit, whose classes take turns"},
     ),
     "project": Output(
         "find the latents whose image is nearest to a given image, in w and in w+",
@@ -310,19 +349,30 @@ def config_from(options: Namespace, config_class: type[C]) -> C:
 
 
 def open_sampler(
-    options: Namespace, *, noise_mode: "NoiseMode | None" = None, several: bool = True
+    options: Namespace,
+    *,
+    noise_mode: "NoiseMode | None" = None,
+    several: bool = True,
+    every_class: bool = False,
 ) -> "tuple[Sampler, Checkpoint, Path]":
     """Return a sampler that follows the options, the checkpoint's content, and its path.
 
     Args:
         noise_mode: Replaces `--noise-mode`.
         several: Accept a generator of images with several labels.
+        every_class: Draw each of `--seeds` for each class; otherwise the classes take turns.
 
     Raises UserError.
     """
+    refuse(
+        (
+            options.seeds and (options.seed is not None or options.n),
+            "--seeds names the samples: leave out --seed and --n",
+        )
+    )
     check_writable(options.out.parent)
     path = resolve_for_people(options.checkpoint, options.which)
-    from duetgan.inference.samples import Sampler, chosen_classes
+    from duetgan.inference.samples import Sampler, chosen_classes, load_sources
     from duetgan.models.restore import generator_from, read
     from duetgan.utils.distributed.collectives import choose_device
 
@@ -330,10 +380,13 @@ def open_sampler(
     generator = generator_from(checkpoint, choose_device(options.device), several=several)
     classes = generator.label_names(checkpoint["classes"])
     max_sets = None if generator.label_sets is None else settings.LABEL_SETS
+    chosen = chosen_classes(options.classes, classes, max_sets)
+    times = len(chosen) if every_class else 1
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(options.classes, classes, max_sets),
-        seed=options.seed,
+        chosen=chosen,
+        seed=options.seed or 0,
+        sources=load_sources(options.seeds, generator, classes, times=times),
         truncation_psi=options.truncation_psi,
         truncation_cutoff=options.truncation_cutoff,
         truncation_mean=options.truncation_mean,

@@ -12,7 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from duetgan.inference.samples import Sampler, default_count, with_styles
+from duetgan.inference.samples import (
+    Sampler,
+    default_count,
+    seeded,
+    truncated_styles,
+    with_styles,
+)
 from duetgan.inference.settings import FPS, FRAMES, check_film
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.gan import NoiseMode, one_hot
@@ -48,21 +54,27 @@ class Journey:
         sampler: Sampler,
         # the space of the interpolation; None: w if the generator has one, else z
         space: Literal["z", "w"] | None = None,
-        # number of samples, at least two; None: 8, or one of each class up to 16
+        # number of samples, at least two, of a sampler without sources; None: 8, or one of each
+        # class up to 16
         keyframes: int | None = None,
         frames: int = FRAMES,  # number of frames from one sample to the next
     ) -> None:
-        self.sampler, self.frames = sampler, frames
+        self.sampler = seeded(sampler, keyframes or default_count(sampler))
+        self.frames = frames
         self.space = space or ("w" if sampler.generator.has_styles else "z")
-        self.keyframes = keyframes or default_count(sampler)
+        self.keyframes = len(self.sampler.sources)
         if self.space == "w":
             with_styles(sampler.generator, "interpolate --space w")
+        else:
+            self.sampler.need_z()
 
     def __len__(self) -> int:
         return self.keyframes * self.frames
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        noise, spec = self.sampler.latents([0]).noise, self.sampler.generator.spec
+        spec = self.sampler.generator.spec
+        start = truncated_styles if self.space == "w" else Sampler.latents
+        noise = start(self.sampler, [0]).noise
         for places in self.sampler.batches(len(self)):
             with torch.no_grad(), full_float32(self.sampler.device):
                 images = spec.from_float(self._images(places, noise)).cpu()
@@ -77,10 +89,16 @@ class Journey:
         row = {keyframe: index for index, keyframe in enumerate(keyframes)}
         a = [row[keyframe] for keyframe in previous]
         b = [row[keyframe] for keyframe in following]
-        sampler, start = self.sampler, self.sampler.latents(keyframes)
-        z, labels = start.code, start.labels
-        t = z.new_tensor([number % self.frames / self.frames for number in numbers])[:, None]
+        sampler = self.sampler
+        fractions = [number % self.frames / self.frames for number in numbers]
+        t = torch.tensor(fractions, device=sampler.device)[:, None]
         maps = noise if isinstance(noise, str) else [m.expand(len(t), -1, -1, -1) for m in noise]
+        if self.space == "w":
+            generator = with_styles(sampler.generator, "interpolate")
+            ws = truncated_styles(sampler, keyframes).code
+            return generator.synthesis(torch.lerp(ws[a], ws[b], t[:, None].to(ws)), maps)
+        start = sampler.latents(keyframes)
+        z, labels, t = start.code, start.labels, t.to(start.code)
         z_between = slerp(z[a], z[b], t)
         if not sampler.generator.has_styles:
             mixture = None
@@ -88,17 +106,12 @@ class Journey:
                 hot = one_hot(labels, sampler.generator.classes, t.dtype)
                 mixture = torch.lerp(hot[a], hot[b], t)
             return sampler.generator(z_between, mixture, noise=maps)
-        generator, t = with_styles(sampler.generator, "interpolate"), t[:, None]
-        if self.space == "w":
-            ws = sampler.styles(z, labels)
-            first, last = ws[a], ws[b]
-        else:  # The mapping network takes no mixed labels, so the styles of both are mixed.
-            first_labels, last_labels = (
-                None if labels is None else labels[rows] for rows in (a, b)
-            )
-            first = sampler.styles(z_between, first_labels)
-            last = sampler.styles(z_between, last_labels)
-        return generator.synthesis(torch.lerp(first, last, t), maps)
+        generator = with_styles(sampler.generator, "interpolate")
+        # The mapping network takes no mixed labels, so the styles of both are mixed.
+        first_labels, last_labels = (None if labels is None else labels[rows] for rows in (a, b))
+        first = sampler.styles(z_between, first_labels)
+        last = sampler.styles(z_between, last_labels)
+        return generator.synthesis(torch.lerp(first, last, t[:, None]), maps)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:

@@ -5,19 +5,17 @@ The method is that of StyleGAN2 (1912.04958), section 5 and appendix D; w+ follo
 as LPIPS does.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
 from torch import Tensor, nn
 
+from duetgan.inference.latents import Latents, Maps, write_latents
 from duetgan.inference.samples import Sampler, with_styles
 from duetgan.inference.settings import SPACES, ProjectionConfig, Space
 from duetgan.metrics.features.extractors import (
@@ -30,7 +28,6 @@ from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.backbones.base import normalize
 from duetgan.models.gan import StyledGenerator
 from duetgan.utils.errors import UserError
-from duetgan.utils.files import write_atomic
 from duetgan.utils.images import save_table
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import generator as keyed_generator
@@ -163,15 +160,11 @@ NOISE_END = 0.75  # fraction of the steps after which no noise is added to w
 # px; the penalty on noise maps counts correlations also at 1/2, 1/4, ... size, down to this
 SMALLEST_NOISE = 8
 
-Maps = list[Tensor] | Literal["const", "none"]
 
+@dataclass(frozen=True, kw_only=True)
+class Projection(Latents):
+    """The result of a search. All rows of `ws` are equal in space "w"."""
 
-@dataclass(frozen=True)
-class Projection:
-    """The result of a search."""
-
-    ws: Tensor  # [num_ws, w_dim]; all rows are equal in space "w"
-    noise: Maps  # optimised maps, [1, 1, h, w] for each layer, or the mode's name
     image: Tensor  # uint8 [C, H, W] on the CPU
     loss: float  # the `Distance` of that image
     perceptual: float | None  # feature distance of that image; None if only pixels are compared
@@ -214,7 +207,7 @@ class Projector:
             noise = [torch.randn(1, *shape, generator=key).to(self.device) for shape in shapes]
         else:
             noise = self.config.noise_mode
-        means: list[tuple[Projection, Tensor, int | None]] = []
+        means: list[tuple[Projection, Tensor]] = []
         candidates: Sequence[int | None] = labels or [None]
         for label in candidates:
             condition = None
@@ -223,8 +216,10 @@ class Projector:
                     condition = self.generator.conditions(torch.tensor([label])).to(self.device)
                 mean = self.generator.truncation_centre(condition)
                 spread = self.generator.class_styles(condition)[1]
-            means.append((self._result(self._rows(mean), noise), spread, label))
-        self.first, spread, self.label = min(means, key=lambda entry: entry[0].loss)
+            result = replace(self._result(self._rows(mean), noise), label=label)
+            means.append((result, spread))
+        self.first, spread = min(means, key=lambda entry: entry[0].loss)
+        self.label = self.first.label
         self.spread = float(spread)
         return self.first
 
@@ -284,6 +279,7 @@ class Projector:
             return Projection(
                 ws=ws[0].clone(),
                 noise=noise,
+                label=self.label,
                 image=image[0].cpu(),
                 loss=float(self.distance(rounded)),
                 perceptual=None if features is None else float(features),
@@ -387,24 +383,12 @@ def project(
         row.append(result.image)
     save_table([row], out, row_heads=[""], column_heads=heads, cell=CELL)
     if save_to is not None:
-        metadata = {"class": label, "seed": sampler.seed, "steps": config.steps}
-        write_atomic(save_to, _latents(projector.spaces, metadata))
+        metadata: dict[str, object] = {
+            "class": label,
+            "noise": config.noise_mode,
+            "seed": sampler.seed,
+            "steps": config.steps,
+            "rmse": {space: result.rmse for space, result in projector.spaces.items()},
+        }
+        write_latents(save_to, projector.spaces, projector.generator, metadata)
     return lines
-
-
-def _latents(spaces: dict[str, Projection], metadata: dict[str, object]) -> bytes:
-    """Return the content of a safetensors file with `w` [w_dim], `w+` [num_ws, w_dim], and
-    optimised noise as `SPACE.noise.LAYER` [1, 1, h, w].
-
-    The metadata is one JSON entry, `projection`, because safetensors does not keep the order of
-    several entries.
-    """
-    tensors = {}
-    for space, result in spaces.items():
-        tensors[space] = result.ws[0] if space == "w" else result.ws
-        if not isinstance(result.noise, str):
-            for layer, noise_map in enumerate(result.noise):
-                tensors[f"{space}.noise.{layer}"] = noise_map
-    rmse = {space: result.rmse for space, result in spaces.items()}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return save(tensors, metadata={"projection": json.dumps({**metadata, "rmse": rmse})})

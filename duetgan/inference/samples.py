@@ -1,9 +1,10 @@
 """Sampling of a generator, and pictures of samples: a grid, truncation and style mixing.
 
-A sample's number gives its class and the key of its random numbers, which give its latents.
+A sample's number gives its class and the key of its random numbers, which give its latents, or the
+latents of a file.
 """
 
-import re
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from duetgan.inference.latents import Latents, noise_maps, read_latents
 from duetgan.inference.settings import GRID, label_of
+from duetgan.inference.settings import numbers as parse_numbers
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.gan import (
     ImageGenerator,
@@ -25,7 +28,7 @@ from duetgan.models.gan import (
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
-from duetgan.utils.images import PADDING, save_image, save_rows, save_table
+from duetgan.utils.images import PADDING, save_captioned, save_image, save_table
 from duetgan.utils.machine import upload
 from duetgan.utils.runlog.progress import Bar
 
@@ -36,14 +39,16 @@ class Sampler:
     cycle through `chosen`.
 
     With K chosen classes, number i is the (i // K)-th sample of class `chosen[i % K]`; it depends
-    only on the seed, its class and i // K. If images may have several labels, a class is a set of
-    them (`ImageGenerator.label_sets`). Raises UserError for a truncation that the generator does
-    not support.
+    only on the seed, its class and i // K. With `sources`, it depends only on its class and its own
+    seed, or is given by its latents. If images may have several labels, a class is a set of them
+    (`ImageGenerator.label_sets`). Raises UserError for a truncation that the generator does not
+    support.
     """
 
     generator: ImageGenerator
     chosen: Sequence[int] = ()  # classes to sample; empty for an unconditional generator
     seed: int = 0
+    sources: Sequence[int | Latents] = ()  # seed or latents of each sample
     truncation_psi: float = 1.0
     truncation_cutoff: int | None = None  # number of layers to truncate, from the first; None: all
     # truncate w towards the mean of the sample's class, or of all samples ("global")
@@ -94,8 +99,29 @@ class Sampler:
             return None
         return self.generator.conditions(torch.tensor(self.classes(numbers)))
 
+    def seeds(self, numbers: Sequence[int]) -> list[int]:
+        """Return the first part of each sample's random key, (seed, "eval", index); 0 for samples
+        with latents.
+        """
+        if not self.sources:
+            return [self.seed] * len(numbers)
+        sources = [self.sources[number] for number in numbers]
+        return [0 if isinstance(source, Latents) else source for source in sources]
+
+    def saved(self, numbers: Sequence[int]) -> dict[int, Latents]:
+        """Return the latents of samples that have them, by position in `numbers`."""
+        sources = enumerate(self.sources[number] for number in numbers if self.sources)
+        return {row: source for row, source in sources if isinstance(source, Latents)}
+
+    def need_z(self) -> None:
+        """Raise UserError if a source is saved latents."""
+        for latents in self.saved(range(len(self.sources))).values():
+            raise UserError(f"{latents.name}: holds a w, and no z leads to it; leave out --space z")
+
     def indices(self, numbers: Sequence[int]) -> list[int]:
-        """Return the last part of each sample's random key, (seed, "eval", index)."""
+        """Return the last part of each sample's random key."""
+        if self.sources:
+            return self.classes(numbers) or [0] * len(numbers)
         if not self.chosen:
             return list(numbers)
         count, num_labels = len(self.chosen), self.generator.num_labels
@@ -105,16 +131,20 @@ class Sampler:
         """Return the samples' seeds in NVIDIA's programs; None without `numpy_latents`."""
         if not self.numpy_latents:
             return None
+        if self.sources:
+            return [seed % 2**32 for seed in self.seeds(numbers)]
         return [(self.seed + number // max(1, len(self.chosen))) % 2**32 for number in numbers]
 
     def images(self, numbers: Sequence[int]) -> Tensor:
         """Draw the samples with these numbers, [n, C, H, W] on the CPU, with values as in files."""
+        if self.saved(numbers):
+            return torch.stack(synthesize(self, truncated_styles(self, numbers)))
         with full_float32(self.device):
             return generate(
                 self.generator,
                 labels=self.labels(numbers),
                 indices=self.indices(numbers),
-                seed=self.seed,
+                seed=self.seeds(numbers),
                 noise_mode=self.noise_mode,
                 numpy_seeds=self.numpy_seeds(numbers),
                 batch_size=self.batch_size,
@@ -122,9 +152,14 @@ class Sampler:
             )
 
     def latents(self, numbers: Sequence[int]) -> "Start":
-        """Draw the z and the noise of the samples with these numbers, with their labels."""
+        """Draw the z and the noise of the samples with these numbers, with their labels; from seed
+        0 for a sample with saved latents.
+        """
         z, maps = draw(
-            self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers)
+            self.generator,
+            self.indices(numbers),
+            self.seeds(numbers),
+            numpy_seeds=self.numpy_seeds(numbers),
         )
         labels = self.labels(numbers)
         if labels is not None:
@@ -186,40 +221,49 @@ COLUMNS = 8  # columns of a grid without classes
 def draw_grid(
     sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()
 ) -> int:
-    """Write `count` samples as a grid if `out` ends in .png, else one by one into the folder `out`.
+    """Write samples as a grid if `out` ends in .png, else one by one into the folder `out`.
 
-    Two classes differ by at most one sample. File names and text chunks of single images hold the
-    seed, the index (`Sampler.indices`) and the class's name from `names`. Returns the number of
-    samples.
+    These are the sampler's sources, or `count` samples with seeds from its own on; two classes
+    differ by at most one. Captions, file names and text chunks of single images hold the seed, or
+    the file of latents, and the class's name from `names`. Returns the number of samples.
     """
     num_classes, spec = len(sampler.chosen), sampler.generator.spec
-    count = count or GRID[0] * num_classes or GRID[1]
+    sampler = seeded(sampler, count or GRID[0] * num_classes or GRID[1])
+    count = len(sampler.sources)
+    heads = captions(sampler, names, range(count))
     picture = out.suffix.lower() == ".png"
+    if not picture and len(set(heads)) < len(heads):
+        raise UserError(f"{out}: two images would have one name; give each seed and file once")
     images: list[Tensor] = []
     for numbers in Bar(sampler.batches(count), "samples", unit="batch", delay=1):
         if picture:
             images += sampler.images(numbers)
         else:
-            _save_images(sampler, numbers, names, out)
+            _save_images(sampler, numbers, heads, out)
     if not picture:
         return count
-    rows = [images]
-    if num_classes:
-        rows = [images[label::num_classes] for label in range(min(num_classes, count))]
-    columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
-    save_rows(rows, out, columns=columns, spec=spec)
+    rows = [images[label::num_classes] for label in range(min(num_classes, count))]
+    if len(rows) > 1 and not sampler.saved(range(count)):
+        seeds = [f"seed\n{seed}" for seed in sampler.seeds(range(0, count, num_classes))]
+        classes = [names[label] for label in sampler.chosen]
+        save_table(rows, out, row_heads=classes, column_heads=seeds, cell=64, gap=0, spec=spec)
+    else:
+        columns = max(1, COLUMNS // max(1, num_classes)) * max(1, num_classes)
+        save_captioned(images, heads, out, columns=min(columns, 2 * COLUMNS), spec=spec)
     return count
 
 
 def _save_images(
-    sampler: Sampler, numbers: Sequence[int], names: Sequence[str], folder: Path
+    sampler: Sampler, numbers: Sequence[int], heads: Sequence[str], folder: Path
 ) -> None:
     spec = sampler.generator.spec
-    classes = captions(sampler, names, numbers) if sampler.chosen else [""] * len(numbers)
-    images = sampler.images(numbers)
-    for index, class_name, image in zip(sampler.indices(numbers), classes, images, strict=True):
-        name, chunks = f"seed{sampler.seed}-index{index}", {"seed": str(sampler.seed)}
-        chunks["index"] = str(index)
+    seeds, saved = sampler.seeds(numbers), sampler.saved(numbers)
+    for row, image in enumerate(sampler.images(numbers)):
+        class_name, _, name = heads[numbers[row]].rpartition("\n")
+        chunks = {"latents": name}
+        if row not in saved:
+            chunks = {"seed": str(seeds[row])}
+            name = f"seed{seeds[row]:04d}"
         if class_name:
             name += f"-{class_name}"
             chunks["class"] = class_name
@@ -238,11 +282,12 @@ def draw_truncation(
     """Write a PNG with a row for each truncation psi; all rows have the same latents and noise.
 
     StyleGAN, section 4 and appendix B: w becomes mean + psi (w - mean), with the mean of
-    `sampler.truncation_mean`. Returns the number of columns. Raises UserError for a generator
-    without w.
+    `sampler.truncation_mean`. Returns the number of columns: the sampler's sources, or `count`.
+    Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
-    numbers = range(count or default_count(sampler))
+    sampler = seeded(sampler, count or default_count(sampler))
+    numbers = range(len(sampler.sources))
     rows = [synthesize(sampler, truncated_styles(sampler, numbers, psi)) for psi in psis]
     heads = [f"psi {psi:g}" for psi in psis]
     save_table(
@@ -262,33 +307,36 @@ def draw_mix(
     *,
     layers: Sequence[int],
     count: int | None = None,
-) -> int:
+    rows: Sequence[int | Latents] = (),
+    columns: Sequence[int | Latents] = (),
+) -> str:
     """Write a PNG with samples A in the first column and samples B in the first row; each other
     cell is its row's A with the styles of its column's B at `layers`.
 
     Style mixing of StyleGAN, section 3.1. The noise of a layer is that of its style's sample, so
-    that with all layers a cell equals B, and with none A. Returns the number of samples A and of B.
-    Raises UserError for a generator without w.
+    that with all layers a cell equals B, and with none A. The sources of A are `rows`, by default
+    `count` seeds; those of B are `columns`, by default the seeds between. Returns the size, such as
+    "8 x 8". Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "mix")
     count = count or default_count(sampler, most=8)
-    # A takes the even samples of each class, B the odd ones.
-    num_classes = max(1, len(sampler.chosen))
-    numbers_a = [2 * (i // num_classes) * num_classes + i % num_classes for i in range(count)]
-    numbers_b = [number + num_classes for number in numbers_a]
-    a, b = truncated_styles(sampler, numbers_a), truncated_styles(sampler, numbers_b)
-    rows: list[list[Tensor | None]] = [[None, *synthesize(sampler, b)]]
+    sampler_a = seeded(replace(sampler, sources=rows), count, step=2)
+    sampler_b = seeded(replace(sampler, sources=columns, seed=sampler.seed + 1), count, step=2)
+    numbers_a, numbers_b = range(len(sampler_a.sources)), range(len(sampler_b.sources))
+    a, b = truncated_styles(sampler_a, numbers_a), truncated_styles(sampler_b, numbers_b)
+    table: list[list[Tensor | None]] = [[None, *synthesize(sampler, b)]]
     for row, image in enumerate(synthesize(sampler, a)):
-        rows.append([image, *synthesize(sampler, mixed(a, b, row, layers))])
+        table.append([image, *synthesize(sampler, mixed(a, b, row, layers))])
+    heads_a = [head.replace("\n", " ") for head in captions(sampler_a, names, numbers_a)]
     save_table(
-        rows,
+        table,
         out,
-        row_heads=["", *(f"A {name}" for name in captions(sampler, names, numbers_a))],
-        column_heads=["", *(f"B {name}" for name in captions(sampler, names, numbers_b))],
+        row_heads=["", *(f"A {head}" for head in heads_a)],
+        column_heads=["", *(f"B {head}" for head in captions(sampler_b, names, numbers_b))],
         margin=3 * PADDING,
         spec=sampler.generator.spec,
     )
-    return count
+    return f"{len(a)} x {len(b)}"
 
 
 def draw_style_tables(
@@ -349,12 +397,32 @@ class Start:
 
 
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
-    """Return the truncated styles and the noise of the samples with these numbers. `psi` defaults
-    to the sampler's.
+    """Return the truncated styles and the noise maps of the samples with these numbers. `psi`
+    defaults to the sampler's.
     """
     start = sampler.latents(numbers)
+    generator = cast(StyledGenerator, sampler.generator)
+    noise = start.noise
+    if isinstance(noise, str):
+        noise = [m.repeat(len(start), 1, 1, 1) for m in noise_maps(generator, noise)]
     with torch.no_grad(), full_float32(sampler.device):
-        return Start(sampler.styles(start.code, start.labels, psi), None, start.noise)
+        ws = sampler.styles(start.code, start.labels, psi).clone()
+        for row, latents in sampler.saved(numbers).items():
+            ws[row : row + 1] = _truncated(sampler, latents, psi)
+            maps = noise_maps(generator, latents.noise)
+            for level, noise_map in zip(noise, maps, strict=True):
+                level[row] = noise_map[0]
+    return Start(ws, None, noise)
+
+
+def _truncated(sampler: Sampler, latents: Latents, psi: float | None) -> Tensor:
+    """Return the truncated styles [1, num_ws, w_dim] of saved latents."""
+    generator = cast(StyledGenerator, sampler.generator)
+    psi = sampler.truncation_psi if psi is None else psi
+    mean = "global" if latents.label is None else sampler.truncation_mean
+    labels = upload(generator.conditions(torch.tensor([latents.label or 0])), sampler.device)
+    ws = latents.ws[None]
+    return generator.truncate(ws, psi, sampler.truncation_cutoff, labels=labels, mean=mean)
 
 
 def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
@@ -384,25 +452,61 @@ def default_count(sampler: Sampler, most: int = 16) -> int:
     return min(max(8, len(sampler.chosen)), most)
 
 
+def seeded(sampler: Sampler, count: int, *, step: int = 1) -> Sampler:
+    """Return the sampler, if it has sources, or one with `count` seeds: the first of each class is
+    the sampler's `seed`, each next one is larger by `step`.
+    """
+    if sampler.sources:
+        return sampler
+    num_classes = max(1, len(sampler.chosen))
+    seeds = [sampler.seed + step * (number // num_classes) for number in range(count)]
+    return replace(sampler, sources=seeds)
+
+
+def load_sources(
+    sources: Sequence[int | str | Path | Latents],
+    generator: ImageGenerator,
+    names: Sequence[str],
+    *,
+    times: int = 1,
+) -> list[int | Latents]:
+    """Return the seeds and the latents, those of files read by `read_latents`. `times` larger than
+    1 repeats each seed, for as many classes, and moves the latents to the end.
+    """
+    result: list[int | Latents] = []
+    for source in sources:
+        if isinstance(source, str | Path):
+            styled = with_styles(generator, str(source))
+            result.append(read_latents(str(source), styled, names))
+        elif isinstance(source, Latents):
+            result.append(source)
+        else:  # NumPy's integers are no keys of seeds.
+            result += [operator.index(source)] * max(times, 1)
+    if times > 1:
+        result.sort(key=lambda source: isinstance(source, Latents))
+    return result
+
+
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the class names of samples, or their numbers if the generator is unconditional."""
-    if not sampler.chosen:
-        return [str(number) for number in numbers]
-    return [names[label] for label in sampler.classes(numbers)]
+    """Return the class, if there are classes, and on the last line the seed or the file of samples
+    with `sources`.
+    """
+    heads = [f"seed {seed}" for seed in sampler.seeds(numbers)]
+    for row, label in enumerate(sampler.classes(numbers)):
+        heads[row] = f"{names[label]}\n{heads[row]}"
+    for row, latents in sampler.saved(numbers).items():
+        heads[row] = latents.name
+    return heads
 
 
 def parse_layers(text: str, count: int) -> list[int]:
     """Parse layers like `0-3,6` into an ascending list. Raises UserError for an invalid text and
     for layers outside 0 to `count` - 1.
     """
-    layers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.replace(" ", ""))
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not low <= high < count:
-            raise UserError(
-                f"--layers {text}: {part.strip()!r} is no layer or range within 0-{count - 1}, this "
-                "generator's layers; write it like 0-3,6"
-            )
-        layers.update(range(low, high + 1))
-    return sorted(layers)
+    try:
+        return sorted(set(parse_numbers(text, count - 1)))
+    except ValueError as error:
+        raise UserError(
+            f"--layers {text}: {str(error)!r} is no layer or range within 0-{count - 1}, this "
+            "generator's layers; write it like 0-3,6"
+        ) from None

@@ -1,5 +1,7 @@
 """Options of generate.py and export.py with their defaults, and the checks that need no torch."""
 
+import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,44 @@ class ProjectionConfig:
     noise_weight: float = 1e5
     # weight of the mean squared difference of pixels, which is added to the features' distance
     pixel_weight: float = 1.0
+
+
+MAX_SEED, MAX_SEEDS = 2**32 - 1, 100_000  # NumPy has no larger seeds; the seeds of one range
+LATENTS = (".safetensors", ".safetensors:w", ".safetensors:w+")  # ends of files of latents
+
+
+def numbers(text: str, high: int) -> list[int]:
+    """Parse numbers and ascending ranges from 0 to `high`, such as `2,3,10-80`.
+
+    Raises ValueError with the part that is neither, or a range of more than MAX_SEEDS numbers.
+    """
+    result: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last <= high or last - first >= MAX_SEEDS:
+            raise ValueError(part.strip())
+        result += range(first, last + 1)
+    return result
+
+
+def sources(text: str) -> list[int | str]:
+    """Parse seeds and files of latents, such as `2,3,10-80,found.safetensors`, as the type of an
+    option.
+    """
+    result: list[int | str] = []
+    for part in map(str.strip, text.split(",")):
+        if part.endswith(LATENTS):
+            result.append(part)
+            continue
+        try:
+            result += numbers(part, MAX_SEED)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no seed, range of seeds or file of latents; write them like "
+                "2,3,10-80,found.safetensors"
+            ) from None
+    return result
 
 
 def check_film(path: Path, *, fps: int) -> None:

@@ -96,9 +96,13 @@ class ImageGenerator(ImageNetwork):
             row[list(self.label_sets[label])] = 1
         return hot
 
+    def stored_noise(self) -> list[Tensor]:
+        """Return the stored noise map [1, 1, H, W] of each layer that takes one."""
+        return []
+
     def noise_shapes(self) -> list[tuple[int, int, int]]:
         """Return the shape (1, H, W) of the noise map of each layer that takes one."""
-        return []
+        return [(1, *noise_map.shape[2:]) for noise_map in self.stored_noise()]
 
     def finished(self, x: Tensor) -> Tensor:
         """Convert the last layer's output to images: an alpha channel multiplies the colours.
@@ -436,7 +440,7 @@ def floor_to_two(number: int) -> int:
 def draw(
     model: ImageGenerator,
     indices: Sequence[int],
-    seed: int,
+    seed: int | Sequence[int],
     stream: tuple[str | int, ...] = ("eval",),
     numpy_seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -444,6 +448,7 @@ def draw(
 
     Args:
         indices: Indices of the N samples.
+        seed: One seed for all samples, or N seeds.
         stream: Names of the random stream.
         numpy_seeds: If not None, z is NumPy's RandomState(seed).randn(z_dim) for each of these N
             seeds, as in NVIDIA's generate.py.
@@ -453,8 +458,12 @@ def draw(
     """
     shapes = model.noise_shapes()
     sizes = [model.z_dim, *(h * w for _, h, w in shapes)]
+    seeds = [seed] * len(indices) if isinstance(seed, int) else seed
     rows = torch.stack(
-        [torch.randn(sum(sizes), generator=keyed_generator(seed, *stream, int(i))) for i in indices]
+        [
+            torch.randn(sum(sizes), generator=keyed_generator(first, *stream, int(i)))
+            for first, i in zip(seeds, indices, strict=True)
+        ]
     )
     z, *maps = rows.split(sizes, dim=1)
     if numpy_seeds is not None:
@@ -470,7 +479,7 @@ def generate(
     *,
     labels: Tensor | None,
     indices: Sequence[int],
-    seed: int,
+    seed: int | Sequence[int],
     noise_mode: NoiseMode = "random",
     batch_size: int = 64,
     stream: tuple[str | int, ...] = ("eval",),
@@ -484,7 +493,7 @@ def generate(
         indices: Indices of the N samples.
         noise_mode: "random" draws noise maps, "const" uses stored maps, "none" uses no noise.
         batch_size: Samples per forward pass.
-        stream, numpy_seeds: See `draw`.
+        seed, stream, numpy_seeds: See `draw`.
         truncation: truncation_psi, truncation_cutoff and truncation_mean of the model's `forward`.
     """
     device = next(model.parameters()).device
@@ -492,7 +501,11 @@ def generate(
     for start in range(0, len(indices), batch_size):
         part = slice(start, start + batch_size)
         z, maps = draw(
-            model, indices[part], seed, stream, None if numpy_seeds is None else numpy_seeds[part]
+            model,
+            indices[part],
+            seed if isinstance(seed, int) else seed[part],
+            stream,
+            None if numpy_seeds is None else numpy_seeds[part],
         )
         batch_labels = None if labels is None else upload(labels[part], device)
         noise = [upload(m, device) for m in maps] if noise_mode == "random" else noise_mode

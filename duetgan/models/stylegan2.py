@@ -324,8 +324,8 @@ class Generator(StyledGenerator):
         """Return the layers that take noise, from the smallest resolution up."""
         return [layer for block in self.used_blocks() for layer in block.layers]
 
-    def noise_shapes(self) -> list[tuple[int, int, int]]:
-        return [(1, *layer.noise_const.shape[2:]) for layer in self.styled_layers()]
+    def stored_noise(self) -> list[Tensor]:
+        return [layer.noise_const for layer in self.styled_layers()]
 
     def synthesis(self, ws: Tensor, noise: Sequence[Tensor] | NoiseMode) -> Tensor:
         """Return images [N, channels, H, W] for styles.

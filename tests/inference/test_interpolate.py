@@ -1,6 +1,7 @@
 """Paths from sample to sample, against their formulas."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_slerp_of_parallel_and_opposite_vectors_is_straight(factor):
 def test_between_samples_w_is_straight_and_z_follows_the_circle(generator):
     sampler = sampler_of(generator, noise_mode="const", chosen=[2, 1], truncation_psi=0.7)
     found = frames_of(sampler, keyframes=3, frames=4)
-    w = [generator.mapping(draw(generator, [i], 0)[0], torch.tensor([k])) for i, k in ((2, 2), (1, 1), (5, 2))]
+    w = [generator.mapping(draw(generator, [k], s)[0], torch.tensor([k])) for s, k in ((0, 2), (0, 1), (1, 2))]
     centres = generator.truncation_centre(torch.tensor([2, 1, 2]))
     for number in range(12):
         share, first = number % 4 / 4, number // 4
@@ -96,8 +97,8 @@ def test_without_w_it_goes_through_z_and_the_classes_embeddings():
 def test_without_classes(make):
     sampler = sampler_of(make(classes=0), noise_mode="const")
     found = frames_of(sampler, space="z", keyframes=2, frames=2)
-    assert near(found[::2], sampler.images([0, 1]))
-    z = [draw(sampler.generator, [index], 0)[0] for index in (0, 1)]
+    assert near(found[::2], replace(sampler, sources=[0, 1]).images([0, 1]))
+    z = [draw(sampler.generator, [0], seed)[0] for seed in (0, 1)]
     assert near(found[1], to_uint8(sampler.generator(slerp(z[0], z[1], torch.tensor([[0.5]])), None, noise="const"))[0])
 
 

@@ -1,3 +1,4 @@
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from duetgan.commands import train
 from duetgan.data.packing.records import pack_arrays
 from duetgan.inference import samples as tables
 from duetgan.inference.samples import Sampler, chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
+from duetgan.inference.settings import sources
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
@@ -123,10 +125,12 @@ def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
     assert draw_grid(sampler, tmp_path / "all", count=3, names=CLASSES) == 3
     assert bars == [("samples", 2)]  # J29: no word in 150 s
     found = {path.name: path for path in (tmp_path / "all").iterdir()}
-    assert sorted(found) == ["seed4-index1-grey.png", "seed4-index2-light.png", "seed4-index4-grey.png"]
+    assert sorted(found) == ["seed0004-grey.png", "seed0004-light.png", "seed0005-grey.png"]
     for name, path in found.items():
         with Image.open(path) as file:
-            assert file.info == {"seed": "4", "index": name[11], "class": name[13:-4]}
+            assert file.info == {"seed": name[7], "class": name[9:-4]}
+    twice = sampler_of(generator, chosen=[0], sources=[4, 4])
+    assert_raises(UserError, "two images would have one name", draw_grid, twice, tmp_path / "twice", names=CLASSES)
 
 
 def test_how_many_are_shown_and_which_generators_have_no_w(generator, table):
@@ -134,26 +138,42 @@ def test_how_many_are_shown_and_which_generators_have_no_w(generator, table):
     many = styled(classes=20)
     names = [str(label) for label in range(20)]
     assert draw_truncation(sampler_of(many), names, NOWHERE, psis=[1.0]) == 16
-    assert draw_mix(sampler_of(many), names, NOWHERE, layers=[0]) == 8
+    assert draw_mix(sampler_of(many), names, NOWHERE, layers=[0]) == "8 x 8"
+    assert table["column_heads"][:2] == ["", "B 0\nseed 1"]
     draw_mix(sampler_of(styled(classes=0, channels=3)), [], NOWHERE, layers=[0], count=2)
-    assert table["row_heads"] == ["", "A 0", "A 2"]
-    assert table["column_heads"] == ["", "B 1", "B 3"]
+    assert table["row_heads"] == ["", "A seed 0", "A seed 2"]
+    assert table["column_heads"] == ["", "B seed 1", "B seed 3"]
     with pytest.raises(UserError, match=r"truncation works on w.*grid, interpolate --space z"):
         draw_truncation(sampler_of(without_w()), CLASSES, NOWHERE, psis=[1.0])
     assert_raises(UserError, "mix works on w", draw_mix, sampler_of(without_w()), CLASSES, NOWHERE, layers=[0])
 
 
-def test_grid_has_a_row_for_each_class(generator, tmp_path, monkeypatch):
-    assert draw_grid(sampler_of(generator, chosen=[1, 2]), tmp_path / "x.png", count=5) == 5
-    found = pixels(tmp_path / "x.png")
-    assert found.shape == (2 * 64, 3 * 64)
-    expected = sampler_of(generator, chosen=[1, 2]).images(range(5))
-    for number in range(5):
-        row, column = number % 2 * 64, number // 2 * 64
-        np.testing.assert_array_equal(found[row : row + 64 : 8, column : column + 64 : 8], expected[number, 0])
-    assert (found[64:, 128:] == 255).all()
-    assert draw_grid(sampler_of(generator), tmp_path / "x.png") == 24
-    assert draw_grid(sampler_of(generator), tmp_path / "x.png", count=2) == 2
-    assert pixels(tmp_path / "x.png").shape == (2 * 64, 64)
-    assert draw_grid(sampler_of(styled(classes=0)), tmp_path / "x.png") == 64
-    assert pixels(tmp_path / "x.png").shape == (8 * 64, 8 * 64)
+def test_a_grid_of_classes_is_a_table_and_others_have_captions(generator, table, monkeypatch):
+    """Rows are classes and columns seeds; the images of one class, or of none, have captions."""
+    captioned: dict[str, Any] = {}
+    keep = lambda images, heads, path, **named: captioned.update(images=images, heads=heads, **named)  # noqa: E731
+    monkeypatch.setattr(tables, "save_captioned", keep)
+    assert draw_grid(sampler_of(generator, chosen=[1, 2], seed=3), NOWHERE, count=5, names=CLASSES) == 5
+    assert (table["row_heads"], table["column_heads"]) == (CLASSES[1:], ["seed\n3", "seed\n4", "seed\n5"])
+    assert list(map(len, table["rows"])) == [3, 2]
+    for column, seed in enumerate((3, 4)):
+        expected = sampler_of(generator, chosen=[1, 2], seed=seed).images([0, 1])
+        assert torch.equal(torch.stack([row[column] for row in table["rows"]]), expected)
+    assert draw_grid(sampler_of(generator), NOWHERE, names=CLASSES) == 24
+    assert draw_grid(sampler_of(generator, chosen=[2], sources=[9, 2]), NOWHERE, names=CLASSES) == 2
+    assert (captioned["heads"], captioned["columns"]) == (["light\nseed 9", "light\nseed 2"], 8)
+    assert draw_grid(sampler_of(styled(classes=0)), NOWHERE) == 64
+    assert captioned["heads"][-1] == "seed 63"
+
+
+def test_seeds_and_files_are_parsed(generator):
+    assert sources("2, 3,10-12 ,a.safetensors,b/c.safetensors:w+") == [
+        *(2, 3, 10, 11, 12),
+        *("a.safetensors", "b/c.safetensors:w+"),
+    ]
+    assert sources(str(2**32 - 1)) == [2**32 - 1]
+    for text in ("", "1,", "5-2", "a", "-1", "1-", "1.5", "x.pt", "4294967296", "0-100000", "1" * 5000, "1--2"):
+        assert_raises(argparse.ArgumentTypeError, "is no seed, range of seeds or file of latents", sources, text)
+    # as in NVIDIA's programs: seed j of the option is their seed j
+    found = sampler_of(generator, chosen=[1], sources=[7], numpy_latents=True).latents([0]).code[0].numpy()
+    np.testing.assert_array_equal(found, np.random.RandomState(7).randn(generator.z_dim).astype(np.float32))

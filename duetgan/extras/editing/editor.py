@@ -87,7 +87,10 @@ class Editor:
 
     def start(self, sampler: Sampler, numbers: Sequence[int]) -> Start:
         """Return samples by number: z, or truncated styles if the space is w."""
-        return sampler.latents(numbers) if self.space == "z" else truncated_styles(sampler, numbers)
+        if self.space == "w":
+            return truncated_styles(sampler, numbers)
+        sampler.need_z()
+        return sampler.latents(numbers)
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
         """Return the images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size];

@@ -1,6 +1,7 @@
 """The subcommand `edit` of generate.py."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from duetgan.commands.generate import (
@@ -35,9 +36,8 @@ def add_options(add: Add) -> None:
     add(
         "--n",
         type=positive,
-        default=4,
         metavar="N",
-        help="number of samples, each with a strip of images",
+        help="number of samples, each with a strip of images (default: 4)",
     )
     add("--columns", type=number(int, 2), default=7, metavar="N", help="images per strip")
     add(
@@ -77,6 +77,7 @@ def edit(options: Namespace) -> str:
     from duetgan.extras.editing.judge import load_edit_judge
     from duetgan.extras.editing.strips import counterfactual, make_strips, save_strips, summary
     from duetgan.inference.inputs import read_target
+    from duetgan.inference.samples import captions
     from duetgan.models.restore import classifier_from, read
 
     guide = read(resolve_for_people(options.classifier))
@@ -85,7 +86,9 @@ def edit(options: Namespace) -> str:
         require_same_classes(
             "the generator", checkpoint["classes"], f"the classifier {options.classifier}", names
         )
-    editor = Editor(sampler, classifier_from(guide, sampler.device), names, config)
+    editor = Editor(
+        replace(sampler, sources=()), classifier_from(guide, sampler.device), names, config
+    )
     source, target = pair_of(names, options.source, options.target)
     judge = None
     if options.judge is not None:
@@ -105,7 +108,13 @@ def edit(options: Namespace) -> str:
         )
         strips = [strip]
     else:
-        start = editor.starts(source, options.n)
+        if not sampler.sources:
+            start = editor.starts(source, options.n or 4)
+        else:
+            sampler = replace(sampler, chosen=[source] if sampler.chosen else [])
+            rows = range(len(sampler.sources))
+            start = editor.start(sampler, rows)
+            print("rows:", ", ".join(captions(sampler, names, rows)).replace("\n", " "))
         direction = editor.direction(source, target)
         strips = make_strips(editor, start, direction, columns=options.columns, judge=judge)
     save_strips(strips, options.out)
@@ -117,4 +126,5 @@ OUTPUTS["edit"] = Output(
     edit,
     add_options,
     classes=False,
+    sources={"seeds": "samples to edit, whatever the classifier predicts"},
 )

@@ -19,7 +19,6 @@ from duetgan.inference.interpolate import Journey
 from duetgan.inference.projection import find
 from duetgan.inference.samples import (
     Sampler,
-    Start,
     mixed,
     synthesize,
     truncated_styles,
@@ -233,24 +232,14 @@ def mix(run: LoadedRun, pair: tuple[Source, Source], layers: Sequence[int]) -> D
     return addresses
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pair(Sampler):
-    """A sampler of two samples: 0 is this sampler's first one, 1 is the first one of `second`."""
-
-    second: Sampler
-
-    def latents(self, numbers: Sequence[int]) -> Start:
-        first = super().latents([0])
-        pair = Start.join([first, self.second.latents([0])])
-        return replace(pair.take(numbers), noise=first.noise)  # All frames have the same noise.
-
-
 def walk(run: LoadedRun, pair: tuple[Source, Source]) -> Document:
     """Interpolate from sample A to B, linearly in w, or along a great circle in z if the generator
     has no w. Returns `frames`, a list of FRAMES + 1 addresses.
     """
-    a, b = (source.sampler(run) for source in pair)
-    journey = Journey(_Pair(**vars(a), second=b), keyframes=2, frames=FRAMES)
+    sampler = pair[0].sampler(run)
+    labels = [source.label for source in pair if source.label is not None]
+    sampler = replace(sampler, chosen=labels, sources=[source.seed for source in pair])
+    journey = Journey(sampler, frames=FRAMES)
     frames = []
     for frame in itertools.islice(journey, FRAMES + 1):
         frames.append(address(torch.from_numpy(frame.transpose(2, 0, 1))))

@@ -139,7 +139,12 @@ def write(subject: Subject, path: Path) -> None:
         most = GRID if generator.spec.side <= 64 else GRID // 4
         chosen = range(min(generator.num_labels, most))
         count = min(8, most // max(1, len(chosen))) * len(chosen) or most
-        draw_grid(Sampler(generator=generator, chosen=chosen), path / "samples.png", count=count)
+        draw_grid(
+            Sampler(generator=generator, chosen=chosen),
+            path / "samples.png",
+            count=count,
+            names=generator.label_names(subject.checkpoint["classes"]),
+        )
         entries |= {"z_dim": generator.z_dim, "noise": []}
         if generator.has_styles:
             styled: Any = generator
