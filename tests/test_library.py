@@ -96,23 +96,20 @@ def test_predictions_are_those_of_the_network(classifier, runs, photo, monkeypat
 
 
 def test_predictions_show_their_progress_and_become_a_table(classifier, photo, tmp_path, monkeypatch):
-    bars: dict[int, tuple[Any, ...]] = {}
+    bars: list[Any] = []
 
     class Recorded(Bar):
-        def close(self):
-            bars.setdefault(id(self), (self.total, self.n, self.disable))  # tqdm closes a bar more than once
-            super().close()
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            bars.append((self, self.disable))  # tqdm sets it at the end
 
     monkeypatch.setattr("duetgan.library.Bar", Recorded)
     monkeypatch.setattr("duetgan.library.BATCH", 2)
     PIL.Image.fromarray(photo).save(tmp_path / "a.png")
     images = [tmp_path / "a.png", photo, str(tmp_path / "a.png")]
     answers = classifier.predict(images, progress=True)
-    assert [*bars.values()] == [(3, 3, False)]
-    bars.clear()
     classifier.predict(iter(images))
-    ((total, _, is_hidden),) = bars.values()
-    assert (total, is_hidden) == (None, True)
+    assert [(bar.total, bar.n, is_hidden) for bar, is_hidden in bars] == [(3, 3, False), (None, 0, True)]
     frame = answers.to_pandas()
     assert list(frame) == ["file", "label", "probability", *CLASSES]
     assert frame["file"].tolist() == [str(tmp_path / "a.png"), "", str(tmp_path / "a.png")]

@@ -27,7 +27,7 @@ from duetgan.models.gan import (
 )
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.images import PADDING, save_captioned, save_image, save_table
 from duetgan.utils.machine import upload
 from duetgan.utils.runlog.progress import Bar
@@ -421,7 +421,7 @@ def _truncated(sampler: Sampler, latents: Latents, psi: float | None) -> Tensor:
     psi = sampler.truncation_psi if psi is None else psi
     mean = "global" if latents.label is None else sampler.truncation_mean
     labels = upload(generator.conditions(torch.tensor([latents.label or 0])), sampler.device)
-    ws = latents.ws[None]
+    ws = latents.ws[None].to(sampler.device)
     return generator.truncate(ws, psi, sampler.truncation_cutoff, labels=labels, mean=mean)
 
 
@@ -472,6 +472,8 @@ def load_sources(
 ) -> list[int | Latents]:
     """Return the seeds and the latents, those of files read by `read_latents`. `times` larger than
     1 repeats each seed, for as many classes, and moves the latents to the end.
+
+    Raises UserError for latents that do not fit the generator.
     """
     result: list[int | Latents] = []
     for source in sources:
@@ -479,6 +481,9 @@ def load_sources(
             styled = with_styles(generator, str(source))
             result.append(read_latents(str(source), styled, names))
         elif isinstance(source, Latents):
+            styled = with_styles(generator, source.name)
+            shape, expected = list(source.ws.shape), [styled.num_ws, styled.w_avg.numel()]
+            refuse((shape != expected, f"{source.name}: w is {shape}, not {expected} as here"))
             result.append(source)
         else:  # NumPy's integers are no keys of seeds.
             result += [operator.index(source)] * max(times, 1)

@@ -180,6 +180,8 @@ def made_small(module: str, arguments: Sequence[str]) -> list[str]:
     if module == "quickstart":
         return [*arguments, "--quick", f"--dir={Path.cwd()}/quickstart"]  # its own is in the repository
     short = [option for word, options in SHORT.items() if word in arguments for option in options]
+    if "--seeds" in arguments:  # instead of --n
+        short = [option for option in short if not option.startswith("--n=")]
     if module != "train" or "--config" not in arguments:
         return [*arguments, *short]
     own = list(arguments)

@@ -1,6 +1,7 @@
 """Seeds and saved latents as inputs of every command that draws samples."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -153,6 +154,10 @@ def test_a_program_draws_by_seeds_files_and_projections(runs, found, tmp_path):
     for image, label in zip(samples.images[:2], ("grey", "light"), strict=True):
         np.testing.assert_array_equal(pixels(tmp_path / f"seed0011-{label}.png"), image[0])
     assert generator.sample(seeds=[projection]).images[0].equal(projection.image)
+    cut = replace(projection, ws=projection.ws[:2])
+    assert_raises(UserError, r"w is \[2, 8\], not \[4, 8\]", generator.sample, seeds=[cut])
+    another = duetgan.load_generator(runs["r3"], device="cpu")
+    assert_raises(UserError, "works on w", another.sample, seeds=[projection])
     assert samples.labels[:2] == ["grey", "light"]
     assert set(samples.labels[2:]) <= set(CLASSES)
     pytest.importorskip("pandas")

@@ -134,13 +134,16 @@ def test_samples(trained, pictures, call, tmp_path):
     call(generate, f"grid {every} --truncation-psi 0.6 --n 11 --out", tmp_path / "grid.png")
     assert_pixels(pictures["grid.png"][0], expected[[0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8]])
     call(generate, f"grid {every} --truncation-psi 0.6 --n 11 --out", tmp_path / "folder")
-    for image, label, index in zip(expected, labels, indices, strict=True):
-        with Image.open(tmp_path / "folder" / f"seed{seed}-index{index}-{NAMES[label]}.png") as file:
+    for image, label, own_seed in zip(expected, labels, numpy_seeds, strict=True):
+        with Image.open(tmp_path / "folder" / f"seed{own_seed:04d}-{NAMES[label]}.png") as file:
             assert_pixels(np.asarray(file), image[0])
     call(generate, f"truncation {every} --psis 0.2,-0.7 --n 5 --out", tmp_path / "truncation.png")
     rows = [drawn(labels[:5], indices[:5], seed, psi=psi, numpy_seeds=numpy_seeds[:5]) for psi in (0.2, -0.7)]
     assert_pixels(pictures["truncation.png"][0], torch.cat(rows))
-    assert pictures["truncation.png"][1] == ["psi 0.2", "psi -0.7", *(NAMES[label] for label in labels[:5])]
+    heads = [
+        line for label, own_seed in zip(labels, numpy_seeds, strict=True) for line in (f"seed {own_seed}", NAMES[label])
+    ]
+    assert pictures["truncation.png"][1] == ["psi 0.2", "psi -0.7", *heads[:10]]
     call(generate, f"dataset {every} --truncation-psi 0.6 --n 11 --encoding png --out", tmp_path / "x.lmdb")
     with Dataset(tmp_path / "x.lmdb") as reader:
         images, stored = reader.read(np.arange(11))
@@ -148,7 +151,7 @@ def test_samples(trained, pictures, call, tmp_path):
         assert_pixels(images, expected)
 
     call(generate, f"mix {common} --truncation-psi 0.6 --layers 1,3 --n 2 --out", tmp_path / "mix.png")
-    (a, a_maps), (b, b_maps) = (styles_of(generator, chosen[:2], [k + 2, k], seed) for k in (0, 7))
+    (a, a_maps), (b, b_maps) = (styles_of(generator, chosen[:2], chosen[:2], seed + k) for k in (0, 1))
     middle = centres(generator, chosen[:2])[:, None]
     a, b = (middle + 0.6 * (ws - middle) for ws in (a, b))
     cells = [*generator.synthesis(b, b_maps)]
@@ -189,7 +192,7 @@ def test_the_library(trained, files):
         generator: Any = load(trained["gan"], **of_best)
         samples = generator.sample(5, **options)
         assert_pixels(samples.images, expected)
-        assert samples[1:] == (["elk", "ant", "elk", "ant", "elk"], 3, indices)
+        assert samples[1:] == (["elk", "ant", "elk", "ant", "elk"], [3] * 5, indices)
     for columns, extra in ((3, {"columns": 3}), (2, {})):
         assert_pixels(np.asarray(generator.grid(5, **extra, **options)), grid(expected, columns=columns)[:, :, 0])
     eight_of_each = grid(generator.sample(16, **options).images, columns=2)[:, :, 0]

@@ -17,7 +17,7 @@ from duetgan.commands.generate import (
 from duetgan.extras.editing.config import EditConfig
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import number, positive
-from duetgan.utils.errors import require_same_classes
+from duetgan.utils.errors import refuse, require_same_classes
 
 EDIT = EditConfig()  # defaults of options
 
@@ -71,6 +71,7 @@ def add_options(add: Add) -> None:
 
 def edit(options: Namespace) -> str:
     """Write strips of images that change from one class to another; return a summary of them."""
+    refuse((options.image is not None and options.seeds, "--image and --seeds: give one of them"))
     config = config_from(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options, several=False)
     from duetgan.extras.editing.editor import Editor, pair_of

@@ -16,6 +16,7 @@ from duetgan.extras.editing import strips
 from duetgan.extras.editing.config import EditConfig
 from duetgan.extras.editing.editor import Direction, Editor
 from duetgan.extras.editing.judge import load_edit_judge
+from duetgan.inference.latents import Latents, write_latents
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
@@ -26,6 +27,7 @@ from tests.conftest import assert_raises
 from tests.extras.editing.test_editor import linear_editor
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES, SIDE, make_run
+from tests.models.helpers import to_uint8
 
 
 def answering(folder, sampler, seed):
@@ -80,6 +82,22 @@ def test_strips_are_drawn(closed, tmp_path, capsys, no_weights, options):
             shown = np.asarray(image)[6 : 6 + side : 14, 6 : 6 + side : 14]
             with Image.open(closed["image"]) as given:
                 np.testing.assert_array_equal(shown, np.asarray(given))
+
+
+def test_seeds_and_saved_w_are_edited(closed, tmp_path, capsys, refused):
+    generator, file, side = styled(), tmp_path / "saved.safetensors", 112
+    ws = torch.randn(generator.num_ws, 8, generator=torch.Generator().manual_seed(0))
+    write_latents(file, {"w+": Latents(ws=ws, noise="const")}, generator, {"noise": "const"})
+    command = [part for part in edit(closed, tmp_path / "x.png") if part not in ("--n", 2)]
+    assert call(generate, *command, "--seeds", f"{file},7") == 0
+    assert "rows: saved, dark seed 7\ndark to light: " in capsys.readouterr().out
+    expected = generator.synthesis(ws[None], "const"), sampler_of(generator, chosen=[0], sources=[7]).images([0])
+    with Image.open(tmp_path / "x.png") as image:
+        for row, first in enumerate((to_uint8(expected[0]), expected[1])):
+            top = 6 + row * (side + 42)
+            np.testing.assert_array_equal(np.asarray(image)[top : top + side : 14, 6 : 6 + side : 14], first[0, 0])
+    for options, told in ((["--space", "z"], "no z leads to it"), (["--image", closed["image"]], "give one of them")):
+        assert told in refused(generate.main, *command, "--seeds", str(file), *options)
 
 
 def test_a_generator_without_w_is_edited_in_z(closed, tmp_path, capsys):
