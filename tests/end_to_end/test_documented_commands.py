@@ -145,8 +145,8 @@ def before_gan() -> None:
     pack("photos", "train.lmdb", "val.lmdb")
     pack_sample()
     run_python("gan", {})  # makes few.lmdb
-    train("gan_64_cpu", "RUN")
-    shutil.copy("image1.jpg", "PHOTO")
+    train("gan_64_cpu", "runs/gan")
+    shutil.copy("image1.jpg", "photo.jpg")
 
 
 BEFORE = {  # page -> what it takes for granted
