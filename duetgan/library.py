@@ -61,8 +61,9 @@ class Predictions:
     files: list[str]  # the file name of each image; "" for an image that was not given as a file
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a row an image: file, label, probability, and a column for each class.
+        """Return a table with a row for each image.
 
+        The columns are file, label, probability, and the probabilities of each class.
         Raises UserError if pandas is not installed.
         """
         columns = dict(zip(self.class_names, self.probabilities.T.tolist(), strict=True))
@@ -135,7 +136,7 @@ class Classifier(nn.Module):
 
         Args:
             images: anything that `duet train` reads.
-            n: number of images, which `seed` draws; None: all.
+            n: number of images, drawn with `seed`; None: all.
             progress: True to show a progress bar.
 
         Raises UserError if images or labels do not fit the classifier.
@@ -318,7 +319,7 @@ class Generator(nn.Module):
         Args:
             images: the test images, anything that `duet train` reads.
             training: the training images, for the floors and the search for copies.
-            extractors, weights: as of `compare_images`.
+            extractors, weights: as for `compare_images`.
             n: number of samples, at most one for each test image.
             progress: True to show progress bars.
 

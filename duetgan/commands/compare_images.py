@@ -19,8 +19,9 @@ def parser() -> Parser:
     add(
         "--training",
         metavar="IMAGES",
-        help="training images of the generator, for the floors and to search for copies of them "
-        "(default: halves of the reference; copies of the reference)",
+        help="training images of the generator; floors compare them with the reference, and copies "
+        "of them are searched for (default: floors compare two halves of the reference, and copies "
+        "of the reference are searched for)",
     )
     add(
         "--extractor",
@@ -39,9 +40,9 @@ def parser() -> Parser:
         "--n",
         type=positive,
         default=GAN_IMAGES,
-        help=f"images of each set (default: at most {GAN_IMAGES:,})",
+        help=f"number of images of each set (default: at most {GAN_IMAGES:,})",
     )
-    add("--seed", type=number(int), default=0, help="seed of random choices")
+    add("--seed", type=number(int), default=0, help="seed of the random choice of images")
     add(
         "--size",
         type=image_size,

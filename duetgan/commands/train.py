@@ -54,7 +54,8 @@ def parser() -> Parser:
     add(
         "--new-data",
         action="store_true",
-        help="continue the run in the run folder with other images, those of data.path",
+        help="continue the run in the run folder with the images of data.path, even if it was "
+        "trained on other images",
     )
     add(
         "--profile",
@@ -165,8 +166,8 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]
         folder.open()  # fails at once if another run is writing there
     if options.new_data and not newest_first(folder.checkpoints):
         raise UserError(
-            f"--new-data: {folder.path} has no checkpoint to continue; leave it out to start a run, or name the run "
-            "with --run-dir"
+            f"--new-data: {folder.path} has no checkpoint to continue; leave --new-data out to start "
+            "a run, or name a run with --run-dir"
         )
     with closing(folder):
         # This imports torch, which must not happen before --gpus is applied.

@@ -167,7 +167,8 @@ def evaluate_classifier(
 def calibrate(checkpoint: Checkpoint, dataset: Dataset, *, batch_size: int) -> Document:
     """Fit a temperature on held-out images, and store it in the checkpoint's state.
 
-    Replaces a temperature that the state has. Returns the results of `judged_temperature`.
+    A temperature that the state already has is replaced. Returns the results of
+    `judged_temperature`.
 
     Raises:
         UserError: If the classifier gives several labels, labels and classifier do not fit

@@ -292,8 +292,8 @@ def measured(
 
 
 def rows_of(document: Document) -> Iterator[tuple[Figure, Document]]:
-    """Yield each metric that an evaluation's results have, with the part that has it: `document`, or
-    for features' metrics an entry of its `distances`.
+    """Yield each metric in the results of an evaluation, with the part that has its value:
+    `document`, or for metrics of features an entry of `distances`.
     """
     for results in (document, *(document.get("distances") or ())):
         for row in FIGURES:

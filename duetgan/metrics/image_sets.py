@@ -1,6 +1,7 @@
 """Comparison of two sets of images, by the metrics of a generator's evaluation.
 
-For the samples and the real images of an evaluation, the metrics are those of the evaluation.
+If the sets are the samples and the real images of an evaluation, the metrics equal those of the
+evaluation.
 """
 
 from collections.abc import Sequence
@@ -46,8 +47,9 @@ def compare_images(
 ) -> Evaluation:
     """Compare two sets of images, such as samples and real images, by features of the images.
 
-    The floor of a metric is its value between n training images and the reference; without training
-    images, between two disjoint halves of the reference, of n images each if it has 2 n.
+    The floor of a metric is its value between n training images and the reference. Without training
+    images it is the value between two disjoint halves of 2 n images of the reference, or of all if
+    the reference has fewer.
 
     Args:
         images: Folder, zip, tar or packed file.
@@ -152,7 +154,7 @@ def open_images(path: str | Path, size: int | str | None = None) -> Dataset:
 
 
 def common_spec(datasets: Sequence[Dataset]) -> ImageSpec:
-    """Return the spec that images of all sets are compared in; beside 8-bit RGB, grey becomes RGB.
+    """Return the spec in which images are compared; if some 8-bit sets are RGB, grey becomes RGB.
 
     Raises UserError if the sets differ in size, channels or depth.
     """
@@ -178,7 +180,7 @@ def _read(dataset: Dataset, draw: Selection, channels: int, rows: range) -> Tens
 def _metrics(
     fake: Tensor, real: Tensor, seed: int, extractor: Extractor, notes: dict[str, str]
 ) -> Document:
-    """Return `n` and the metrics of as many features of both sets as the smaller one has."""
+    """Return n, the size of the smaller set, and the metrics of the first n features of both."""
     n = min(len(fake), len(real))
     samples = Samples(
         fake=fake[:n],
@@ -197,13 +199,15 @@ def _metrics(
 def near_copies(
     extractor: Extractor, features: Tensor, reference: memorisation.RealImages
 ) -> Document:
-    """Count the images, features [n, F], that are unusually near to one of n reference images.
+    """Find the images, features [n, F], that are unusually near to one of n reference images.
 
-    Unusual is a distance below that of 99 % of the reference images to the nearest of the others.
+    A distance is unusual if it is smaller than the distances of 99 % of the reference images to
+    their nearest neighbours among them.
 
     Returns:
-        `extractor`; `weights`; `searched`; `share` with its interval; `expected`, the share if both
-        sets have the same distribution; and `closest`, the nearest `pairs`.
+        `extractor`; `weights`; `searched`, n; `share`, the fraction of such images, with its
+        interval; `expected`, the share if both sets have the same distribution; and `closest`, the
+        nearest `pairs`.
     """
     n = len(features)
     candidates = reference.features[:n]

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's value with its 95 % interval; None without an interval, or without a floor."""
+    """A metric's value, its 95 % interval and its floor; None for an interval or floor it lacks."""
 
     name: str  # as in metrics.json
     value: float
     low: float | None = None
     high: float | None = None
     floor: float | None = None  # the value between two sets of real images
-    extractor: str = ""  # of the features; "" if it depends on none
+    extractor: str = ""  # of the features; "" for a metric that uses no features
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Evaluation:
         return next(metric for metric in self.metrics if metric.name == name)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a row a metric. Raises UserError if pandas is not installed."""
+        """Return a row for each metric, as a table. Raises UserError if pandas is not installed."""
         names = Metric.__dataclass_fields__
         return data_frame(
             {name: [getattr(metric, name) for metric in self.metrics] for name in names}

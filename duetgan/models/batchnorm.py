@@ -1,6 +1,6 @@
 """BatchNorm for batches that are computed twice, and synchronised over processes.
 
-torch's SyncBatchNorm does not train on CPUs, and on GPUs each of its layers waits three times.
+torch's SyncBatchNorm does not train on CPUs, and on GPUs the host waits three times in each layer.
 """
 
 import contextlib
@@ -180,7 +180,7 @@ class SyncBatchNorm2d(CPUSyncBatchNorm2d):
     """`CPUSyncBatchNorm2d` by the kernels that torch has for CUDA devices.
 
     A step takes 12 operators and passes over the image eight times; by CPUSyncBatchNorm2d's formula
-    it would take 77 operators and pass ten times as many bytes.
+    it would take 77 operators and move ten times as many bytes.
     """
 
     def synchronised(self, x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def copy_by_name(
 def describe_match(names: Sequence[str], source_names: Sequence[str]) -> str:
     """Return a message about the classes that are copied by name; empty if both lists are equal.
 
-    It names the classes that were taken, those that are new, and those that were dropped.
+    The message names the classes that were taken, those that are new, and those that were dropped.
     """
     if list(names) == list(source_names):
         return ""

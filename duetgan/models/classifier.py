@@ -185,8 +185,10 @@ class Classifier(ImageNetwork):
         self.thresholds = torch.full((self.classes,), 0.5)
 
     def add_temperature(self) -> None:
-        """Let the network divide its logits by a stored temperature, here 1 (Guo et al. 2017,
-        1706.04599). It changes the probabilities, but not which class is most likely.
+        """Add a temperature of 1, by which the network divides its logits (Guo et al. 2017,
+        1706.04599).
+
+        A temperature changes the probabilities, but not which class is most likely.
         """
         self.temperature = torch.ones(())
 

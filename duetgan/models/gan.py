@@ -290,7 +290,7 @@ class ImageDiscriminator(ImageNetwork):
     # None, or a module: the last hidden activations [N, H] -> class logits [N, classes]
     auxiliary: Any
     config: Any
-    # True if an output depends only on its group of consecutive samples, whatever the pass holds
+    # True if outputs depend only on groups of consecutive samples, not on the rest of the pass
     has_local_groups = True
 
     def __init__(self) -> None:

@@ -154,11 +154,11 @@ def modulations(
     dtype: torch.dtype,  # of the convolutions
     gain: float = 1.0,
 ) -> list[Modulation]:
-    """Return the modulations of several convolutions, which take few operators together.
+    """Return the modulations of several convolutions, computed together with few operators.
 
-    The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms that
-    style and weight are divided by. Without demodulation there is no scale, except in fp16; it then
-    has the precision of the parameters, as style and weight have.
+    The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms by
+    which style and weight are divided. Without demodulation there is no scale, except in fp16, and
+    all tensors have the precision of the parameters.
     """
     with torch.autocast(ws[0].device.type, enabled=False):
         precision = convolutions[0].weight.dtype

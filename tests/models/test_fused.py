@@ -204,7 +204,7 @@ def test_a_device_whose_kernels_fail_or_differ_runs_plain_code_and_the_plan_says
             context.setattr(layers, "check_kernels", lambda _, check=layers.check_kernels: check(CPU))
             assert layers.describe_kernels(CUDA).startswith(f"plain, because {words}")
     fused.problem.cache_clear()
-    assert layers.describe_kernels(CPU) == "plain, because cpu is no CUDA device"
+    assert layers.describe_kernels(CPU) == "plain, because cpu is not a CUDA device"
     monkeypatch.setattr(fused, "setting", "off")
     assert layers.describe_kernels(CUDA) == "plain, because kernels is off"
     monkeypatch.undo()

@@ -13,7 +13,7 @@ class Survey(Stored):
     options: list[str] = []  # command-line options that name the columns of a table
     count: int  # images, without the source's own held-out ones
     held_out: int  # the source's own held-out images
-    groups: int = 0  # groups of images that a split keeps whole; 0: no option defines any
+    groups: int = 0  # number of groups that a split keeps whole; 0: no option defines groups
     held_out_groups: list[int] = []  # number of images in each held-out group
     unlabelled: int = 0  # images in folders called `unlabelled`, not in `count`
     classes: int  # 0 if the images have no labels

@@ -122,8 +122,10 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
 
 
 def _held_out_groups(source: Source, seed: int) -> tuple[int, list[int]]:
-    """Return the number of groups that a split keeps whole, and the number of images in each that
-    will be held out, unless groups share similar images.
+    """Return the number of groups that a split keeps whole, and the number of images of each group
+    that will be held out.
+
+    The split holds out other groups if images of different groups are similar.
     """
     if source.grouping is None:
         return 0, []

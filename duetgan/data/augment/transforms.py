@@ -279,7 +279,7 @@ def draw_mixing(
 def _betas(first: float, second: float, count: int, numbers: torch.Generator) -> Tensor:
     """Draw from Beta(first, first) and Beta(second, second): float32 [2, count].
 
-    Values are ratios of gamma variates.
+    Each value is a ratio of gamma variates.
     """
     shape = (2, count, 2)
     gammas = torch.full(shape, first, device=numbers.device, dtype=widest(numbers.device))

@@ -31,7 +31,7 @@ from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.text import did_you_mean
 
-# copied at a time: NumPy makes an intermediate copy, which should stay in the CPU's cache
+# bytes copied at a time; NumPy makes an intermediate copy, which should stay in the CPU's cache
 GATHER_BYTES = 512 << 10
 MAGIC = bytes.fromhex("dec0efbe")  # at byte 16 of an LMDB file, little-endian
 
@@ -46,9 +46,10 @@ class RawBlocks:
         self.item = item  # a whole image is one item, so that NumPy copies it at once
         # address of the first byte of each block; -1: not verified yet
         self.addresses = np.full(count, -1, np.int64)
-        # the records of a block that do not match their checksums
+        # block -> its records that do not match their checksums
         self.damaged: dict[int, frozenset[int]] = {}
-        # first address and end of the added blocks, and an image from each byte in between
+        # first address and end address of the added blocks, and a view of the memory in between, in
+        # which an image starts at each byte
         self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))
 
     def add(self, block: int, pixels: np.ndarray) -> None:
@@ -57,8 +58,8 @@ class RawBlocks:
         address = pixels.ctypes.data
         first, end = min(low or address, address), max(high, address + pixels.nbytes)
         if (first, end) != (low, high):
-            # All blocks are in one mapping. In this view an image starts at each byte, so that a
-            # batch from any blocks is a single gather.
+            # All blocks are in one mapping, so a batch from any blocks is a single gather from a
+            # view in which an image starts at each byte.
             memory = np.frombuffer(
                 memoryview((ctypes.c_ubyte * (end - first)).from_address(first)), np.uint8
             )
@@ -81,7 +82,7 @@ class RawBlocks:
         Image `rows[i]` of block `blocks[i]` is copied to `out[positions[i]]` (default: `out[i]`).
         """
         offsets = self.addresses[blocks] + rows * self.item.itemsize
-        # Read after the addresses: another thread may add a block in between.
+        # The view is read after the addresses, because another thread may add a block in between.
         first, _, images = self._view
         offsets -= first
         step = max(1, GATHER_BYTES // self.item.itemsize)

@@ -74,9 +74,9 @@ class Split(Stored):
     seed: Whole
     whole: str  # fingerprint of the larger data set
     images: PositiveInt  # in the larger data set
-    # the option that defines groups of images that were not split, and the number of this part's
+    # command-line option that defines groups, which the split kept whole; None: no groups
     group_by: str | None = None
-    groups: PositiveInt | None = None
+    groups: PositiveInt | None = None  # number of groups in this part
 
 
 class Shard(Stored):

@@ -177,8 +177,8 @@ def _naming(reader: LMDBReader, classes: np.ndarray, item_name: Name | None) -> 
 
 
 def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
-    """Group `count` records that are connected by a chain of exact and near duplicates, or of
-    `groups` of records.
+    """Group `count` records that are exact or near duplicates or belong to one of `groups`,
+    directly or through a chain of other records.
 
     Returns the ascending records of each group, sorted by the first record. A record without
     duplicates is a group.

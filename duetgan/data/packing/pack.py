@@ -185,7 +185,10 @@ def _targets(
     if source.grouping is not None:
         option, names = source.grouping
         refuse(
-            (fraction is None, f"{option} is for --val-share: add it or drop {option.split()[0]}"),
+            (
+                fraction is None,
+                f"{option} is for --val-share: add --val-share or drop {option.split()[0]}",
+            ),
             (
                 len(set(names)) < 2,
                 f"{source.name}: {option} puts all {len(names):,} images into one group, {names[0]!r}, so none can be"

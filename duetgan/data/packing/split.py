@@ -22,9 +22,9 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
 
 LARGEST = Fraction(1, 2)  # largest held-out fraction
-# largest number of groups of which every choice is tried
+# largest number of groups for which every choice of held-out groups is tried
 TRIED = 12
-# largest number of pairs of groups x classes for which exchanges are tried, not only moves
+# largest number of pairs of groups, times classes, for which groups are also exchanged
 EXCHANGED = 2_000_000
 
 
@@ -131,7 +131,7 @@ def draw(
 def in_order_of_keys(
     groups: Sequence[np.ndarray], digests: Sequence[bytes], seed: int
 ) -> list[np.ndarray]:
-    """Return groups of records in the order of their keys (seed, "split", smallest digest in hex)."""
+    """Return groups of records, sorted by the hash of (seed, "split", smallest digest in hex)."""
     from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
 
     def key(group: np.ndarray) -> int:
@@ -143,8 +143,7 @@ def in_order_of_keys(
 def group_counts(
     groups: Sequence[np.ndarray], labels: np.ndarray, classes: np.ndarray
 ) -> np.ndarray:
-    """Return the number of images of each class, and of all, in each group: int64 [groups, classes
-    + 1].
+    """Count the images of each class, and all images, in each group: int64 [groups, classes + 1].
 
     Args:
         labels: int64 [n].
@@ -153,7 +152,7 @@ def group_counts(
     label_counts = []
     for group in groups:
         numbers = np.bincount(labels[group], minlength=len(classes))
-        label_counts.append(numbers[: len(classes)])  # The labels of unlabelled images are 0.
+        label_counts.append(numbers[: len(classes)])  # without classes all labels are 0
     counts = np.array(label_counts) @ classes.astype(np.int64)
     return np.column_stack([counts, list(map(len, groups))])
 
@@ -161,16 +160,15 @@ def group_counts(
 def split_cost(
     held_out: np.ndarray, sizes: np.ndarray, shared: np.ndarray, fraction: float
 ) -> np.ndarray:
-    """Return the cost of holding out these numbers of images, float64 [...].
+    """Return the cost of holding out `held_out` images, float64 [...].
 
-    It is first the number of classes that the training images lack, or that the held-out images
-    lack although several groups have them. Between choices with equal numbers the sum of squared
-    differences between `fraction` and each class's held-out fraction, and that of all images,
-    decides.
+    The larger term counts the classes that the training images lack, and those that the held-out
+    images lack although several groups have them. The smaller term is the sum of the squared
+    differences between `fraction` and the held-out fractions of each class and of all images.
 
     Args:
-        held_out: numbers of held-out images of each class, and of all, [..., classes + 1].
-        sizes: numbers of all images, above 0, [classes + 1].
+        held_out: numbers of held-out images of each class, and their total, [..., classes + 1].
+        sizes: numbers of images of each class, and their total, above 0, [classes + 1].
         shared: bool [classes + 1], True if several groups have images of a class.
     """
     lacking = ((held_out == sizes) | (shared & (held_out == 0))).sum(-1)
@@ -179,17 +177,17 @@ def split_cost(
 
 
 def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarray:
-    """Return the groups to hold out, bool [groups], for a low `split_cost`.
+    """Choose groups to hold out, bool [groups], with a low `split_cost`.
 
-    Up to TRIED groups have the lowest cost of all choices. Of more groups the choice `start` is
-    improved by moving the group that lowers the cost most, or exchanging the pair that does, until
-    none does. Unless a class would be lacking, the sum of squares is then at most half of the sum
-    over groups and classes of w (the group's part of the class)^2, where w is `fraction` for
-    training groups and 1 - `fraction` for held-out ones.
+    For up to TRIED groups the choice has the lowest cost of all. With more groups, the choice
+    `start` is improved step by step: the move of one group, or the exchange of two, that lowers the
+    cost most is applied until none lowers it. Unless a class would be lacking, the sum of squares
+    is then at most half of the sum over groups and classes of w (the group's fraction of the
+    class)^2, where w is `fraction` for training groups and 1 - `fraction` for held-out groups.
 
     Args:
-        counts: numbers of images of each class, and of all, int64 [groups, classes + 1].
-        start: bool [groups].
+        counts: numbers of images of each class, and their total, int64 [groups, classes + 1].
+        start: bool [groups], True for held-out groups.
     """
     counts = counts[:, counts.any(0)]
     sizes = counts.sum(0)
@@ -223,8 +221,9 @@ def draw_groups(
     fraction: Fraction,
     seed: int,
 ) -> np.ndarray:
-    """Draw the held-out records by whole groups, bool [n]. They depend on the groups' names and
-    labels, and on the seed.
+    """Draw the held-out records by whole groups, bool [n].
+
+    The result depends on the names and the labels of the groups, and on the seed.
     """
     digests = [name.encode(errors="surrogateescape") for name in names]
     held_out = draw(groups, labels, digests, fraction, seed)
@@ -242,7 +241,7 @@ def write_parts(
     fraction: Fraction,
     seed: int,
     name: Name,  # names the records in the report
-    grouping: Grouping | None,  # groups of the records that are not split
+    grouping: Grouping | None,  # groups that the split keeps whole
 ) -> tuple[list[Meta], Report]:
     """Draw the held-out images, and copy each record to the file of its part.
 

@@ -112,8 +112,8 @@ class Summary:
 
 
 def _groups(meta: Meta, held_out: Meta) -> list[tuple[str, str]]:
-    """Return the lines about the groups that were not split, and about classes without held-out
-    images.
+    """Return the lines about groups that the split kept whole, and about classes that only one of
+    both files has.
     """
     if meta.split is None or held_out.split is None or held_out.split.groups is None:
         return []

@@ -332,8 +332,8 @@ class Dataset(AbstractContextManager["Dataset"]):
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     """Combine the metadata of shards into that of one data set.
 
-    `mean` and `std` weigh each file by its number of images: they are those of all pixels if the
-    images have one size. If files hold generated images, the passport is that of the first one.
+    `mean` and `std` weigh each file by its number of images, so they are those of all pixels if all
+    images have one size. `passport` is that of the first file with generated images.
 
     Raises UserError if the shards do not belong together.
     """

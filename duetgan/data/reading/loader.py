@@ -197,7 +197,7 @@ class InfiniteLoader:
         return self.dataset.replaced
 
     def state_dict(self, position: Position | None = None) -> dict[str, object]:
-        """Return the position after the batches that `next` has returned, or another `position`.
+        """Return the state at `position`; None: after the batches that `next` has returned.
 
         If batches depend on the training step, the state also has the step and the number of the
         batch within it.

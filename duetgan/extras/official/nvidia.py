@@ -104,7 +104,8 @@ class GeneratorForm:
     absent: tuple[str, ...] = ()  # suffixes of our names of tensors that the file lacks
 
 
-# tensor that only this kind has -> function of the arguments that it was built with; of extras
+# name of a tensor that only this kind of generator has -> function of the arguments that it was
+# built with; extras add entries
 GENERATORS: dict[str, Callable[[Arguments], GeneratorForm]] = {}
 
 
@@ -138,7 +139,7 @@ def converted(
     """
     kinds = [name for name in GENERATORS if name in states["G_ema"]]
     read = GENERATORS[kinds[0]] if kinds else _stylegan2
-    # Where stylegan2-ada-pytorch's program has these arguments, stylegan3's has other defaults.
+    # Only stylegan2-ada-pytorch has `synthesis_kwargs`; stylegan3 has other defaults.
     is_ada = isinstance(generator, dict) and "synthesis_kwargs" in generator
     defaults = {} if is_ada else {"num_fp16_res": 4, "conv_clamp": 256}
     g = read(_arguments(generator, defaults, "the generator's arguments"))
@@ -301,7 +302,7 @@ def _stylegan2(arguments: Arguments) -> GeneratorForm:
         shape=shape,
         place=partial(_place, "G", shape["resolution"]),
         drop_filters=lambda source: source.drop_filters("resample_filter"),
-        # No noise equals noise of strength 0.
+        # A generator without noise equals one with noise of strength 0.
         absent=() if has_noise else ("noise_strength", "noise_const"),
     )
 

@@ -64,8 +64,8 @@ CONSUMER_GPUS = (  # by NVIDIA's architecture papers: tensor cores, no sparsity,
 )
 # error of the predicted total time (docs/extras/predictions.md)
 STATED_ERROR = (
-    "predicted, not measured: within a factor of 1.5 of an H200's steps without graphs and kernels; these have run "
-    "on no GPU; evaluations come on top"
+    "predicted, not measured: within a factor of 1.5 of an H200's steps without graphs and kernels; "
+    "graphs and kernels have run on no GPU; evaluations take additional time"
 )
 GPUS = (  # SXM modules, by NVIDIA's data sheets
     Gpu("A100", 312e12, 156e12, 19.5e12, 2.039e12),
@@ -83,7 +83,7 @@ class Operation(NamedTuple):
     bytes: int  # bytes read and written
 
     def roofline(self, gpu: Gpu) -> float:
-        """Return the seconds of the arithmetic or of the bytes, whichever is longer."""
+        """Return the seconds for the arithmetic or for moving the bytes, whichever is longer."""
         peak: float = getattr(gpu, self.kind)
         return max(self.flop / peak, self.bytes / gpu.bandwidth)
 
@@ -156,7 +156,7 @@ class Ledger(PeakBytes):
         return result
 
     def add(self, leaves: Iterable[object], flop: float = 0.0, kind: str = "single") -> None:
-        """List an operation that reads and writes the tensors among `leaves` once."""
+        """Record an operation that reads or writes each tensor among `leaves` once."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         moved = 0
         for x in tensors:
@@ -167,7 +167,7 @@ class Ledger(PeakBytes):
 
 
 class Kernels:
-    """Stand-in for `triton_kernels`: results without values, each as one operation of a ledger."""
+    """Replacement for `triton_kernels`: records each call in a ledger, returns empty tensors."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -274,8 +274,8 @@ class Count(NamedTuple):
     def seconds(self, gpu: Gpu, *, graphs: bool = False) -> float:
         """Predict the seconds of an uncompiled step, in CUDA graphs or launched by Python.
 
-        The GPU works on an operation for its time by the roofline, divided by the fraction that is
-        reached. Without graphs it may wait for Python, which runs ahead where it is faster.
+        An operation takes its time by the roofline, divided by the fraction of the roofline that
+        its kind reaches. Without graphs a step takes at least the time in which Python launches it.
         """
 
         def kernel(operation: Operation) -> float:
@@ -289,7 +289,7 @@ class Count(NamedTuple):
 def count(config: RunConfig, dataset: Dataset, samples: int, *, kernels: bool = True) -> Count:
     """Count memory and operations of one process's steps with `samples` samples.
 
-    With `kernels` FIR resampling and activations are the fused kernels.
+    If `kernels` is True, FIR resampling and activations count as fused kernels.
 
     Layers are frozen as at the end of the run, or of each image size. `augment` counts as its
     default, `precision: auto` as bf16. No image is read.

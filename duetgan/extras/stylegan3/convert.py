@@ -70,7 +70,7 @@ def read(arguments: Arguments) -> GeneratorForm:
                 if value.shape != designed.shape or not torch.allclose(
                     value, torch.from_numpy(designed).float(), atol=1e-5
                 ):
-                    raise Refused(f"{source.title}'s {layer}.{name} is another filter than Duet's")
+                    raise Refused(f"{source.title}'s {layer}.{name} differs from Duet's filter")
 
     return GeneratorForm(
         architecture="stylegan3-r" if radial else "stylegan3-t",

@@ -13,15 +13,15 @@ from duetgan.utils.errors import UserError
 
 
 def transforms(shifts: Tensor, angles: Tensor) -> Tensor:
-    """Return the transforms [n, 3, 3] of `FourierFeatures` for motions of the image.
+    """Return the transforms [n, 3, 3] by which `FourierFeatures` shifts and turns the image.
 
     Args:
         shifts: [n, 2], to the right and down, in widths of the image.
-        angles: [n], clockwise, in radians. The image turns about its centre, and then moves.
+        angles: [n], clockwise, in radians. The image turns about its centre before it is shifted.
     """
     cosine = angles.cos()
     sine = angles.sin()
-    # The inverse of the motion: from a point of the image to the one that is shown there.
+    # The inverse of the motion maps a point of the image to the point that is shown there.
     result = torch.eye(3).repeat(len(angles), 1, 1)
     result[:, :2, :2] = torch.stack([cosine, sine, -sine, cosine], dim=1).unflatten(1, (2, 2))
     result[:, :2, 2:] = -result[:, :2, :2] @ shifts[:, :, None]
@@ -31,8 +31,8 @@ def transforms(shifts: Tensor, angles: Tensor) -> Tensor:
 class Motion(Journey):
     """The frames of a film from sample to sample, in which the image moves and turns.
 
-    At the fraction t of the film, the image is at sin(2 pi t) `translate` and has turned by t
-    `rotate`. Raises UserError for another generator than StyleGAN3's.
+    After the fraction t of the film, the image is shifted by sin(2 pi t) * `translate` and turned
+    by t * `rotate`. Raises UserError if the generator is not StyleGAN3's.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Motion(Journey):
     ) -> None:
         if not isinstance(sampler.generator, Stylegan3Generator):
             raise UserError(
-                "move needs a generator of StyleGAN3 (architecture stylegan3-t or stylegan3-r); for this "
-                "one take interpolate"
+                "move needs a generator of StyleGAN3 (architecture stylegan3-t or stylegan3-r); "
+                "for other generators use interpolate"
             )
         super().__init__(sampler, "w", keyframes, frames)
         self.input = sampler.generator.input

@@ -1,4 +1,5 @@
-"""Low-pass filters of StyleGAN3 (2106.12423, appendix C) and the filtered leaky ReLU, in operators of any device.
+"""Low-pass filters of StyleGAN3 (2106.12423, appendix C) and the filtered leaky ReLU, in plain
+operators, which run on every device.
 
 A signal of sampling rate s and cutoff f_c is upsampled, activated, clamped, and downsampled, so that
 the activation's new frequencies are removed before they alias. A filter's gradient is written as its
@@ -44,9 +45,9 @@ def lowpass(
 class Resampler(torch.nn.Module):
     """An integer change of the sampling rate with a filter [k] (both axes) or [k, k].
 
-    With `up` the samples are `factor` apart in the output, [N, C, H, W] -> [N, C, factor (H - 1) + k,
-    ...], and the filter's gain is factor^2; else every `factor`-th output is computed, [N, C, H, W] ->
-    [N, C, (H - k) / factor + 1, ...], where `factor` must divide H - k.
+    If `up` is True, samples are `factor` apart in the output, and the filter's gain is factor^2:
+    [N, C, H, W] -> [N, C, factor (H - 1) + k, ...]. Otherwise only every `factor`-th output is
+    computed: [N, C, H, W] -> [N, C, (H - k) / factor + 1, ...]; `factor` must divide H - k.
     """
 
     def __init__(self, response: np.ndarray, factor: int, *, up: bool) -> None:
@@ -98,7 +99,7 @@ class Context(torch.autograd.function.FunctionCtx):
 
 
 def _filter(x: Tensor, kernel: Tensor, stride: Stride, up: bool) -> Tensor:
-    # Without a gradient plain operators run, so that exports meet no custom node.
+    # Without a gradient plain operators run, so that exported graphs have no custom function.
     if torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing():
         return _Filter.apply(x, kernel, stride, up)
     return _run(x, kernel, stride, up)
@@ -111,13 +112,13 @@ def filtered_leaky_relu(
     padding: int,
     clamp: float | None,
 ) -> Tensor:
-    """Return leaky_relu(x) * sqrt(2) at the rate of `down`, computed at the rate between both filters.
+    """Return leaky_relu(x) * sqrt(2) at the output rate of `down`, computed at that of `up`.
 
     Args:
         x: [N, C, H, W].
         padding: Number of zeros that are added (or, if negative, of samples that are removed) at
             each edge at the rate of the activation.
-        clamp: Limit of the activations; None for none.
+        clamp: Largest absolute value of the activations; None: no limit.
     """
     x = F.pad(up(x), [padding] * 4)
     return down(clamped(F.leaky_relu(x, LEAKY_SLOPE) * ACTIVATION_GAIN, clamp))

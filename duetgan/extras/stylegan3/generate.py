@@ -10,7 +10,7 @@ NUMBER = number(float)
 
 
 def shift(text: str) -> tuple[float, float]:
-    """Parse X,Y, as the type of an option."""
+    """Parse two numbers X,Y, as the type of an option."""
     parts = [NUMBER(part) for part in text.split(",")]
     if len(parts) != 2:
         raise ArgumentTypeError(f"{text!r}: give two numbers, X,Y")
@@ -23,15 +23,15 @@ def add_options(add: Add) -> None:
         type=shift,
         default=(0.0, 0.0),
         metavar="X,Y",
-        help="farthest shift to the right and down, in widths of the image; the film swings to it, "
-        "to its opposite and back",
+        help="largest shift to the right and down, in widths of the image; during the film the "
+        "image moves that far, to the opposite side and back",
     )
     add(
         "--rotate",
         type=NUMBER,
         default=0.0,
         metavar="DEGREES",
-        help="clockwise turn about the centre during the film",
+        help="angle by which the image turns clockwise about its centre during the film",
     )
     add("--n", type=positive, default=1, metavar="N", help="samples to visit (default: 1)")
     add("--frames", type=positive, default=60, help="frames from one sample to the next")

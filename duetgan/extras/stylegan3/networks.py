@@ -28,7 +28,7 @@ from duetgan.utils.errors import UserError
 
 FIRST_CUTOFF = 2.0  # f_c of the first layer, in cycles per image
 FIRST_STOPBAND = 2**2.1  # f_t of the first layer
-LAST_STOPBAND = 2**0.3  # f_t of the last layers / f_c
+LAST_STOPBAND = 2**0.3  # f_t / f_c of the last layers
 RESOLUTIONS = [2**k for k in range(3, 13)]  # px
 OUTPUT_SCALE = 0.25  # image / last layer's output
 FILTER_TAPS = 6  # length of a filter, in samples of the lower rate
@@ -44,10 +44,10 @@ class GeneratorTConfig(GeneratorConfig):
     clamp_always: bool = True
     mapping_layers: Annotated[int, Interval(ge=1, le=100)] = 2  # 2 for small datasets
     w_avg_beta: Decay = 0.998  # decay of the moving mean of w
-    layers: Annotated[int, Interval(ge=3, le=100)] = 14  # layers before the one that gives colours
+    layers: Annotated[int, Interval(ge=3, le=100)] = 14  # layers before the last one, ToRGB
     # layers at the end whose cutoff is half the sampling rate
     critical_layers: Annotated[int, Interval(ge=1, le=99)] = 2
-    margin: NonNegativeInt = 10  # px that maps extend beyond each edge of the image
+    margin: NonNegativeInt = 10  # px by which maps extend beyond each edge of the image
     conv_kernel: Literal[1, 3] = 3  # side of the convolutions' filters
     radial_filters: bool = False  # radially symmetric downsampling, except in critical layers
     magnitude_ema_beta: Decay = 0.999  # decay of the moving means of the layers' squared inputs
@@ -83,7 +83,7 @@ class Signal:
 
 
 def signals(config: GeneratorTConfig, resolution: int | str, channels: int) -> list[Signal]:
-    """Return the output of each layer and of the last one, which gives colours (section 3.2).
+    """Return the output of each layer, the last of which is ToRGB (section 3.2).
 
     Cutoffs and stopbands grow geometrically up to the critical layers. Raises UserError for a
     resolution that is not a power of two.
@@ -114,11 +114,11 @@ def signals(config: GeneratorTConfig, resolution: int | str, channels: int) -> l
 
 
 class FourierFeatures(nn.Module):
-    """The first signal: sines of random frequencies in a disc, which w moves and turns (appendix F).
+    """The first signal: sines of random frequencies in a disc, shifted and turned by w.
 
-    The buffer `transform` [3, 3], or [N, 3, 3], is a further motion: it maps a point of the image, in
-    homogeneous coordinates whose unit is the side and whose origin is the centre, to the point that is
-    shown there. Runs without autocast.
+    The buffer `transform`, [3, 3] or [N, 3, 3], shifts and turns the image further. It maps a point
+    of the image to the point that is shown there, in homogeneous coordinates whose unit is the
+    image's side and whose origin is its centre. Runs without autocast. Source: appendix F.
     """
 
     def __init__(self, w_dim: int, signal: Signal) -> None:
@@ -162,7 +162,7 @@ Filter = tuple[int, np.ndarray]  # factor of the sampling rate, and the filter
 
 
 def design_filters(source: Signal, target: Signal, *, radial: bool) -> tuple[Filter, Filter]:
-    """Return the filters before and after an activation; `radial` is of the second one."""
+    """Return the filters before and after an activation; `radial` applies to the second."""
     rate = OVERSAMPLING * max(source.rate, target.rate)
     up = rate // source.rate
     down = rate // target.rate
@@ -172,10 +172,10 @@ def design_filters(source: Signal, target: Signal, *, radial: bool) -> tuple[Fil
 
 
 class Layer(nn.Module):
-    """Modulated convolution, bias, filtered leaky ReLU: the change from a signal to the next.
+    """Modulated convolution, bias and filtered leaky ReLU, from the signal `source` to `target`.
 
-    With `is_rgb` the filter is 1x1, without demodulation and activation. Inputs are divided by the
-    root of `magnitude_ema`, the moving mean of their squares.
+    If `is_rgb` is True, the filter is 1x1, without demodulation and activation. Inputs are divided
+    by the root of `magnitude_ema`, the moving mean of their squares.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Layer(nn.Module):
         (up, up_filter), (down, down_filter) = design_filters(source, target, radial=radial)
         self.up = Resampler(up_filter, up, up=True)
         self.down = Resampler(down_filter, down, up=False)
-        # Both ends of the upsampled maps lose as much, so that the image stays in the centre.
+        # Both ends of the upsampled maps change equally, so that the image stays in the centre.
         upsampled = up * (source.size + side - 2) + len(up_filter)
         self.padding = (down * (target.size - 1) + len(down_filter) - upsampled) // 2
 
@@ -268,7 +268,8 @@ class Stylegan3Generator(StyledGenerator):
 
     def synthesis(self, ws: Tensor, noise: list[Tensor] | NoiseMode = "none") -> Tensor:
         """Return images [N, channels, H, W] for styles [N, num_ws, w_dim]; `noise` is not used."""
-        # Passes of the generator's losses only, so that these are the same for any micro-batch.
+        # Only passes for the generator's losses count, so that the means of the squares are the
+        # same for any micro-batch size.
         is_observed = self.training and torch.is_grad_enabled() and not is_penalised()
         squares: list[Tensor] = []
         x = self.input(ws[:, 0])
@@ -282,7 +283,7 @@ class Stylegan3Generator(StyledGenerator):
 
     @torch.no_grad()
     def update_w_avg(self, w_mean: Tensor) -> None:
-        """Move `w_avg`, and each layer's `magnitude_ema` by the passes since the last call."""
+        """Update `w_avg`, and each layer's `magnitude_ema` from the passes since the last call."""
         super().update_w_avg(w_mean)
         *sums, count = collectives.all_reduce_sum_(self.squares).unbind()
         weight = (1 - self.config.magnitude_ema_beta) * (count > 0)

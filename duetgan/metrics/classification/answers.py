@@ -301,7 +301,7 @@ auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "a
 
 
 def judged_temperature(answers: Answers, *, seed: int) -> Document | None:
-    """Fit a temperature on all images, and test such a fit by cross-fitting.
+    """Fit a temperature on all images, and test the method by cross-fitting.
 
     For the test, the logits of each half of the images are divided by the temperature that was
     fitted on the other half, so that no image is judged by a temperature that it helped to fit.

@@ -54,7 +54,7 @@ class EqualizedLinear(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, parameters: Parameters | None = None) -> Tensor:
-        """`parameters`: those of `scaled_parameters`, if they have been computed."""
+        """Return the output; `parameters`, if given, are the results of `scaled_parameters`."""
         x = F.linear(x, *(parameters or scaled_parameters([self], x.dtype)[0]))
         return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
@@ -91,7 +91,7 @@ class EqualizedConv2d(nn.Module):
     ) -> Tensor:
         """Return the output, clamped to +-limit if a limit is given and there is an activation.
 
-        `parameters` are those of `scaled_parameters`, if they have been computed.
+        `parameters`, if given, are the results of `scaled_parameters`.
         """
         weight, bias = parameters or scaled_parameters([self], compute_dtype(x))[0]
         kernel_size = weight.shape[-1]
@@ -130,7 +130,7 @@ def scaled_parameters(
 ) -> list[Parameters]:
     """Return the weights and biases of layers times their gains, as `dtype`.
 
-    One operator scales and one casts those of all layers.
+    One operator scales the tensors of all layers, and one casts them.
     """
     if not layers:
         return []
@@ -289,7 +289,7 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
 def uses_sums(x: Tensor) -> bool:
     """Return True if a sum of shifted images is faster for `x` than a depthwise convolution.
 
-    On CUDA this is so, above all for a compiler, which fuses it: cuDNN has no kernel for 4x4
+    On CUDA it is, above all with torch.compile, which fuses the sum: cuDNN has no kernel for 4x4
     depthwise filters, which took 70 % of StyleGAN2's step on an H200 (docs/measurements/gpu.md).
     """
     return x.is_cuda
@@ -341,12 +341,12 @@ def upsample_fir(x: Tensor) -> Tensor:
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Return True if the kernels of `fused` serve an image."""
+    """Return True if the kernels of `fused` are used for an image."""
     return fused.can_use(x) and not fused.problem(x.device, check_kernels)
 
 
 def describe_kernels(device: torch.device) -> str:
-    """Return which kernels GANs use on a device, and the reason if these are not Triton's."""
+    """Name the kernels that GANs use on a device, with the reason if they are not Triton's."""
     if fused.setting == "off":
         return "plain, because kernels is off"
     problem = fused.problem(device, check_kernels)
@@ -369,7 +369,9 @@ def check_kernels(device: torch.device) -> None:
 def _samples(
     device: torch.device, activation: Callable[..., Tensor], resample: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """Return an activation, its first and second derivatives, and resampled images."""
+    """Return an activation of a small image, its first and second derivatives, and the image
+    resampled by each operation.
+    """
     shapes = ((2, 8, 6, 4), (2, 8, 1, 1), (8,), (2, 1, 6, 4))
     values = [torch.linspace(-1.5, 1, math.prod(shape)).view(shape).to(device) for shape in shapes]
     values[0] = values[0].to(memory_format=torch.channels_last)

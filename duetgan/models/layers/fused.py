@@ -18,7 +18,7 @@ from duetgan.models.layers.convolution import Context
 
 KernelSetting = Literal["auto", "off"]
 
-setting: KernelSetting = "auto"  # the run's; off: plain code everywhere
+setting: KernelSetting = "auto"  # the config key `kernels`; off: plain code everywhere
 
 
 def kernels() -> ModuleType:
@@ -30,7 +30,7 @@ def kernels() -> ModuleType:
 
 def can_use(x: Tensor) -> bool:
     """Return True if the kernels may be used for an image, provided that they run on its device."""
-    # Stand-ins of exports and compilers have no memory.
+    # The tensors that exports and compilers trace have no memory.
     is_real = type(x) is Tensor and not torch.jit.is_tracing() and not torch.compiler.is_compiling()
     return setting == "auto" and x.is_cuda and is_real
 
@@ -39,7 +39,7 @@ def can_use(x: Tensor) -> bool:
 def problem(device: torch.device, check: Callable[[torch.device], None]) -> str:
     """Return the reason why the kernels do not run on a device; "" if they pass `check`."""
     if device.type != "cuda":
-        return f"{device.type} is no CUDA device"
+        return f"{device.type} is not a CUDA device"
     try:
         check(device)
     except Exception as error:  # Triton may be missing; it needs a C compiler and certain GPUs
@@ -51,7 +51,7 @@ def problem(device: torch.device, check: Callable[[torch.device], None]) -> str:
 class Activation(torch.autograd.Function):
     """clamp(leaky_relu(x scale + bias + noise)) in one kernel, twice differentiable.
 
-    Without a scale the output takes the place of x if x is dense. The shapes are those of
+    Without a scale the output overwrites x if x is dense. The shapes are those of
     `layers.scaled_activation`.
     """
 
@@ -80,7 +80,7 @@ class Activation(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients of `Activation` for x, scale, bias and noise, by its output y."""
+    """The gradients of `Activation` for x, scale, bias and noise, computed from its output y."""
 
     @staticmethod
     def forward(

@@ -2,9 +2,9 @@
 operators.
 
 A GPU waits for the host where a step has many small operators (docs/measurements/operators.md). The
-functions of autograd here have derivatives of fewer operators than those of their formulas. They
-can be differentiated any number of times: quantities that are neither inputs nor outputs are
-computed again where a derivative will itself be differentiated.
+autograd functions here have derivatives with fewer operators than those that autograd derives from
+the formulas. They can be differentiated any number of times: quantities that are neither inputs nor
+outputs are computed again where a derivative will itself be differentiated.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def is_plain() -> bool:
 
 
 class _Scaled(torch.autograd.Function):
-    """Tensors of one dtype times numbers, as `dtype`; on gradients it is its own derivative."""
+    """Tensors of one dtype times numbers, as `dtype`; the derivative is the same function."""
 
     @staticmethod
     def forward(
@@ -84,7 +84,7 @@ class _GroupStd(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         difference, std = _deviations(x) if torch.is_grad_enabled() else ctx.deviations
-        # The differences of a group add up to 0, so that the mean adds nothing.
+        # The differences of a group add up to 0, so the mean's derivative adds 0.
         factor = (grad / x[0].numel())[:, None, None, None] / std
         return difference * factor[:, None]
 

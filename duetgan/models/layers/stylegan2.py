@@ -29,7 +29,7 @@ def channels_at(resolution: int, base: int, maximum: int) -> int:
 
 
 class LinearLayers(nn.Sequential):
-    """Fully connected layers in turn, [N, F] -> [N, F]."""
+    """A sequence of fully connected layers, [N, F] -> [N, F]."""
 
     def forward(self, x: Tensor) -> Tensor:
         layers: list[EqualizedLinear] = list(self)  # type: ignore[arg-type]

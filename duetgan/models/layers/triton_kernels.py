@@ -175,7 +175,7 @@ def _activation(
             z = _derivative(z, y, slope, limit)
         else:
             z = tl.where(z > 0, z, z * slope)
-            if limit is not None:  # a NaN stays
+            if limit is not None:  # the comparisons keep a NaN
                 z = tl.where(z > limit, limit, tl.where(z < -limit, -limit, z))
         tl.store(out_ptr + place, z.to(out_ptr.dtype.element_ty), inside)
     target = (chunk * samples + sample) * channels + c
@@ -198,16 +198,21 @@ def activation(
     y: Tensor | None = None,
     sums: tuple[bool, ...] = (False, False, False),
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return clamp(leaky_relu(x scale + bias + noise)) and None three times; see `_activation`.
+    """Return clamp(leaky_relu(x scale + bias + noise)), and a gradient or None for each of `sums`.
+
+    `_activation` defines the results with the optional arguments.
 
     Args:
-        x: [N, C, H, W], as `second` and `y`; None leaves a term out.
-        scale: [N, C, 1, 1], as `second_scale`.
+        x: [N, C, H, W]; None leaves the term out, like None for each of the other tensors.
+        scale: [N, C, 1, 1].
         bias: [C].
         noise: [N or 1, 1, H, W].
-        out: x, to overwrite it if it is dense.
-        y: Output of an activation, whose derivative is applied in place of the activation.
-        sums: True to return gradients for the scale of `second`, for the bias and for noise.
+        limit: Largest absolute value of the output; None: no limit.
+        out: `x`, to overwrite it if it is dense.
+        second: [N, C, H, W].
+        second_scale: [N, C, 1, 1].
+        y: Output [N, C, H, W] of an activation, whose derivative replaces the activation.
+        sums: True to return the gradient for the scale of `second`, for the bias, for noise.
     """
     image = x if y is None else y
     assert image is not None

@@ -154,7 +154,7 @@ class LogConfig(Config):
     layers_every: PositiveInt = 100  # steps between two computations of log.layers' statistics
 
     def layers_due(self, step: int) -> bool:
-        """Return True if update number `step` (from 0) is one with statistics of layers."""
+        """Return True if statistics of layers are due in update number `step` (from 0)."""
         return bool(self.layers) and (step + 1) % self.layers_every == 0
 
     def check(self) -> None:
@@ -244,7 +244,7 @@ class RunConfig(Config):
     channels_last: bool = True  # memory layout of images; nearly always faster
     # use deterministic kernels only: runs on accelerators are equal to the bit, but slower
     deterministic: bool = False
-    # replay steps as CUDA graphs, on GPUs
+    # replay training steps as CUDA graphs on GPUs
     graphs: GraphSetting = "auto"
     # largest number of skipped updates with non-finite gradients; one more stops training
     nonfinite_cap: NonNegativeInt = 20

@@ -4,7 +4,7 @@ A step of a small network launches a thousand kernels, each of which takes Pytho
 GPU. A CUDA graph launches them all at once. Steps that launch the same kernels are of one *kind*:
 the first step of a kind runs as usual, the second is captured, and from then on it is replayed.
 
-A replay repeats kernels on the same memory. So everything else in a step enters or leaves it here:
+A replay repeats kernels on the same memory. Everything else in a step needs these functions:
 
 - `value`, `number`: tensors and numbers that depend on the step, such as random draws. They are
   computed before the replay and copied into the memory that the captured kernels read.
@@ -12,7 +12,7 @@ A replay repeats kernels on the same memory. So everything else in a step enters
   the host. The graph is captured in parts, with this work between them. An update is a few
   kernels, so that replaying it would gain nothing.
 
-Without graphs these functions only call their argument.
+Without graphs the functions only call their argument.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.text import counted
 
 GraphSetting = Literal["auto", "off"]
-MANY = 240  # steps among which there is each kind
+MANY = 240  # number of steps that include every usual kind
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -44,15 +44,15 @@ _step: "CapturedStep | None" = None  # the step that is being recorded or captur
 def value(function: Callable[[int], T], step: int) -> T:
     """Return `function(step)`: tensors on the device, or tuples, lists or dicts of them.
 
-    The function may depend on the step by its argument alone: it is called with the number of
-    every later step of the kind. It may read the step's batches. The tensors must have the same
+    The function may depend on the step by its argument alone, because it is called with the number
+    of every later step of the kind. It may read the step's batches. The tensors must have the same
     shapes in every step.
     """
     return function(step) if _step is None else _step.value(function, step)
 
 
 def per_step(method: Callable[Concatenate[S, int, P], T]) -> Callable[Concatenate[S, int, P], T]:
-    """Make a method, whose first argument is the step, return its result by `value`."""
+    """Wrap a method, whose first argument is the step, so that it returns its result by `value`."""
 
     @wraps(method)
     def drawn(self: S, step: int, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -62,7 +62,7 @@ def per_step(method: Callable[Concatenate[S, int, P], T]) -> Callable[Concatenat
 
 
 def number(function: Callable[[int], float], step: int, factor: Tensor) -> float | Tensor:
-    """Return `function(step)`, a number; in a graph as a tensor of the kind of `factor`, 0-d."""
+    """Return `function(step)`; in a graph as a 0-d tensor with the dtype and device of `factor`."""
     if _step is None:
         return function(step)
     dtype, device = factor.dtype, factor.device
@@ -72,9 +72,9 @@ def number(function: Callable[[int], float], step: int, factor: Tensor) -> float
 
 
 def outside(action: Callable[[int], object], step: int) -> None:
-    """Call `action(step)`, in a graph between two of its parts.
+    """Call `action(step)`; during a replay it is called between two parts of the graph.
 
-    Tensors that the action reads or writes must exist before it; it returns nothing.
+    Tensors that the action reads or writes must exist before the call. Its result is not used.
     """
     if _step is None:
         action(step)
@@ -114,7 +114,7 @@ class CudaDevice:
             yield graph
 
 
-# device type -> what makes graphs there
+# device type -> class that captures graphs on such a device
 DEVICES: dict[str, Callable[[torch.device], CudaDevice]] = {"cuda": CudaDevice}
 
 
@@ -179,7 +179,7 @@ class CapturedStep:
             return update(self.batches, step)
 
     def capture(self, update: "Callable[[list[Batch], int], Metrics]", step: int) -> None:
-        """Capture the kernels of the step, which changes nothing."""
+        """Capture the kernels of the step without running them."""
         with self._active():
             self._begin_part()
             try:
@@ -191,7 +191,7 @@ class CapturedStep:
                 assert self._open is not None
                 self._open.close()
                 self._open = None
-        assert self._next == len(self._values), "the step took other values than the one before"
+        assert self._next == len(self._values), "the capture used other values than the record"
 
     def replay(self, batches: Sequence[Batch], step: int) -> Metrics:
         """Run the captured step with other batches and another number."""
@@ -214,7 +214,7 @@ class CapturedStep:
 
 
 def _copy(targets: object, sources: object) -> None:
-    """Copy tensors into those of a structure of the same form."""
+    """Copy the tensors of `sources` into those of `targets`, a structure of the same form."""
     static, spec = tree_flatten(targets)
     fresh, fresh_spec = tree_flatten(sources)
     assert spec == fresh_spec, f"a captured step got {fresh_spec}, not {spec}"
@@ -250,7 +250,7 @@ class Graphs:
         self._memory: Memory = {}
 
     def describe(self, kinds: Iterable[Hashable]) -> str:
-        """Return a text for the plan. `kinds` are those of many steps; None: not captured."""
+        """Describe, for the plan, how steps of `kinds` run; None: a step that is not captured."""
         if self.obstacle:
             return f"eager, because {self.obstacle}"
         distinct = set(kinds)
@@ -269,11 +269,12 @@ class Graphs:
         """Return `update(batches, step)`, from a graph if there is one of this kind.
 
         Args:
-            update: Changes the state on the device only, and in place. It may be called without
-                effect while its kernels are captured.
-            kind: Of a step: equal if it launches the same kernels; None: it must run eagerly.
-            structure: Of a step: equal as long as networks, optimizers and sizes stay as they are.
-                The graphs of another structure are dropped.
+            update: Changes state in place, and on the device only. A call during the capture
+                records the kernels but changes nothing.
+            kind: Returns the kind of a step, equal for steps that launch the same kernels; None if
+                the step must run eagerly.
+            structure: Returns a value for a step that is equal as long as networks, optimizers and
+                sizes stay as they are. If it changes, all graphs are dropped.
         """
         if self._device is None:
             return update(batches, step)
@@ -283,7 +284,7 @@ class Graphs:
             self._memory = {}
             self._structure = current
         with self._device.working():
-            # The phases of a profile are not seen inside a graph.
+            # A profile cannot see its phases inside a graph.
             kind_of_step = kind(step)
             if kind_of_step is None or is_listening():
                 return update(batches, step)
@@ -304,8 +305,8 @@ class Graphs:
             return captured.replay(batches, step)
 
     def _give_up(self, error: RuntimeError) -> None:
-        """Run all later steps eagerly, and say so."""
-        # An error in a capture makes its end fail as well.
+        """Run all later steps eagerly, and print the reason."""
+        # After an error in a capture the end of the capture fails as well.
         cause = error.__context__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         self.obstacle = f"the capture of a step failed: {reason}"

@@ -115,7 +115,7 @@ class Task(ABC):
         return {}
 
     def graph_text(self) -> str:
-        """Return how steps run on a GPU, for the plan: as graphs, or why not; empty if unknown."""
+        """Describe, for the plan, if steps run as CUDA graphs, or why not; empty if unknown."""
         return ""
 
     def layer_table(self, name: str) -> str | None:

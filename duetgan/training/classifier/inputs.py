@@ -119,7 +119,7 @@ class Inputs:
         mixing = samples.mixing
         if mixing is None:
             return self._float(samples.images[rows]), samples.targets.rows(rows)
-        # Whole pairs: an end of `rows` may lie between two partners.
+        # Whole pairs are read, because an end of `rows` may lie between two partners.
         first = rows.start // 2 * 2
         images = self._float(samples.images[first : -(-rows.stop // 2) * 2])
         chosen = slice(rows.start - first, rows.stop - first)

@@ -40,13 +40,14 @@ class ClassifierLossConfig(Config):
     # cross-entropy, focal (1708.02002), generalised-cross-entropy (1805.07836) or squared-error
     # (2006.07322); for images with several labels bce, binary-focal or asymmetric (2009.14119)
     kind: str = "cross-entropy"
-    # focal, binary-focal: power of 1 - probability that weights a label; 0: cross-entropy
+    # exponent of the weight (1 - probability) in focal and binary-focal; 0: cross-entropy
     focal_gamma: NonNegativeFloat = 2.0
-    # generalised-cross-entropy: 1: mean absolute error, robust to wrong labels; to 0: cross-entropy
+    # generalised-cross-entropy: 1 is the mean absolute error, near 0 is cross-entropy; larger
+    # values are more robust to wrong labels
     gce_q: PositiveFraction = 0.7
     # fraction of every target that is spread over all classes, or with several labels over 0 and 1
     label_smoothing: Decay = 0.1
-    # final value of label_smoothing, by a cosine over all steps; null: constant
+    # final value of label_smoothing, reached by a cosine over all steps; null: constant
     label_smoothing_final: Decay | None = None
     # {class: weight}, 1 for other classes; balanced: 1 / frequency. With several labels an image:
     # weights of present labels
@@ -93,8 +94,8 @@ class ClassifierLoss:
     errors: Callable[[Tensor, Tensor, ClassifierLossConfig], Tensor]
     # True: an image may have several labels, and targets are in 0..1. False: targets add up to 1.
     several: bool = False
-    # True if the softmax of the best logits is the frequency of the classes, as `logit_adjustment`
-    # needs
+    # True if the loss is least where the softmax of the logits is the class frequencies, which
+    # `logit_adjustment` needs
     softmax: bool = True
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class ClassifierLoss:
 def focal(logits: Tensor, targets: Tensor, config: ClassifierLossConfig) -> Tensor:
     """Return the focal loss of the softmax, -(1 - p)^gamma log p (1708.02002, equation 4)."""
     log_p = logits.log_softmax(1)
-    # The power of 0 has an infinite slope for gamma below 1.
+    # For gamma below 1 the power has an infinite slope at 0.
     q = (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
     return -(targets * q**config.focal_gamma * log_p).sum(1)
 
@@ -307,9 +308,9 @@ def classifier_loss(
 
     The caller divides it by the global batch size. The whole loss of a sample, to its smoothed
     label, has the weight of its class: with a weight for each class of the smoothed label, the
-    rarest class would become the largest target of every image. A mixed sample has a mixed label,
-    or with weights the mean of the losses to both labels. With a prior, label smoothing is
-    proportional to the prior's softmax, since uniform smoothing would undo the prior.
+    rarest class would become the largest target of every image. A mixed sample has a mixed label;
+    with class weights its loss is the mean of the losses to both labels. With a prior, label
+    smoothing is proportional to the prior's softmax, since uniform smoothing would undo the prior.
     """
     loss = config.function
     classes = logits.shape[1]

@@ -127,10 +127,10 @@ class Replica:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Do in the block with one operator what every layer would do with its own.
+        """Replace operators of single layers, inside the block, by one operator for several layers.
 
-        The weights of a stage are cast together, and BatchNorms do not count their batches. A
-        compiled network has its own fused casts.
+        The weights of a stage are cast together, and BatchNorms do not count their batches (see
+        `count_batches`). A compiled network has its own fused casts.
         """
         assert self._forward is not None
         device = self.device.type
@@ -144,7 +144,7 @@ class Replica:
                 for (module, name), copy in zip(layers, copies, strict=True):
                     attributes.append((module, name, copy))
         for module, name, value in attributes:
-            vars(module)[name] = value  # It comes before the parameter or buffer of that name.
+            vars(module)[name] = value  # Python finds it before the parameter or buffer.
         try:
             yield
         finally:
@@ -152,7 +152,7 @@ class Replica:
                 del vars(module)[name]
 
     def count_batches(self, applied: Tensor, passes: int) -> None:
-        """Add the forward `passes` of a step to the counters of the BatchNorms that train.
+        """Add the number of forward passes of a step to the counters of BatchNorms that train.
 
         `applied` is bool, 0-d: False if the update was masked.
         """

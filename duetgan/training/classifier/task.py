@@ -165,7 +165,7 @@ class ClassifierTask(Task):
         return self.graphs.run(self.update, [batch], step, kind=self.kind, structure=self.structure)
 
     def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
-        """Make update number `step` from a batch, for which the model is set up."""
+        """Make update number `step` from a batch, after `set_up`."""
         samples = value(lambda step: self.samples(batches[0], step), step)
         statistics = Snapshot(self.replica.statistics)
         loss, correct = self.gradients(samples)
@@ -189,11 +189,11 @@ class ClassifierTask(Task):
         self.ema.update(self.model, decay, skipped, average)
 
     def kind(self, step: int) -> Hashable:
-        """Return the kind of a step; None: with hooks, which run on the host."""
+        """Return the kind of a step; None if hooks, which run on the host, are due."""
         return None if self.config.log.layers_due(step) else "update"
 
     def structure(self, step: int) -> Hashable:
-        """Return what the kernels of a step depend on besides its kind; the model is set up."""
+        """Return what the kernels of a step depend on besides its kind, after `set_up`."""
         modes = [module.training for module in self.model.modules()]
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         sizes = (self.model.side, self.inputs.micro.size, self.frozen.begin)

@@ -49,7 +49,7 @@ class CheckpointManager:
         self.lineage = Lineage.of()  # all data that the weights were trained on
         # The other run's checkpoint with which this run started (training.engine.transfer).
         self.origin: Mapping[str, object] | None = None
-        # The images that the run was trained on in turn, the present ones last.
+        # The images that the run was trained on, in order; the present ones are last.
         self.history = [self._present_images(0)]
         # Changes a checkpoint of other images so that the run continues with the present ones.
         self.adapt: Callable[[checkpoints.Checkpoint], str] | None = None
@@ -236,8 +236,8 @@ class CheckpointManager:
             if self.adapt is None or not self.new_data:
                 raise UserError(
                     f"{self.folder.path}: was trained on other images ({earlier.count} then, "
-                    f"{images.count} in {self.config.data.path} now); give its own data, add "
-                    "--new-data to continue with these, or choose another --run-dir"
+                    f"{images.count} in {self.config.data.path} now); set data.path to its "
+                    "images, add --new-data to continue with these, or choose another --run-dir"
                 )
             say_main(self.adapt(content))
             self.history.append(self._present_images(content["step"]))

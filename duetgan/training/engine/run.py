@@ -83,7 +83,7 @@ def train(
         sweep: Options of `lr_find.Sweep` for a learning-rate search.
         dry_run: If not None, only print the plan; a module's name adds its predictions.
         layers: Print every layer in the plan.
-        new_data: Continue a run of other images with the present ones.
+        new_data: Continue the run even if it was trained on other images than the present ones.
 
     Returns the exit code. Raises errors that `run_cli` prints.
     """
@@ -239,7 +239,7 @@ def _resume(loop: Loop, activity: str) -> None:
 
     collectives.from_main_process(open_folder)
     resumed, steps = loop.resume(), loop.config.steps
-    # New images need a step at least.
+    # A run with new images must make at least one step on them.
     least = loop.step + (loop.step == loop.manager.history[-1].step > 0)
     if least > steps:
         raise UserError(

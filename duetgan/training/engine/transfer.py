@@ -233,8 +233,8 @@ def by_resolution(name: str, network: str, resolution: int) -> str:
 class NewImages:
     """Other images with which a run continues (`train.py --new-data`).
 
-    Networks, averages, optimizers, counters and ADA's strength stay. The order of samples, the best
-    evaluation and early stopping begin anew, because they belong to the images.
+    Networks, averages, optimizers, counters and ADA's strength are kept. The order of samples, the
+    best evaluation and early stopping start again, because they belong to the images.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -259,9 +259,8 @@ class NewImages:
 
         Weights and moments of classes are matched by class name.
 
-        Returns: A message for the user.
-
-        Raises UserError if images or classes do not fit the networks.
+        Returns a message for the user. Raises UserError if images or classes do not fit the
+        networks.
         """
         self._check(content)
         state = content["state"]
@@ -322,7 +321,7 @@ class NewImages:
                 continue
             for key in POWERS.keys() & moments.keys():
                 initial = self.initial[id(updater.model)][name]
-                if key != "z":  # the parameter itself, without the latest gradients' average
+                if key != "z":  # z is a copy of the parameter (schedule-free optimizers)
                     initial = initial.new_zeros(initial.shape)
                 part = parts[name]._replace(exponent=parts[name].exponent * POWERS[key])
                 moments[key] = copy_by_name(initial, moments[key], part, self.classes, saved)

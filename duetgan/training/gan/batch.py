@@ -61,14 +61,14 @@ class DiscriminatorOutput(NamedTuple):
     """Inputs and outputs of the discriminator for one micro-batch."""
 
     name: str  # kind of the images, part of the seed keys of their draws: "real", "fake", ...
-    images: Tensor  # [n, C, H, W] before adaptive augmentation; those of the whole pass
+    images: Tensor  # [all of the pass, C, H, W], before adaptive augmentation
     labels: Tensor  # int64 [n]
     hidden: Tensor  # [n, H]: the last activations
     features: Tensor  # [n, F]: multiplied by the label's embedding for the logits
     logits: Tensor  # [n]
 
     def split(self, *names: str) -> list["DiscriminatorOutput"]:
-        """Return the outputs for each kind of images, of a pass over one kind after another."""
+        """Split the output of a pass over several kinds of images, one after another, by kind."""
         columns = (self.labels, self.hidden, self.features, self.logits)
         parts = zip(*(column.chunk(len(names)) for column in columns), strict=True)
         return [

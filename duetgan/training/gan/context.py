@@ -171,7 +171,7 @@ class Context:
 
         Args:
             batch: The images of the kinds `names`, one kind after another.
-            rows: Rows of the global batch that the images of each kind are.
+            rows: Rows of the global batch from which the images of each kind come.
             names: Kinds of the images, part of the seed keys of the augmentation.
             compiled: Use the compiled network if there is one; allows a single backward pass.
         """

@@ -49,7 +49,7 @@ class DiscriminatorStep:
         self.update(step_slice)
 
     def _in_one_pass(self, step_slice: StepSlice) -> bool:
-        """Return True if D's output for images and for samples is computed in one pass.
+        """Return True if one pass computes D's output for both real images and samples.
 
         Their graphs are needed at the same time if the objective is paired; one pass then has half
         of the operators. A penalty on one of them alone would differentiate both.
@@ -142,7 +142,7 @@ class DiscriminatorStep:
     def _weight(
         self, name: str, step_slice: StepSlice, penalty: Tensor, factor: int = 1
     ) -> float | Tensor:
-        """Return the weight of a penalty in this step, times a factor."""
+        """Return the weight of a penalty in this step, times `factor`; in a graph it is 0-d."""
         return number(
             lambda step: self.penalty_weights(step)[name] * factor,
             step_slice.step,

@@ -121,7 +121,8 @@ class GeneratorStep:
         outside(partial(self._average_weights, step_slice.batch_size, skipped), step_slice.step)
 
     def _average_weights(self, batch: int, skipped: Tensor, step: int) -> None:
-        # Outside of graphs, whose kernels do not count the changes that `class_styles` looks for.
+        # It runs outside of graphs, because a replay does not change the versions of tensors by
+        # which `class_styles` detects new weights.
         context, config = self.context, self.context.config
         seen = context.images_at(step)
         kimg = batch * 10 / 32 if config.ema.ema_kimg is None else config.ema.ema_kimg

@@ -169,7 +169,7 @@ class GanTask(Task):
         return self.graphs.run(self.update, read, step, kind=self.kind, structure=self.structure)
 
     def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
-        """Make update number `step` of both networks, which have entered its stage."""
+        """Make update number `step` of both networks, after `_begin`."""
         step_slice = self._slice(step)
         reals = self.context.reals(batches[0], step_slice)
         self.loss_gradients.measure(step_slice, reals)
@@ -193,7 +193,7 @@ class GanTask(Task):
             updater.zero_grad()
 
     def kind(self, step: int) -> Hashable:
-        """Return the kind of a step; None: with diagnostics, which run on the host."""
+        """Return the kind of a step; None if diagnostics, which run on the host, are due."""
         loss = self.config.loss
         if loss.gradients_due(step) or self.config.log.layers_due(step):
             return None

@@ -170,7 +170,7 @@ class Updater:
     def _apply(self, gradients: Sequence[Tensor | None], skipped: Tensor, step: int) -> None:
         """Update the parameters from their gradients, unless the 0-d flag `skipped` is 1."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient  # A replayed step has gradients of its own.
+            parameter.grad = gradient  # A replayed graph has its own gradient tensors.
         self._schedule(step)
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ class Data(Stored):
     content_hash: str = ""
     count: Count = 0
     resize_filter: str = ""
-    history: list[TrainedOn] = []  # in turn; these images last
+    history: list[TrainedOn] = []  # in order; these images are last
 
 
 class Origin(Stored):

@@ -30,7 +30,7 @@ class Generated(Stored):
 class TrainedOn(Stored):
     """The images that a run was trained on from a step on (`train.py --new-data`)."""
 
-    step: Count  # updates before the first on these images
+    step: Count  # number of updates before the first one on these images
     content_hash: str
     count: Count  # images
     path: str = ""  # empty in exported files
@@ -109,9 +109,9 @@ def join(*lineages: Lineage) -> Lineage:
 
 
 def data_history(checkpoint: Mapping[str, Any]) -> list[TrainedOn]:
-    """Return the images that a run was trained on in turn, at least one entry.
+    """Return the images that a run was trained on, in order; at least one entry.
 
-    Older checkpoints only name the last ones.
+    Older checkpoints only name the last images.
     """
     data = checkpoint.get("data") or {}
     path = (checkpoint["config"].get("data") or {}).get("path")

@@ -231,7 +231,7 @@ def file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def image_size(text: str) -> int | str:
-    """Read the option type of sizes: a side in px, or width x height such as 96x64."""
+    """Parse a size in px, as the type of an option: a side, or width x height such as 96x64."""
     if text.isdecimal() and int(text) >= 4:
         return int(text)
     with explained(UserError, lambda error: argparse.ArgumentTypeError(str(error))):
@@ -289,8 +289,8 @@ TABLE_OPTIONS = {  # options of duet pack and the quickstart for reading a label
     ),
     "group_from": (
         "REGEX",
-        "the same for file names in which the group of this regular expression matches the same text: "
-        "'patient([0-9]+)'",
+        "do as --group-column for images in whose file names the parentheses of this regular expression match "
+        "the same text: 'patient([0-9]+)'",
     ),
 }
 

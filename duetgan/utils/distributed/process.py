@@ -229,7 +229,7 @@ def obeyed_signals() -> list[signal.Signals]:
 def handling(
     handler: Callable[[int, types.FrameType | None], object], signals: Iterable[signal.Signals]
 ) -> Iterator[None]:
-    """Have `handler` handle these signals inside the block."""
+    """Install `handler` for these signals inside the block."""
     previous = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield

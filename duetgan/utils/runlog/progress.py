@@ -102,7 +102,7 @@ class Bar(tqdm):
 
 @contextmanager
 def showing(progress: bool) -> Iterator[None]:
-    """Show no bar of the work in the block unless `progress` is True."""
+    """Hide the progress bars of the work in the block unless `progress` is True."""
     token = IS_SHOWN.set(progress and IS_SHOWN.get())
     try:
         yield

@@ -198,7 +198,7 @@ def test_groups_of_tables_follow_their_rows(scans: Path) -> None:
     [
         (["scans", "--group-from=(p1[0-9])_"], "scans/ill/x_p0_00.png: --group-from '(p1[0-9])_' finds no group"),
         (["scans", "--group-from=_p[0-9]+"], "put the part that names the group, and nothing else, in parentheses"),
-        (["scans", "--group-from=(p"], "--group-from '(p': is no regular expression (missing )"),
+        (["scans", "--group-from=(p"], "--group-from '(p': is not a regular expression (missing )"),
         (["scans", "--group-from=(x)_"], "puts all 60 images into one group, 'x', so none can be held out"),
         (["scans", "--group-column=patient"], "--group-column does not apply to"),
         (["t.csv", "--group-column=patients"], "--group-column patients: no such column (did you mean 'patient'?)"),
@@ -217,6 +217,6 @@ def test_groups_that_cannot_be_made(scans: Path, tmp_path: Path, refused, argume
 
 
 def test_groups_need_a_held_out_part(scans: Path, tmp_path: Path, refused) -> None:
-    assert "is for --val-share: add it or drop --group-from" in refused(
+    assert "is for --val-share: add --val-share or drop --group-from" in refused(
         main, scans / "scans", tmp_path / "x.lmdb", "--size=16", PATIENT
     )

@@ -154,7 +154,7 @@ def test_all_but_the_classes_the_order_and_the_best_stays(begun):
         (["--data.path={folder}/large.lmdb"], "images are of 8 px, grey, the run's networks are for 16 px, grey"),
         (["--data.path={folder}/foreign.lmdb"], "has none of the run's classes"),
         (["--steps=2"], "--steps 2: the run has done 2 already; give 3 or more"),
-        (["--run-dir={folder}/nothing"], "nothing has no checkpoint to continue; leave it out to start a run"),
+        (["--run-dir={folder}/nothing"], "nothing has no checkpoint to continue; leave --new-data out to start a run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(begun, folder, tmp_path, refused, options, told):

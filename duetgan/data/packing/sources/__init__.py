@@ -128,12 +128,13 @@ def open_source(
 
 
 def group_by_name(source: Source, expression: str) -> Grouping:
-    """Group images by the text that a group of a regular expression matches in their stored names.
+    """Group images by the part of their stored names that the parentheses of a regular expression
+    match.
 
-    Raises UserError for a wrong expression, and for an image without a match.
+    Raises UserError for an invalid expression, and for an image without a match.
     """
     option = f"--group-from {shlex.quote(expression)}"
-    with explained(re.error, lambda error: f"{option}: is no regular expression ({error})"):
+    with explained(re.error, lambda error: f"{option}: is not a regular expression ({error})"):
         pattern = re.compile(expression)
     if pattern.groups != 1:
         raise UserError(

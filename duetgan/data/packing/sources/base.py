@@ -47,23 +47,25 @@ class SourceOptions(NamedTuple):
     split_column: str | None = None  # NAME, or NAME=VALUE,... with the values of held-out images
     path_column: str | None = None
     suffix: str | None = None  # added to the paths in a table
-    group_column: str | None = None  # for `Grouping`; no column is found by itself
+    group_column: str | None = None  # column of group names; never chosen without the option
 
 
 class Grouping(NamedTuple):
     """Groups of images, such as patients or cameras, that a split keeps whole."""
 
-    option: str  # the option that defines them, with its value
+    option: str  # command-line option that defines the groups, with its value
     names: Sequence[str]  # name of each image's group, [n]
 
 
 def group_images(option: str, names: Sequence[str], item_name: Callable[[int], str]) -> Grouping:
-    """Return groups of images by name. Raises UserError, with its `item_name`, for an image whose
-    group has an empty name.
+    """Return the grouping of images by the names of their groups, [n].
+
+    Raises UserError, which shows the `item_name` of an image, if the name of its group is empty.
     """
     if "" in names:
         raise UserError(
-            f"{item_name(names.index(''))}: {option} finds no group of this image; give it one, or leave it out"
+            f"{item_name(names.index(''))}: {option} finds no group of this image; give the image a "
+            "group, or leave it out"
         )
     return Grouping(option, names)
 

@@ -46,7 +46,7 @@ class Columns:
     labels: Sequence[str] = ()  # empty: unlabelled
     one_hot: bool = False  # True: each class is a column of 0 and 1
     assumed: bool = False  # True: neither set by an option nor called "label"
-    group: str | None = None
+    group: str | None = None  # column of group names
     split: str | None = None
     # value of the split column -> train, val or test
     sides: Mapping[str, str] = field(default_factory=dict)
@@ -100,8 +100,9 @@ def choose_columns(
 ) -> Columns:
     """Return the columns of labels, of the groups and of the split.
 
-    They are chosen by the options, else by their names, else by their values. Raises UserError for
-    a missing column, and if several columns are possible.
+    Options choose the columns. Without an option the columns of labels and of the split are chosen
+    by name, else by their values, and no column defines groups. Raises UserError for a missing
+    column, and if several columns are possible.
     """
     group = None
     if options.group_column is not None:

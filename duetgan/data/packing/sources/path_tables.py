@@ -155,7 +155,9 @@ class PathTable(LocalSource):
             self, str(path), columns, [row[2] for row in rows], places, options
         )
         self.folder = place.folder
-        names, numbers, groups = [], [], []
+        names = []
+        numbers = []
+        groups = []
         for index, number in zip(usable, self.labels().tolist(), strict=True):
             where, value, values = rows[index]
             if os.path.isfile(file := place.file(value)):
