@@ -42,8 +42,11 @@ class Evaluation:
         return cls(metrics, document)
 
     def __getitem__(self, name: str) -> Metric:
-        """Return the metric of this name, under the first extractor."""
-        return next(metric for metric in self.metrics if metric.name == name)
+        """Return the metric of this name, under the first extractor. Raises KeyError."""
+        for metric in self.metrics:
+            if metric.name == name:
+                return metric
+        raise KeyError(name)
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Return a row for each metric, as a table. Raises UserError if pandas is not installed."""

@@ -135,6 +135,8 @@ def test_results_are_typed_and_a_table(samples, files):
     metric = result["recall"]
     assert (metric.value, [metric.low, metric.high]) == (row["recall"], row["recall_interval"])
     assert (metric.floor, metric.extractor) == (row["floors"]["recall"], "pixels")
+    with pytest.raises(KeyError):
+        result["recal"]
     frame = result.to_pandas()
     assert frame["name"].tolist() == [row.key for row in UNLABELLED]
     assert frame.set_index("name").loc["kernel", "value"] == row["kernel"]
