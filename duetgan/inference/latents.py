@@ -74,7 +74,8 @@ def read_latents(source: str, generator: StyledGenerator, names: Sequence[str]) 
         entry = dict(json.loads(metadata[ENTRY]))
     name = "-".join(filter(None, (Path(file).stem, space)))
     space = space or ("w+" if "w+" in tensors else "w")
-    expected = {space: [generator.num_ws, generator.w_avg.numel()][space == "w" :]}
+    w_dim = generator.w_avg.numel()
+    expected = {space: [w_dim] if space == "w" else [generator.num_ws, w_dim]}
     maps = {f"{space}.noise.{i}": list(m.shape) for i, m in enumerate(generator.stored_noise())}
     if entry.get("noise", "optimise") == "optimise" and maps.keys() & tensors.keys():
         expected |= maps
