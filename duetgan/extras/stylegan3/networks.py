@@ -42,7 +42,7 @@ class GeneratorTConfig(GeneratorConfig):
     channel_base: PositiveInt = 32768
     # apply conv_clamp in every precision, for converted networks that were trained with it
     clamp_always: bool = True
-    mapping_layers: Annotated[int, Interval(ge=1, le=100)] = 2  # 2 for small datasets
+    mapping_layers: Annotated[int, Interval(ge=1, le=100)] = 2  # layers of the mapping network
     w_avg_beta: Decay = 0.998  # decay of the moving mean of w
     layers: Annotated[int, Interval(ge=3, le=100)] = 14  # layers before the last one, ToRGB
     # layers at the end whose cutoff is half the sampling rate

@@ -94,8 +94,8 @@ class ClassifierLoss:
     errors: Callable[[Tensor, Tensor, ClassifierLossConfig], Tensor]
     # True: an image may have several labels, and targets are in 0..1. False: targets add up to 1.
     several: bool = False
-    # True if the loss is least where the softmax of the logits is the class frequencies, which
-    # `logit_adjustment` needs
+    # True if the loss is least where the softmax of the logits equals the class frequencies,
+    # which `logit_adjustment` needs
     softmax: bool = True
 
     def __post_init__(self) -> None:
