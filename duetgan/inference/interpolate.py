@@ -98,7 +98,9 @@ class Journey:
             ws = truncated_styles(sampler, keyframes).code
             return generator.synthesis(torch.lerp(ws[a], ws[b], t[:, None].to(ws)), maps)
         start = sampler.latents(keyframes)
-        z, labels, t = start.code, start.labels, t.to(start.code)
+        z = start.code
+        labels = start.labels
+        t = t.to(start.code)
         z_between = slerp(z[a], z[b], t)
         if not sampler.generator.has_styles:
             mixture = None
