@@ -109,7 +109,7 @@ class Journey:
                 mixture = torch.lerp(hot[a], hot[b], t)
             return sampler.generator(z_between, mixture, noise=maps)
         generator = with_styles(sampler.generator, "interpolate")
-        # The mapping network takes no mixed labels, so the styles of both are mixed.
+        # The mapping network takes no mixed labels, so the styles of both labels are mixed.
         first_labels, last_labels = (None if labels is None else labels[rows] for rows in (a, b))
         first = sampler.styles(z_between, first_labels)
         last = sampler.styles(z_between, last_labels)

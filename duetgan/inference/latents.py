@@ -1,4 +1,4 @@
-"""Styles of single images, and the files that `generate.py project --save` writes them to."""
+"""Styles of single images, and the files in which `generate.py project --save` stores them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Latents:
 
     ws: Tensor  # [num_ws, w_dim]
     noise: Maps  # a map [1, 1, h, w] for each layer, or the mode's name
-    # the label whose mean w a truncation moves to; None: the mean of all labels
+    # label whose mean w is the target of a truncation; None: the mean of all labels
     label: int | None = None
     name: str = "projection"
 

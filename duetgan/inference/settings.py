@@ -43,8 +43,8 @@ class ProjectionConfig:
     pixel_weight: float = 1.0
 
 
-MAX_SEED, MAX_SEEDS = 2**32 - 1, 100_000  # NumPy has no larger seeds; the seeds of one range
-LATENTS = (".safetensors", ".safetensors:w", ".safetensors:w+")  # ends of files of latents
+MAX_SEED, MAX_SEEDS = 2**32 - 1, 100_000  # largest seed of NumPy; most seeds in a range
+LATENTS = (".safetensors", ".safetensors:w", ".safetensors:w+")  # ends of file names
 
 
 def numbers(text: str, high: int) -> list[int]:
