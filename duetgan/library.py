@@ -66,10 +66,11 @@ class Predictions:
         The columns are file, label, probability, and the probabilities of each class.
         Raises UserError if pandas is not installed.
         """
-        columns = dict(zip(self.class_names, self.probabilities.T.tolist(), strict=True))
         best = self.probabilities.amax(1).tolist()
-        head = {"file": self.files, "label": self.labels, "probability": best}
-        return data_frame(head | columns)
+        columns = {"file": self.files, "label": self.labels, "probability": best}
+        for name, values in zip(self.class_names, self.probabilities.T.tolist(), strict=True):
+            columns[f"class {name}" if name in columns else name] = values
+        return data_frame(columns)
 
 
 class Classifier(nn.Module):
@@ -122,7 +123,7 @@ class Classifier(nn.Module):
                 bar.update(len(batch))
         probabilities = torch.cat(rows)
         labels = [self.class_names[i] for i in probabilities.argmax(1).tolist()]
-        return Predictions(labels, probabilities, self.class_names, files)
+        return Predictions(labels, probabilities, list(self.class_names), files)
 
     def evaluate(
         self,

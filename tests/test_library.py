@@ -116,6 +116,8 @@ def test_predictions_show_their_progress_and_become_a_table(classifier, photo, t
     assert frame["label"].tolist() == answers.labels
     np.testing.assert_array_equal(frame[CLASSES].to_numpy(), answers.probabilities.numpy())
     assert frame["probability"].tolist() == answers.probabilities.amax(1).tolist()
+    answers.class_names[0] = "label"  # a class with the name of a column
+    assert list(answers.to_pandas()) == ["file", "label", "probability", "class label", *CLASSES[1:]]
 
 
 def test_evaluations_are_those_of_the_command(classifier, generator, runs, tmp_path, monkeypatch, capsys):

@@ -168,6 +168,8 @@ class _Synchronised(torch.autograd.Function):
         *sums, weight_grad, bias_grad = torch.batch_norm_backward_reduce(
             grad, x, mean, inverse_deviation, weight, *ctx.needs_input_grad[:3]
         )
+        if not ctx.needs_input_grad[0]:  # the first layer after frozen stages
+            return None, weight_grad, bias_grad, None
         total = torch.cat(sums)
         dist.all_reduce(total)
         x_grad = torch.batch_norm_backward_elemt(

@@ -87,9 +87,10 @@ def describe_match(names: Sequence[str], source_names: Sequence[str]) -> str:
         return ""
     if not names:
         return f"without the {len(source_names)} classes there: this network has none"
-    common = [name for name in names if name in set(source_names)]
-    new = [name for name in names if name not in set(source_names)]
-    dropped = [name for name in source_names if name not in set(names)]
+    targets, sources = set(names), set(source_names)
+    common = [name for name in names if name in sources]
+    new = [name for name in names if name not in sources]
+    dropped = [name for name in source_names if name not in targets]
     message = f"{len(common)} of {len(names)} classes taken by name"
     if not new:
         message = f"all {len(names)} classes taken by name"

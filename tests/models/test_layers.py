@@ -1,12 +1,15 @@
 """The layers of both models: equalised, modulated, resampling, and BatchNorm in one process."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from duetgan.models import layers
+from duetgan.models import batchnorm, layers
 from duetgan.models.batchnorm import CPUSyncBatchNorm2d, SyncBatchNorm2d, synchronise_batchnorm
 from duetgan.models.layers import (
     LEAKY_SLOPE,
@@ -279,3 +282,12 @@ def test_alone_it_is_batchnorm(momentum, affine):
 def test_accelerators_get_torchs_kernels():
     model = synchronise_batchnorm(nn.Sequential(nn.BatchNorm2d(2)), torch.device("cuda"))
     assert [type(child) for child in model.children()] == [SyncBatchNorm2d]
+
+
+def test_a_synchronised_layer_after_frozen_ones_has_gradients_of_its_parameters_alone(monkeypatch):
+    """Without a gradient for x there are no sums to exchange."""
+    gradients = (torch.ones(2), torch.zeros(2))
+    monkeypatch.setattr(torch, "batch_norm_backward_reduce", lambda *_: (None, None, *gradients))
+    saved = (torch.zeros(3, 2, 4, 4), *torch.zeros(4, 2))
+    context: Any = SimpleNamespace(saved_tensors=saved, needs_input_grad=(False, True, True, False))
+    assert batchnorm._Synchronised.backward(context, torch.zeros(3, 2, 4, 4)) == (None, *gradients, None)

@@ -289,7 +289,9 @@ class Stylegan3Generator(StyledGenerator):
         weight = (1 - self.config.magnitude_ema_beta) * (count > 0)
         for layer, total in zip(self.layers, sums, strict=True):
             magnitude: Tensor = layer.magnitude_ema  # type: ignore[assignment]
-            magnitude.lerp_(total / count.clamp_min(1), weight)
+            mean = total / count.clamp_min(1)
+            # The update of a step with an overflow is masked, too.
+            magnitude.lerp_(torch.where(mean.isfinite(), mean, magnitude), weight)
         self.squares.zero_()
 
     def styled_layers(self) -> list[nn.Module]:

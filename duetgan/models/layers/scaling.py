@@ -8,7 +8,6 @@ outputs are computed again where a derivative will itself be differentiated.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -66,7 +65,8 @@ def scaled(
     if not tensors or (gains is None and tensors[0].dtype == dtype):
         return list(tensors)
     if is_plain():
-        return [(t * g).to(dtype) for t, g in zip(tensors, gains or repeat(1.0), strict=False)]
+        gains = gains or [1.0] * len(tensors)
+        return [(t * g).to(dtype) for t, g in zip(tensors, gains, strict=True)]
     return list(_Scaled.apply(gains, dtype, *tensors))
 
 

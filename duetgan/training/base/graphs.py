@@ -294,8 +294,10 @@ class Graphs:
             )
             captured = self._steps.get(key)
             if captured is None:
-                captured = self._steps[key] = CapturedStep(self._device, self._memory)
-                return captured.record(update, batches, step)
+                captured = CapturedStep(self._device, self._memory)
+                metrics = captured.record(update, batches, step)
+                self._steps[key] = captured  # not before the whole step was recorded
+                return metrics
             if not captured.parts:
                 try:
                     captured.capture(update, step)
@@ -313,3 +315,4 @@ class Graphs:
         say_main(f"graphs: steps run eagerly, because {self.obstacle}")
         self._device = None
         self._steps.clear()
+        self._memory = {}

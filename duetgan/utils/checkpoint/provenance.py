@@ -119,7 +119,7 @@ def data_history(checkpoint: Mapping[str, Any]) -> list[TrainedOn]:
         "step": 0,
         "content_hash": data.get("content_hash") or "",
         "count": data.get("count") or 0,
-        "path": str(path),
+        "path": str(path or ""),
     }
     return [TrainedOn.read(entry) for entry in data.get("history") or [last]]
 

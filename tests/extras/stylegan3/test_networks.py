@@ -213,6 +213,10 @@ def test_magnitudes_are_those_of_the_global_batch_in_any_micro_batches():
     for layer, other in zip(one.layers, two.layers, strict=True):
         torch.testing.assert_close(layer.magnitude_ema, other.magnitude_ema)
     one.update_w_avg(one.w_avg.clone())  # without a pass
+    one.squares[:2] = torch.tensor([math.inf, math.nan])  # of a step whose update is masked
+    one.squares[-1] = 6
+    before[2:] = [0.75 * mean for mean in before[2:]]
+    one.update_w_avg(one.w_avg.clone())
     assert all(torch.equal(a, layer.magnitude_ema) for a, layer in zip(before, one.layers, strict=True))
 
 
