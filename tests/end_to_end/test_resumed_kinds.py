@@ -126,7 +126,7 @@ KINDS: dict[str, dict[str, Any]] = {
 SECTIONS = ("ada", "augment", "finetune", "loss", "optimizer", "generator_optimizer", "progressive", "resizing")
 WITHOUT_ROW = {  # of a GAN: what a classifier's rows have, or a GAN refuses
     f"generator_optimizer.name={name}" for name in ("adamw", "sgd", "muon", "schedulefree-sgd", "schedulefree-adamw")
-}
+} | {f"architecture=stylegan3-{name}" for name in "tr"}  # tests/extras/stylegan3/test_training.py
 SWEPT = ("cycle", "unlabelled", "schedule-free")  # a learning-rate search comes first and leaves nothing behind
 UNMOVED = {  # parts of a checkpoint that are as they were before the first step, and where they are not
     "loader": {"count", "seed", "shuffle", "weights", "batch"},  # the data's; a step is whole

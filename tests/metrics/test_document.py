@@ -463,19 +463,21 @@ def test_a_gan(trained, pictures, capsys):
         flat(both),
     )
     psis, ten = (0, 0.3, 0.5, 0.7, 1), [i % KINDS for i in range(10)]
-    truncated = torch.cat([samples_of(generator, ten, list(range(10)), SEED, psi=psi) for psi in psis])
-    expected_pictures["truncation.png"] = (
-        truncated,
-        [*(f"psi {psi:g}" for psi in psis), *(NAMES[label] for label in ten)],
-    )
-    (a, a_maps), (b, b_maps) = (styles_of(generator, ten[:6], list(range(k, k + 6)), SEED) for k in (0, KINDS))
+    turns = [(SEED, ten[:KINDS]), (SEED + 1, ten[KINDS:])]  # each seed is drawn once for each class
+    truncated = [samples_of(generator, labels, labels, seed, psi=psi) for psi in psis for seed, labels in turns]
+    heads = flat((f"seed {seed}", NAMES[label]) for seed, labels in turns for label in labels)
+    expected_pictures["truncation.png"] = torch.cat(truncated), [*(f"psi {psi:g}" for psi in psis), *heads]
+    (a, a_maps), (b, b_maps) = (styles_of(generator, ten[:6], ten[:6], seed) for seed in (SEED, SEED + 1))
     cells, coarse = [*generator.synthesis(b, b_maps)], generator.num_ws // 2
     for i in range(6):
         ws, maps = a[[i] * 6].clone(), [*b_maps[:coarse], *(level[[i] * 6] for level in a_maps[coarse:])]
         ws[:, :coarse] = b[:, :coarse]
         cells += [generator.synthesis(a, a_maps)[i], *generator.synthesis(ws, maps)]
-    heads = ["", *(f"A {name}" for name in NAMES[:6]), "", *(f"B {name}" for name in NAMES[:6])]
-    expected_pictures["mixing.png"] = as_bytes(torch.stack(cells)), heads
+    heads = flat((f"seed {SEED + 1}", f"B {name}") for name in NAMES[:6])
+    expected_pictures["mixing.png"] = (
+        as_bytes(torch.stack(cells)),
+        ["", *(f"A {name} seed {SEED}" for name in NAMES[:6]), "", *heads],
+    )
     assert_pictures(pictures, expected_pictures)
 
     right = f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
