@@ -31,7 +31,7 @@ def test_pixels_are_those_of_nvidias_program(case, donors):
 
 FILTER = "synthesis.L1_24_24.down_filter"
 REFUSED: dict[str, tuple[str, Any]] = {
-    FILTER: (f"{FILTER} is another filter", torch.ones(12) / 12),
+    FILTER: (f"{FILTER} differs from Duet's filter", torch.ones(12) / 12),
     "img_resolution": ("a resolution of 24", 24),
     "first_cutoff": ("first_cutoff is '3'; Duet's networks have 2.0", 3),
     "num_critical": ("critical_layers 5: give less", 5),
