@@ -52,10 +52,6 @@ ELSEWHERE = re.compile(
     r"[-. ]compare |runs/judge|rest\.lmdb|more\.lmdb|all\.lmdb|"  # of few labels: tests/inference/test_dataset.py
     r"duet study|duet explore|generate\.py edit|--import|--counterfactual|--format folder"  # have tests of their own
 )
-# all commands do
-ELSEWHERE_PAGES = {
-    *("data-at-scale", "docker", "editing", "export", "extending", "scaling", "training"),
-}
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Every kind of GAN and every family of backbones through the command line."""
+"""GANs with all options and every family of backbones through the command line; all kinds: test_resumed_kinds.py."""
 
 import json
 from collections.abc import Callable
@@ -30,29 +30,15 @@ loss: {r1_interval: 2, style_mixing: 0.9, path_length_weight: 2, path_length_int
   feature_matching_weight: 0.1, feature_matching_group: 2, auxiliary_weight: 0.5}
 ada: {mode: adaptive, p: 0.5, kimg: 0.1, interval: 4}
 """,
-    "r3gan": """
-architecture: r3gan
-generator: {z_dim: 8, width: 8, cardinality: 2, blocks: 1}
-discriminator: {width: 8, cardinality: 2, blocks: 1}
-loss: {r1_gamma: 0.5, r2_gamma: 0.5, gamma_final: 0.05}
-ada: {mode: scheduled, p_final: 0.5, operations: {blit: 1, geometry: 1, colour: 0.5, cutout: 1}}
-ema: {ema_kimg: 1, ema_kimg_start: 0, ema_rampup: null}
-""",
-    "dcgan": """
-architecture: dcgan
-generator: {z_dim: 8, width: 4}
-discriminator: {width: 4}
-loss: {r1_gamma: 0.1, r1_interval: 2, auxiliary_weight: 1, auxiliary_fakes: true}
-ada: {mode: adaptive, p: 0.5, kimg: 0.1}
-micro_batch: 4
-""",
-    "wasserstein": NETS
-    + """
-loss: {objective: wasserstein, gradient_penalty_weight: 10, r1_gamma: 0.1, r1_interval: 2}
-""",
     "unconditional": NETS + "conditional: false\nloss: {mismatch_weight: 0.1}",  # the recipes' weight
     "progressive": NETS + "progressive: {start: 8, fade_kimg: 0.024, stable_kimg: 0.016, batch_sizes: {8: 16}}",
 }
+R3GAN = """
+architecture: r3gan
+generator: {z_dim: 8, width: 8, cardinality: 2, blocks: 1}
+discriminator: {width: 8, cardinality: 2, blocks: 1}
+loss: {r1_gamma: 0.5, r2_gamma: 0.5}
+"""
 COMMON = """
 task: gan
 steps: 7
@@ -82,12 +68,6 @@ def test_a_variant_trains_and_is_used(name, packed, tmp_path, capsys):
         assert {"loss/path_length", "path_length/mean", "ada/p", "loss/feature_matching"} <= named
         assert {"loss/auxiliary", "loss/auxiliary_real", "accuracy/auxiliary"} <= named
         assert "gradient_cosine/generator/adversarial~path_length" in named
-    if name == "r3gan":
-        assert {"loss/r2", "ada/p"} <= named
-        strengths = [row["ada/p"] for row in rows if "ada/p" in row]
-        assert 0 < strengths[0] < strengths[-1] <= 0.5
-    if name == "wasserstein":
-        assert {"loss/gradient_penalty"} <= named
     if name == "unconditional":
         held = load(resolve(straight))
         assert (held["classes"], held["shape"]["classes"], generator_from(held).classes) == ([], 0, 0)
@@ -106,11 +86,10 @@ def test_a_variant_trains_and_is_used(name, packed, tmp_path, capsys):
     assert (straight / "report.html").is_file()
 
 
-@pytest.mark.parametrize("name", [pytest.param("stylegan2", marks=pytest.mark.slow), "r3gan"])
-def test_activation_checkpointing_changes_no_weight_and_is_traced(name, packed, tmp_path):
+def test_activation_checkpointing_changes_no_weight_and_is_traced(packed, tmp_path):
     """N1: the graphs for TensorBoard are traced, which cannot record a stage that is computed again."""
     config = tmp_path / "variant.yaml"
-    config.write_text(COMMON.format(folder=packed).replace("precision: bf16", "precision: fp32") + VARIANTS[name])
+    config.write_text(COMMON.format(folder=packed).replace("precision: bf16", "precision: fp32") + R3GAN)
     saving = [f"--{network}.activation-checkpointing=true" for network in ("generator", "discriminator")]
     runs = {"kept": [], "recomputed": saving}
     for folder, options in runs.items():
@@ -154,11 +133,10 @@ def test_from_training_to_the_hub(name, packed, tmp_path, monkeypatch, capsys):
     assert run_cli(predict.main, ["--checkpoint", str(straight), *files]) == 0
     assert (tmp_path / "maps" / "image-gradcam.png").is_file()
     quick = ["--n", "40", "--batch-size", "8", "--repeats", "1", "--json"]
-    for form in ("safetensors", "onnx"):
-        capsys.readouterr()
-        out = ["--format", form, "--out", str(tmp_path / f"x.{form}")]
-        assert run_cli(export.main, ["--checkpoint", str(straight), *out, *quick]) == 0
-        assert json.loads(capsys.readouterr().out)["passed"]
+    capsys.readouterr()
+    out = ["--format", "safetensors", "--out", str(tmp_path / "x.safetensors")]
+    assert run_cli(export.main, ["--checkpoint", str(straight), *out, *quick]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
     x = torch.rand(2, *model.spec.shape) * 2 - 1
     for place in (straight, tmp_path / "x.safetensors"):
         torch.testing.assert_close(hubconf.resnet_classifier(str(place))(x), model(x))

@@ -1,11 +1,13 @@
-"""Images of every kind through the commands: trained, judged, drawn, packed, exported, predicted."""
+"""Images of other kinds and shapes through the commands: trained, judged, drawn, packed, exported, predicted."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import duetgan
 from duetgan.commands import evaluate, export, generate, predict, train
@@ -19,7 +21,7 @@ from tests.end_to_end.test_kinds import spec_of, stored
 from tests.end_to_end.test_rectangles import SMALL
 
 CASES = {
-    "RGBA": (spec_of(4, alpha=True, side=16), "stylegan2"),
+    "RGBA": (dataclasses.replace(spec_of(4, alpha=True, side=16), width=24), "stylegan2"),
     "float": (spec_of(1, depth="float32", side=16), "dcgan"),
 }
 RECIPE = """task: gan
@@ -64,7 +66,12 @@ def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
     assert run_cli(evaluate.main, [*gan, *judged, "--json"]) == 0
     assert all(np.isfinite(row["frechet"]) for row in json.loads(capsys.readouterr().out)["distances"])
     assert run_cli(evaluate.main, ["--checkpoint", judge, "--data", str(tmp_path / "val.lmdb")]) == 0
-    assert run_cli(generate.main, ["grid", *gan, "--out", str(tmp_path / "grid.png")]) == 0
+    content = torch.load(tmp_path / "gan" / "checkpoints" / "step-00000004.pt", weights_only=True)
+    assert content["shape"]["resolution"] == spec.resolution
+    for command in ("grid", "truncation", "mix"):
+        out = tmp_path / f"{command}.png"
+        assert run_cli(generate.main, [command, *gan, "--out", str(out), "--classes", "a"]) == 0
+        assert out.is_file()
     assert run_cli(generate.main, ["grid", *gan, "--out", str(tmp_path / "one"), "--n", "4"]) == 0
     assert len(list((tmp_path / "one").iterdir())) == 4
     film = ["interpolate", *gan, "--out", str(tmp_path / "x.gif"), "--frames", "2", "--n", "2"]
@@ -80,5 +87,8 @@ def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
         hub += ["--n", "8", "--batch-size", "4", "--repeats", "1"]
         assert run_cli(export.main, hub) == (2 if spec.alpha or spec.deep else 0)
     sample = next((tmp_path / "one").iterdir())
+    if name == "RGBA":
+        with Image.open(sample) as image:
+            assert image.size == (24, 16)
     named = ["--checkpoint", judge, str(sample), "--json", "--gradcam", str(tmp_path / "maps")]
     assert run_cli(predict.main, named) == 0

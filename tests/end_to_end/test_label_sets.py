@@ -19,7 +19,6 @@ from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, 
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.models.restore import read
 from duetgan.utils.distributed.process import run_cli
-from tests.end_to_end.helpers import differing, state_of
 from tests.end_to_end.test_rectangles import SMALL
 
 CLASSES = ["bar", "dot", "ring"]
@@ -69,10 +68,7 @@ def run(folder) -> Path:
     return trained(folder, "gan", GAN, *PIXELS)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_a_straight_one_and_knows_its_sets(folder, run):
-    straight = trained(folder, "straight", GAN, *PIXELS, once=True)
-    assert not differing(state_of(straight, 6), state_of(run, 6))
+def test_a_run_knows_its_sets(folder, run):
     with LMDBReader(folder / "train.lmdb") as reader:
         counts = dict(zip(map(tuple, SETS["train"]), reader.meta.histogram, strict=True))
     sets = read(run / "checkpoints" / "step-00000006.pt")["sets"]

@@ -2,9 +2,6 @@
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,63 +10,26 @@ import pytest
 import yaml
 
 from duetgan.utils import checkpoint
-from tests.conftest import REPOSITORY
 from tests.end_to_end import ranks
 from tests.end_to_end.helpers import check_same, status
 from tests.end_to_end.recipes import write_recipe
+from tests.faults.forks import Fork
 
 EVERY, FIRST_EVALUATION = 2, 15  # steps between checkpoints, and until the first that may be the best
 # of a kill: once training has gone on by a checkpoint or some, so many seconds later; while a checkpoint is being
 # written; so many seconds after the start, before anything is trained
 KINDS = ("going on", "saving", "starting")
 LATER = 0.15  # seconds, at most: a few steps
-STARTING = 6.0  # seconds, at most: on an idle machine a start takes four
+STARTING = 2.0  # seconds, at most
 
 
-class Command:
-    """`train.py` in a process of its own; of several ranks the launcher, whose end is theirs."""
-
-    def __init__(self, argv: list[str], output: Path) -> None:
-        self.output = output
-        with open(output, "w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "train.py", *argv],
-                cwd=REPOSITORY,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=file,
-                stderr=file,
-            )
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def ended_well(self) -> None:
-        assert self.process.wait(ranks.SECONDS) == 0, self.output.read_text()
+def started(argv: list[str]) -> Fork:
+    return Fork(["train.py", *argv], dict(os.environ))
 
 
-class Fork:
-    """The same in a fork that has imported everything: four seconds sooner."""
-
-    def __init__(self, argv: list[str], output: Path) -> None:
-        self.output = output
-        (self.process,) = ranks.start(ranks.train, str(output), argv, None, False, world=1, output=output)
-
-    def alive(self) -> bool:
-        return self.process.is_alive()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def ended_well(self) -> None:
-        assert ranks.wait([self.process]) == [0], ranks.printed(self.output)
-
-
-Running = Command | Fork  # a started command; `kill` is kill -9 and waits until it is gone
+def ended_well(process: Fork) -> None:
+    _, errors = process.communicate(ranks.SECONDS)
+    assert process.returncode == 0, errors
 
 
 def newest(run: Path) -> int:
@@ -77,18 +37,18 @@ def newest(run: Path) -> int:
     return max(map(checkpoint.step_of, checkpoint.newest_first(run / "checkpoints")), default=0)
 
 
-def wait_for(condition: Callable[[], bool], running: Running) -> bool:
+def wait_for(condition: Callable[[], bool], running: Fork) -> bool:
     """False: the command has ended."""
     deadline = time.monotonic() + ranks.SECONDS
     while not condition():
-        if not running.alive():
+        if running.poll() is not None:
             return False
         assert time.monotonic() < deadline, "no progress"
         time.sleep(0.0005)
     return True
 
 
-def kill(running: Running, run: Path, kind: str, draws: random.Random) -> bool:
+def kill(running: Fork, run: Path, kind: str, draws: random.Random) -> bool:
     """Kill it at a moment of this kind; False: it had ended before."""
     if kind == "starting":
         time.sleep(draws.uniform(0, STARTING))
@@ -102,9 +62,10 @@ def kill(running: Running, run: Path, kind: str, draws: random.Random) -> bool:
                 return False
         else:
             time.sleep(draws.uniform(0, LATER))
-    if not running.alive():
+    if running.poll() is not None:
         return False
     running.kill()
+    running.communicate(ranks.SECONDS)
     return True
 
 
@@ -121,19 +82,17 @@ def check(straight: Path, killed: Path, steps: int) -> None:
     assert names[0] == names[1]  # nothing is left over
 
 
-def kill_and_repeat(
-    start: type[Command] | type[Fork], recipe: Path, folder: Path, kinds: list[str], draws: random.Random, *more: str
-) -> None:
+def kill_and_repeat(recipe: Path, folder: Path, kinds: list[str], draws: random.Random, *more: str) -> None:
     argv = ["--config", str(recipe), "--device", "cpu", *more, "--run-dir"]
     steps = yaml.safe_load(recipe.read_text())["steps"]
-    start([*argv, str(folder / "straight")], folder / "straight.txt").ended_well()
+    ended_well(started([*argv, str(folder / "straight")]))
     killed = folder / "killed"
     seen: list[int] = []  # newest checkpoints after the kills
     for number, kind in enumerate(kinds):
-        running = start([*argv, str(killed)], folder / f"killed-{number}.txt")
+        running = started([*argv, str(killed)])
         assert kill(running, killed, kind, draws), f"the run ended before kill {number}, {kind}, after {seen}"
         seen.append(newest(killed))
-    start([*argv, str(killed)], folder / "killed.txt").ended_well()
+    ended_well(started([*argv, str(killed)]))
     assert seen == sorted(seen)
     assert 0 < seen[-1] < steps
     check(folder / "straight", killed, steps)
@@ -147,37 +106,7 @@ def recipe_of(task: str, steps: int, images: Path, path: Path) -> Path:
 
 def test_three_kills_at_random_moments(images, tmp_path):
     recipe = recipe_of("classifier", 60, images, tmp_path / "recipe.yaml")
-    kill_and_repeat(Fork, recipe, tmp_path, ["going on", "saving", "going on"], random.Random(1))
-
-
-def train_until_pointing(notes: str, argv: list[str], which: str) -> int:
-    """`train.py ARGV`, killed when `which`.json is to be pointed at the checkpoint that is best so far."""
-
-    def killed(folder: Path, name: str, path: Path, **more: float | str) -> None:
-        if name == which and checkpoint.step_of(path) == FIRST_EVALUATION:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(folder, name, path, **more)
-
-    original = checkpoint.point
-    checkpoint.point = killed  # type: ignore[assignment]
-    return ranks.train(notes, argv, None, False)
-
-
-@pytest.mark.parametrize("which", ["last", "best"])
-def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which, images, tmp_path):
-    run = tmp_path / "run"
-    recipe = recipe_of("classifier", 30, images, tmp_path / "recipe.yaml")
-    argv = ["--config", str(recipe), "--run-dir", str(run), "--max-steps", str(FIRST_EVALUATION)]
-    notes = tmp_path / "notes"
-    killed = ranks.start(train_until_pointing, str(notes), [*argv, "--device", "cpu"], which, world=1, output=notes)
-    assert ranks.wait(killed) == [-signal.SIGKILL], ranks.printed(notes)
-    assert newest(run) == FIRST_EVALUATION
-    before = checkpoint.pointer(run / "checkpoints", which)
-    assert before is None or before["step"] < FIRST_EVALUATION
-    ranks.run(argv, notes)  # nothing is left to train, and nothing to save
-    for name in ("last", "best"):
-        entry = checkpoint.pointer(run / "checkpoints", name)
-        assert entry["step"] == FIRST_EVALUATION
+    kill_and_repeat(recipe, tmp_path, ["going on", "saving", "going on"], random.Random(1))
 
 
 @pytest.mark.slow
@@ -187,4 +116,4 @@ def test_twenty_kills_at_random_moments(processes, images, tmp_path):
     draws = random.Random(processes)
     kinds = draws.sample(KINDS, k=20, counts=[9, 6, 5])
     recipe = recipe_of("gan", 400, images, tmp_path / "recipe.yaml")
-    kill_and_repeat(Command, recipe, tmp_path, kinds, draws, "--procs", str(processes))
+    kill_and_repeat(recipe, tmp_path, kinds, draws, "--procs", str(processes))

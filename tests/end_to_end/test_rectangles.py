@@ -1,6 +1,5 @@
 """Images that are no squares, from the file to what is made of them: every shape works, or is refused in a line."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from duetgan.commands import evaluate, export, generate, predict, train
+from duetgan.commands import generate, train
 from duetgan.commands.pack import main as pack_main
 from duetgan.data.augment.transforms import Augment, draw_and_apply
 from duetgan.data.images.decode import RandomCrop
@@ -32,7 +31,6 @@ from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
-from tests.end_to_end.helpers import differing, state_of
 
 SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stylegan2": (
@@ -212,7 +210,6 @@ loss: {r1_interval: 2, style_mixing: 0.9, path_length_weight: 2, path_length_int
 ada: {mode: fixed, p: 0.5, operations: {blit: 1, geometry: 1, colour: 1, filter: 1, noise: 1, cutout: 1}}
 """
 RECIPES = {
-    "gan": "task: gan\n" + NETS,
     "grown": "task: gan\n" + NETS + "progressive: {start: 8, fade_kimg: 0.016, stable_kimg: 0.008}\n",
     "classifier": "task: classifier\nmodel: {stem: small}\noptimizer: {lr: 0.02, warmup_steps: 1}\n",
 }
@@ -236,61 +233,19 @@ def trained(folder: Path, name: str) -> Path:
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("slim_module")
-def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
-    gan, classifier = trained(flags, "gan"), trained(flags, "classifier")
-    for run in (gan, classifier):
-        content = torch.load(run / "checkpoints" / "step-00000006.pt", weights_only=True)
-        assert content["shape"] == {"channels": 3, "classes": 2, "resolution": "24x16"}
-    straight = ["--config", str(flags / "gan.yaml"), "--run-dir", str(tmp_path / "straight"), "--evaluation.extractor"]
-    assert run_cli(train.main, [*straight, "pixels"]) == 0
-    assert not differing(state_of(tmp_path / "straight", 6), state_of(gan, 6))
-    held_out, from_gan = str(flags / "train-val.lmdb"), ["--checkpoint", str(gan)]
-    judged = ["--data", held_out, "--classifier", str(classifier), "--n", "6"]
-    capsys.readouterr()
-    assert run_cli(evaluate.main, [*from_gan, *judged, "--extractor", "pixels,classifier", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["n"] == 6
-    assert all(np.isfinite(row["frechet"]) for row in figures["distances"])
-    assert run_cli(evaluate.main, ["--checkpoint", str(classifier), "--data", held_out]) == 0
-    for command in ("grid", "truncation", "mix"):
-        out = tmp_path / f"{command}.png"
-        assert run_cli(generate.main, [command, *from_gan, "--out", str(out), "--classes", "dots"]) == 0
-        assert out.is_file()
-    assert run_cli(generate.main, ["grid", *from_gan, "--out", str(tmp_path / "one"), "--n", "2"]) == 0
-    assert {size_of(file) for file in (tmp_path / "one").iterdir()} == {(24, 16)}
-    samples = tmp_path / "samples.lmdb"
-    assert run_cli(generate.main, ["dataset", *from_gan, "--out", str(samples), "--n", "6"]) == 0
-    with Dataset(samples) as reader:
-        assert reader.resolution == "24x16"
-    image = str(flags / "files" / "dots" / "0.png")
-    projected = ["project", *from_gan, "--image", image, "--features", "pixels", "--steps", "2"]
-    projected += ["--out", str(tmp_path / "p.png")]
-    assert run_cli(generate.main, projected) == 0
-    table = tmp_path / "p.csv"
-    assert run_cli(predict.main, ["--checkpoint", str(classifier), image, "--csv", str(table)]) == 0
-    assert image in table.read_text()
-    quick = ["--n", "8", "--batch-size", "4", "--repeats", "1", "--json", "--data", held_out]
-    for run, form in ((classifier, "onnx"), (classifier, "safetensors"), (gan, "safetensors")):
-        capsys.readouterr()
-        out = str(tmp_path / f"{run.name}.{form}")
-        more = quick if run == classifier else quick[:-2]
-        assert run_cli(export.main, ["--checkpoint", str(run), "--format", form, "--out", out, *more]) == 0
-        assert json.loads(capsys.readouterr().out)["passed"]
-
-
-def test_a_rectangle_grows(flags):
+def test_a_rectangle_grows_and_is_searched(flags, tmp_path):
     run = trained(flags, "grown")
     assert size_of(sorted((run / "samples").glob("*.png"))[-1]) == (240, 32)
+    image = str(flags / "files" / "dots" / "0.png")
+    options = ["--checkpoint", str(run), "--image", image, "--features", "pixels", "--steps", "2"]
+    assert run_cli(generate.main, ["project", *options, "--out", str(tmp_path / "p.png")]) == 0
 
 
-@pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_held_out_images_of_another_shape_are_refused(flags, tmp_path, capsys, task):
+def test_held_out_images_of_another_shape_are_refused(flags, tmp_path, capsys):
     images = np.zeros((4, 3, 24, 16), np.uint8)
     pack_arrays(tmp_path / "tall.lmdb", images, [0, 0, 1, 1], ["bars", "dots"])
     (tmp_path / "x.yaml").write_text(
-        RECIPES[task] + f"data: {{path: {flags}/train.lmdb, val_path: {tmp_path}/tall.lmdb}}\n"
+        RECIPES["classifier"] + f"data: {{path: {flags}/train.lmdb, val_path: {tmp_path}/tall.lmdb}}\n"
     )
     assert run_cli(train.main, ["--config", str(tmp_path / "x.yaml"), "--run-dir", str(tmp_path / "r")]) == 2
     assert "24x16 px" in capsys.readouterr().err.splitlines()[-1]

@@ -45,14 +45,13 @@ def everything_that_reads(recipe: list[str], trained: Path, path: Path) -> list[
     ]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.999])
-def test_fault_14_truncated_file(command, recipe, trained, packed, tmp_path, share):
+def test_fault_14_truncated_file(command, recipe, trained, packed, tmp_path):
     """A read beyond the end of a mapped file would kill the process."""
     path = tmp_path / "short.lmdb"
     content = (packed / "train.lmdb").read_bytes()
-    path.write_bytes(content[: int(share * len(content))])
+    path.write_bytes(content[: int(0.999 * len(content))])
     for arguments in everything_that_reads(recipe, trained, path):
-        command(*arguments).refusal("short.lmdb", "truncated" if share else "empty")
+        command(*arguments).refusal("short.lmdb", "truncated")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["recipe.yaml", "short.lmdb"]
     assert not (trained / "eval").exists()
 
@@ -76,9 +75,8 @@ def test_fault_15_zeroed_page(tmp_path, encoding):
     assert {page["kind"] for page in pages if page["read"] == "the same"} <= {"leaf", "branch", "unused"}
 
 
-@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, trained, packed, tmp_path, encoding):
-    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
+def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, trained, packed, tmp_path):
+    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "raw", DRAWN)
     told = f"x.lmdb: record {DRAWN} is damaged"
     command(*recipe, "--data.path", path, "--data.workers", "0").refusal(told, "copy or pack the file again")
     assert status(tmp_path / "run", "state", "exit_code") == ("failed", 2)
@@ -87,16 +85,13 @@ def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, train
     outcome = command("data.inspect", path, "--verify", "--json")
     outcome.refusal("1 of 200 records are damaged", f"record {DRAWN} ")
     assert json.loads(outcome.out)["damaged"] == [DRAWN]
-    if encoding == "jpeg":
-        return
     # the same command resumes once the file is whole
-    command(*recipe, "--data.path", repacked(packed / "train.lmdb", tmp_path / "whole.lmdb", encoding)).success()
+    command(*recipe, "--data.path", repacked(packed / "train.lmdb", tmp_path / "whole.lmdb", "raw")).success()
     assert status(tmp_path / "run", "state", "exit_code") == ("finished", 0)
 
 
-@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_fault_15_flipped_byte_is_skipped_and_counted(command, recipe, packed, tmp_path, encoding):
-    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
+def test_fault_15_flipped_byte_is_skipped_and_counted(command, recipe, packed, tmp_path):
+    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "jpeg", DRAWN)
     options = ["--data.path", path, "--data.on-damage", "skip", "--data.workers", "2", "--log.every", "1"]
     outcome = command(*recipe, *options, "--max-steps", "3").success()
     assert outcome.err.count("warning: ") == 1
@@ -116,18 +111,15 @@ def test_fault_15_two_processes_count_a_record_once(recipe, packed, tmp_path):
     assert [row["damaged_records"] for row in log_of(tmp_path / "run") if "images" in row] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
-def test_fault_15_flipped_byte_in_one_ranks_held_out_images(request, packed, tmp_path, task):
+def test_fault_15_flipped_byte_in_one_ranks_held_out_images(recipe, packed, tmp_path):
     """Found by review: one rank saved while the other one added up counts."""
     path = repacked(packed / "test.lmdb", tmp_path / "held-out.lmdb", "png", 70)
-    recipe = request.getfixturevalue("recipe" if task == "classifier" else "gan_recipe")
     options = ["--evaluation.every", "4", "--log.every", "3", "--procs", "2"]
     outcome = own_process(*recipe, "--data.val-path", path, *options)
     assert outcome.code == 2
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("error")]
     assert "held-out.lmdb: record 70 is damaged" in line
-    if task == "classifier":  # the GAN's test images are drawn in another order
-        assert line.startswith("error on rank 1: ")
+    assert line.startswith("error on rank 1: ")
     assert status(tmp_path / "run", "state", "exit_code") == ("failed", 2)
     assert last(tmp_path / "run") == 4
 
@@ -143,23 +135,20 @@ def test_fault_16_file_without_completion_record(command, recipe, trained, packe
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_19_label_out_of_range(command, packed, tmp_path, task):
-    label = 10
-    config = write_config(tmp_path / "recipe.yaml", task, packed)
+def test_fault_19_label_out_of_range(command, packed, tmp_path):
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     images, classes = sample_images(40, 1), [f"class {number}" for number in range(10)]
     pack_arrays(tmp_path / "x.lmdb", images, np.arange(40) % 10, classes)
-    change_entry(tmp_path / "x.lmdb", label=label)
+    change_entry(tmp_path / "x.lmdb", label=10)
     run = ["train.py", "--config", config, "--run-dir", tmp_path / "run", "--data.val-path=null"]
-    told = ("x.lmdb: record 0 ", f"label {label} has no class, the file has 10 classes; copy or pack the file again")
+    told = ("x.lmdb: record 0 ", "label 10 has no class, the file has 10 classes; copy or pack the file again")
     command(*run, "--data.path", tmp_path / "x.lmdb").refusal(*told)
     assert not (tmp_path / "run").exists()
 
 
 def test_fault_19_head_of_other_classes(command, recipe, tmp_path):
-    classes = 5
-    told = ("train.lmdb: has 10 classes, labels 0 to 9", f"model.classes {classes}", "make it 10")
-    command(*recipe, "--model.classes", str(classes)).refusal(*told)
+    told = ("train.lmdb: has 10 classes, labels 0 to 9", "model.classes 5", "make it 10")
+    command(*recipe, "--model.classes", "5").refusal(*told)
     assert not (tmp_path / "run").exists()
 
 
@@ -172,22 +161,17 @@ def test_fault_20_empty_class(command, recipe, tmp_path):
     outcome = command("data.pack", tmp_path / "photos", tmp_path / "x.lmdb", "--on-error", "skip").success()
     assert "emu" in outcome.out  # named as skipped
     assert LMDBReader(tmp_path / "x.lmdb").classes == ["cat", "dog"]
-    rows = "photos/cat/a.png,0,train\nphotos/dog/a.png,1,val\nphotos/dog/b.png,1,val\n"
-    (tmp_path / "list.csv").write_text(f"path,label,split\n{rows}")
-    command("data.pack", tmp_path / "list.csv", tmp_path / "y.lmdb").refusal("list.csv: class 1 has no images")
-    assert not (tmp_path / "y.lmdb").exists()
     pack_arrays(tmp_path / "gap.lmdb", sample_images(20, 1, 16), np.arange(20) % 2 * 2, ["cat", "dog", "emu"])
     command(*recipe, "--data.path", tmp_path / "gap.lmdb").refusal("gap.lmdb: class 'dog' has no image")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("change_of", ["fewer", "renamed", "order"])
+@pytest.mark.parametrize("change_of", ["fewer", "order"])
 def test_fault_20_other_classes_in_the_held_out_images(command, recipe, packed, tmp_path, change_of):
     with Dataset(packed / "test.lmdb") as reader:
         (images, labels), classes = reader.read(range(len(reader))), reader.classes
     others, told = {
         "fewer": (classes[:-1], classes[-1]),
-        "renamed": ([*classes[:-1], "sock"], "sock"),
         "order": (classes[::-1], f"class 0 is {classes[-1]!r} here and {classes[0]!r} there"),
     }[change_of]
     kept = labels < len(others)
@@ -203,10 +187,9 @@ def test_fault_20_other_classes_in_the_held_out_images(command, recipe, packed, 
     assert not (tmp_path / "y.lmdb").exists()
 
 
-@pytest.mark.parametrize("side", [pytest.param(16, marks=pytest.mark.slow), 8])
-def test_evaluation_reads_the_size_that_was_trained_on(command, recipe, tmp_path, side):
+def test_evaluation_reads_the_size_that_was_trained_on(command, recipe, tmp_path):
     """A smaller `data.resolution` than the file's 16 px: other figures than the training's own mislead in silence."""
-    options = ["--data.resolution", str(side), "--steps", "8", "--evaluation.every", "0", "--log.samples-every", "0"]
+    options = ["--data.resolution", "8", "--steps", "8", "--evaluation.every", "0", "--log.samples-every", "0"]
     command(*recipe, *options).success()
     expected = dict(item for row in log_of(tmp_path / "run") for item in row.items())
     figures = json.loads(command("evaluate.py", "--checkpoint", tmp_path / "run", "--json").success().out)

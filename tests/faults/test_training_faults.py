@@ -90,14 +90,6 @@ def test_fault_22_on_one_rank_it_is_seen_by_all(by_two, run, fail_at):
     assert math.isfinite(rows(run)[-1]["loss/generator"])
 
 
-def test_fault_22_past_the_cap_training_stops_itself(train_here, run, fail_at):
-    fail_at("0:2:nan,0:3:nan,0:4:nan")
-    found = train_here("classifier", "--nonfinite-cap", "2")
-    assert found.code == 4
-    found.error("3 updates had non-finite gradients, more than nonfinite_cap 2", "lower the learning rate")
-    assert status(run)["state"] == "failed"
-
-
 def test_fault_22_what_the_loss_scaler_skips_is_told_apart(train_here, run, fail_at):
     """In fp16 an overflow lowers the scale, 65536 at first: no fault, and not counted as one."""
     fail_at("0:2:nan")
@@ -213,24 +205,22 @@ def lines(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith(("error", "stopped"))]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_killed_in_the_evaluation_of_a_training(gan_recipe, tmp_path, rank, monkeypatch):
-    monkeypatch.setenv(inject.VARIABLE, f"{rank}:0:kill-in-pass")
+def test_a_rank_killed_in_the_evaluation_of_a_training(gan_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv(inject.VARIABLE, "0:0:kill-in-pass")
     outcome = own_process(*gan_recipe, "--procs", "2")
     assert outcome.code == 4, outcome.err
     (line,) = lines(outcome.err)
-    assert f"rank {rank} was ended by SIGKILL; the same command resumes" in line
+    assert "rank 0 was ended by SIGKILL; the same command resumes" in line
     assert status(tmp_path / "run", "state", "exit_code", "step") == ("failed", 4, 4)
     monkeypatch.delenv(inject.VARIABLE)
     own_process(*gan_recipe, "--procs", "2", "--max-steps", "4").success()
 
 
 def test_a_rank_of_evaluate_is_killed(trained, tmp_path, monkeypatch):
-    rank = 1
-    monkeypatch.setenv(inject.VARIABLE, f"{rank}:0:kill-in-pass")
+    monkeypatch.setenv(inject.VARIABLE, "1:0:kill-in-pass")
     outcome = own_process("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
     assert outcome.code == 4, outcome.err
-    assert lines(outcome.err) == [f"error: rank {rank} was ended by SIGKILL; {AGAIN}"]
+    assert lines(outcome.err) == [f"error: rank 1 was ended by SIGKILL; {AGAIN}"]
     assert not (tmp_path / "eval" / "metrics.json").exists()
 
 

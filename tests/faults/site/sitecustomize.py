@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import tests.watch.sitecustomize  # noqa: F401 - as in all processes of the tests
 from tests.faults.inject import CHEAPER, PATCHES
 
 ASKED = CHEAPER | (PATCHES if os.environ.get("DUET_FAIL_AT") else {})
