@@ -34,8 +34,6 @@ from duetgan.data.packing.pack import pack
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.named import CACHE
-from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.workers import choose_workers
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -129,9 +127,7 @@ def measure_jpeg(sizes: Sizes, work: Path) -> Result:
     print(f"  {sizes.photos} JPEG files of {size / sizes.photos / 1024:.0f} KiB on average", flush=True)
     with open_source(str(photos), split="train", root=None) as source:
         pack(source, path, encoding="source", workers=0)
-    with Dataset(path, resolution=224, crop=RandomCrop()) as dataset:
-        threads, tried = choose_workers(dataset, sizes.photo_batch)
-    print("  ours: " + ", ".join(f"{count} threads {rate:,.0f}/s" for count, rate in tried.items()) + " (uint8)")
+    threads = cores() if cores() > 1 else 0
 
     def open_ours(packed: str | Path = path, prefetch: int = 0) -> Stream:
         crop, size = RandomCrop(), sizes.photo_batch

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.packed_files import Paths, packed_files
@@ -19,7 +19,6 @@ def open_dataset(
     resolution: int | str | None = None,
     crop: RandomCrop | None = None,
     workers: int = 0,
-    on_damage: Literal["stop", "skip"] = "stop",
 ) -> Dataset:
     """Open packed files, tar files, or a folder or zip of images, which is packed once.
 
@@ -32,7 +31,6 @@ def open_dataset(
         resolution=resolution,
         crop=crop,
         workers=workers,
-        on_damage=on_damage,
     )
 
 

@@ -65,9 +65,11 @@ def flip(path: Path, needle: bytes, offset: int = 0) -> None:
 
 def stored(path: Path, record: int, side: int | None = None) -> bytes:
     """An image's bytes in a file."""
-    with LMDBReader(path, resolution=side, tolerant=True) as reader:
+    with LMDBReader(path, resolution=side) as reader:
         if reader.meta.encoding == "raw":
-            return reader.raw_image(record).transpose(2, 0, 1).tobytes()
+            block, row = divmod(record, reader.block)
+            with reader.handle().environment.begin(buffers=True) as transaction:
+                return reader.raw_block(transaction, block)[row].tobytes()
         with reader.encoded(record) as (_, payload, _):
             return bytes(payload)
 

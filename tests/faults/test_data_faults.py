@@ -90,27 +90,6 @@ def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, train
     assert status(tmp_path / "run", "state", "exit_code") == ("finished", 0)
 
 
-def test_fault_15_flipped_byte_is_skipped_and_counted(command, recipe, packed, tmp_path):
-    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "jpeg", DRAWN)
-    options = ["--data.path", path, "--data.on-damage", "skip", "--data.workers", "2", "--log.every", "1"]
-    outcome = command(*recipe, *options, "--max-steps", "3").success()
-    assert outcome.err.count("warning: ") == 1
-    assert f"x.lmdb: record {DRAWN} is damaged" in outcome.err
-    assert "the next intact record replaces it (1 so far)" in outcome.err
-    assert [row["damaged_records"] for row in log_of(tmp_path / "run")] == [0, 1, 1]
-    assert status(tmp_path / "run", "state", "exit_code") == ("stopped", 0)
-    command(*recipe, *options, "--max-steps", "4").success()  # it is not met again
-    assert [row["damaged_records"] for row in log_of(tmp_path / "run") if "images" in row][-1] == 1
-
-
-def test_fault_15_two_processes_count_a_record_once(recipe, packed, tmp_path):
-    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "raw", DRAWN)
-    options = ["--data.on-damage", "skip", "--steps", "24", "--log.every", "8", "--evaluation.every", "0"]
-    outcome = own_process(*recipe, "--data.path", path, *options, "--procs", "2").success()
-    assert outcome.err.count("warning: ") >= 1
-    assert [row["damaged_records"] for row in log_of(tmp_path / "run") if "images" in row] == [1, 1, 1]
-
-
 def test_fault_15_flipped_byte_in_one_ranks_held_out_images(recipe, packed, tmp_path):
     """Found by review: one rank saved while the other one added up counts."""
     path = repacked(packed / "test.lmdb", tmp_path / "held-out.lmdb", "png", 70)

@@ -214,7 +214,6 @@ def networks(world: dict[str, Path]) -> list[Case]:
 
 def parts(world: dict[str, Path]) -> list[Case]:
     train, test = world["train"], world["test"]
-    broken = damaged(train)
     images = data.Dataset(train)
     sampler = {"count": 12, "batch_size": 4, "seed": 0, "world_size": 2, "weights": np.arange(1.0, 13)}
     weights = {
@@ -275,7 +274,6 @@ def parts(world: dict[str, Path]) -> list[Case]:
     return [
         Case(data.Dataset, {"path": train},
              {"path": test, "resolution": 4, "crop": RandomCrop(), "name": "x"}, {"workers": 2}, read),
-        Case(data.Dataset, {"path": broken}, {"on_damage": "skip"}, call=read),
         Case(data.GlobalSampler, sampler,
              {"count": 13, "batch_size": 6, "seed": 1, "rank": 1, "world_size": 1} | weights,
              call=order),

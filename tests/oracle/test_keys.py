@@ -108,8 +108,6 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "data.path": "tests/training/base/test_data.py",
     "data.val_path": "tests/training/base/test_data.py",
     "data.workers": "tests/training/base/test_data.py",
-    "data.on_damage": "tests/options/test_parameters.py",
-    "data.sample_weights": "tests/training/base/test_data.py",
     "data.prefetch": "tests/options/test_parameters.py",
     **dict.fromkeys(("data.synthetic.path", "data.synthetic.checkpoint"), "tests/training/base/test_generated.py"),
     "augment.own": "tests/data/augment/test_transforms.py",

@@ -195,3 +195,39 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Musl())
     assert tune_malloc() is False
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set files of /proc and /sys by name; nothing of this machine's own is left."""
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            (tmp_path / name.replace("_", ".", 1)).write_text(text)
+
+    return write
+
+
+def test_available_memory_and_cores(system: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.available_bytes() > 1 << 20  # all of the machine's where the system does not say
+    system(meminfo="MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:   5000 kB\n")
+    assert machine.available_bytes() == 5000 * 1024
+    system(memory_max="max\n")
+    assert machine.available_bytes() == 5000 * 1024
+    stat = "anon 300000\ninactive_file 150000\nactive_file 50000\n"
+    system(memory_max="2000000\n", memory_current="500000\n", memory_stat=stat)
+    assert machine.available_bytes() == 2000000 - 300000  # the file cache is given back when memory runs short
+    system(memory_max="100000\n")
+    assert machine.available_bytes() == 0
+    system(memory_max="99999999999\n")
+    assert machine.available_bytes() == 5000 * 1024
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert machine.local_processes() == 3
+    system(cpu_max="250000 100000\n")
+    assert machine.cores() == 1
+    system(cpu_max="max 100000\n")
+    assert machine.cores() == 2

@@ -46,8 +46,6 @@ class RawBlocks:
         self.item = item  # a whole image is one item, so that NumPy copies it at once
         # address of the first byte of each block; -1: not verified yet
         self.addresses = np.full(count, -1, np.int64)
-        # block -> its records that do not match their checksums
-        self.damaged: dict[int, frozenset[int]] = {}
         # first address and end address of the added blocks, and a view of the memory in between, in
         # which an image starts at each byte
         self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))

@@ -37,8 +37,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     """Images and labels of a packed file by index, at one of its resolutions (default: the
     largest).
 
-    `resolution` is the images' shorter side in px, or 0 for images of individual sizes. With
-    `tolerant` the intact images of a damaged raw block can still be read.
+    `resolution` is the images' shorter side in px, or 0 for images of individual sizes.
 
     Opening raises UserError for a file that is missing, made by another program, truncated,
     unfinished or of a newer version. Reading compares checksums: of a raw block at its first use in
@@ -47,10 +46,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     itself.
     """
 
-    def __init__(
-        self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False
-    ) -> None:
-        self.path, self.tolerant = Path(path), tolerant
+    def __init__(self, path: str | Path, *, resolution: int | None = None) -> None:
+        self.path = Path(path)
         # index of this file's first record in a data set of several files, for DamageError
         self.first = 0
         self._handle: Handle | None = acquire(self.path)
@@ -293,7 +290,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """Copy raw images into `out`, [n, C, H, W] of the file's depth, by one gather.
 
         Record i is copied to `out[positions[i]]` (default: `out[i]`). Raises DamageError for any
-        damage in a block, or with `tolerant` only for damaged `records`.
+        damage in the blocks of the records.
         """
         blocks, rows = np.divmod(records, self.block)
         handle = self.handle()  # The reference keeps the file mapped until the copy is made.
@@ -301,9 +298,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             raw = handle.raw.setdefault(
                 self.resolution, RawBlocks(np.dtype((np.void, self.spec.nbytes)), self.blocks)
             )
-        if raw.damaged or (raw.addresses[blocks] < 0).any():
-            for block in np.unique(blocks).tolist():
-                self._verify(handle, raw, block, rows[blocks == block])
+        for block in np.unique(blocks[raw.addresses[blocks] < 0]).tolist():
+            with handle.lock:
+                raw.add(block, self._verified(handle, block))
         # Here each image of `out` is a single item of an array [n].
         raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], positions)
 
@@ -313,21 +310,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         self.gather(np.array([record]), image)
         return image[0].transpose(1, 2, 0)
 
-    def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
-        """Compare the checksum of a raw block at its first use.
+    def _verified(self, handle: Handle, block: int) -> np.ndarray:
+        """Return the bytes of a raw block, uint8, after a comparison of its checksum.
 
-        Raises DamageError for damage anywhere in the block; if `tolerant`, only in `rows`.
+        Raises DamageError for the damaged records of the block.
         """
-        if raw.addresses[block] < 0:
-            with handle.lock:
-                pixels = self.raw_block(handle.transaction, block).reshape(-1).view(np.uint8)
-                head, _ = self.index_record(handle.transaction, block)
-                if zlib.crc32(pixels.data) != head["block_checksum"]:
-                    bad = list(self.damaged_in_raw_block(handle.transaction, block))
-                    raw.damaged[block] = frozenset(bad or self.block_range(block))
-                raw.add(block, pixels)
-        damaged = raw.damaged.get(block, frozenset())
-        if self.tolerant:
-            damaged = damaged.intersection((rows + block * self.block).tolist())
-        if damaged:
-            raise self.damage(sorted(damaged), "its checksum does not match")
+        pixels = self.raw_block(handle.transaction, block).reshape(-1).view(np.uint8)
+        head, _ = self.index_record(handle.transaction, block)
+        if zlib.crc32(pixels.data) != head["block_checksum"]:
+            damaged = list(self.damaged_in_raw_block(handle.transaction, block))
+            raise self.damage(damaged or self.block_range(block), "its checksum does not match")
+        return pixels

@@ -3,18 +3,16 @@ decoded by threads.
 """
 
 import hashlib
-import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from duetgan.data.errors import DamageError
 from duetgan.data.images import centre_box
 from duetgan.data.images.decode import Box, RandomCrop, Size, crop_into, decode_crop
 from duetgan.data.lmdb.format import Meta
@@ -23,11 +21,8 @@ from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.runlog.run_log import say
 from duetgan.utils.seeding import numpy_generator
 
-# With more damaged records than this fraction of all, reading stops; ten are always allowed.
-MAX_DAMAGED_FRACTION = 0.01
 # fields of Meta in which the files of a data set must agree
 COMMON = ("classes", "sets", "channels", "pixel_format", "resolutions", "size", "encoding")
 CHUNKS = 4  # chunks of a batch per thread, so that no thread waits long for the last one
@@ -45,9 +40,6 @@ class Dataset(AbstractContextManager["Dataset"]):
     on their number. A Dataset may be pickled and used after a fork; each process opens the files
     itself.
 
-    With `on_damage="skip"` a damaged record is replaced by the next intact one of its file,
-    reported once and added to `damaged`, up to MAX_DAMAGED_FRACTION of the records.
-
     Raises UserError for files that do not belong together, or are smaller than the resolution.
     """
 
@@ -63,11 +55,10 @@ class Dataset(AbstractContextManager["Dataset"]):
         resolution: int | str | None = None,
         crop: RandomCrop | None = None,
         workers: int = 0,  # decoding threads
-        on_damage: Literal["stop", "skip"] = "stop",
     ) -> None:
         paths = [path] if isinstance(path, (str, Path)) else path
         self.path = name or " + ".join(map(str, paths))
-        self.shards = [LMDBReader(file, tolerant=on_damage == "skip") for file in paths]
+        self.shards = [LMDBReader(file) for file in paths]
         self.meta = combined_meta(self.shards)
         size = None if resolution is None else ImageSpec.of(1, resolution).size
         if size is not None and not crop:  # A random crop is taken from the largest resolution.
@@ -87,14 +78,12 @@ class Dataset(AbstractContextManager["Dataset"]):
             )
         self.crop = crop
         self.workers = workers
-        self.on_damage = on_damage
         # True if batches are copied as they are stored, without decoding or scaling
         self.gathers = (
             self.meta.encoding == "raw"
             and crop is None
             and all(shard.spec == self.spec for shard in self.shards)
         )
-        self.damaged: dict[int, str] = {}  # replaced records, with the reason
         self._ends = np.cumsum(list(map(len, self.shards)))
         for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
             shard.first = end - len(shard)
@@ -115,11 +104,6 @@ class Dataset(AbstractContextManager["Dataset"]):
     def resolution(self) -> int | str:
         """Size of the images as in `data.resolution`; 0 if they have individual sizes."""
         return self.spec.resolution
-
-    @property
-    def replaced(self) -> set[int]:
-        """Indices of damaged records that were replaced by others (`on_damage="skip"`)."""
-        return set(self.damaged)
 
     def labels(self) -> np.ndarray:
         """Return the class index of every image: int64 [count], read-only.
@@ -206,16 +190,10 @@ class Dataset(AbstractContextManager["Dataset"]):
         else:
             images = np.empty((len(requested), height, width, channels), self.spec.depth)
             images = images.transpose(0, 3, 1, 2)
-        # A damaged index always stops reading: its labels are lost.
-        labels = self.label_numbers()
-        while len(requested):
-            chosen = self._without_damage(requested)
-            try:
-                self._fill(chosen, images, keys)
-                return images, labels[chosen]
-            except DamageError as error:
-                self._record_damage(error)
-        return images, np.empty(0, np.int64)
+        labels = self.label_numbers()[requested]
+        if len(requested):
+            self._fill(requested, images, keys)
+        return images, labels
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         """Return an image [C, H, W] and its label, for torch.utils.data."""
@@ -281,36 +259,6 @@ class Dataset(AbstractContextManager["Dataset"]):
         if self.crop is None or not key:
             return centre_box(*size, self.spec.size)
         return self.crop.box(*size, numpy_generator(*key), self.spec.size)
-
-    # --- damaged records
-
-    def _without_damage(self, requested: np.ndarray) -> np.ndarray:
-        """Replace each damaged record by the next intact one of the same file."""
-        if not self.damaged:
-            return requested
-        chosen = requested.copy()
-        for row in np.flatnonzero(np.isin(requested, list(self.damaged))).tolist():
-            record = int(requested[row])
-            shard = self._shard(record)
-            end = shard.first + len(shard)
-            candidates = itertools.chain(range(record, end), range(shard.first, record))
-            intact = next((index for index in candidates if index not in self.damaged), None)
-            if intact is None:
-                raise shard.damage(range(len(shard)), "no record of this file is whole")
-            chosen[row] = intact
-        return chosen
-
-    def _record_damage(self, error: DamageError) -> None:
-        """Add the damaged records to `damaged`. Raises `error` unless they may be skipped."""
-        new = [record for record in error.records if record not in self.damaged]
-        allowed = max(10, int(MAX_DAMAGED_FRACTION * len(self)))
-        if self.on_damage == "stop" or not new or len(self.damaged) + len(new) > allowed:
-            raise error
-        self.damaged |= dict.fromkeys(new, error.reason)
-        say(
-            f"warning: {error}; skipped, the next intact record replaces it ({len(self.damaged)} so"
-            " far)"
-        )
 
     # --- closing and pickling
 

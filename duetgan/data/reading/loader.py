@@ -191,11 +191,6 @@ class InfiniteLoader:
             self.close()
             self._features = features
 
-    @property
-    def damaged_records(self) -> set[int]:
-        """Damaged records that this process has replaced (`data.on_damage: skip`)."""
-        return self.dataset.replaced
-
     def state_dict(self, position: Position | None = None) -> dict[str, object]:
         """Return the state at `position`; None: after the batches that `next` has returned.
 

@@ -18,13 +18,9 @@ class MixedDataset(Dataset):
     """Real images, followed by synthetic ones: index len(self) + i is image i of `synthetic`.
 
     `synthetic` is a Dataset, or an object with the same `path`, `meta`, `classes`, `workers`,
-    `replaced`, `labels`, `read` and `close`. Length, metadata and labels are those of the real
-    images, so that metrics of the data set are of real images.
+    `labels`, `read` and `close`. Length, metadata and labels are those of the real images, so that
+    metrics of the data set are of real images.
     """
-
-    @property
-    def replaced(self) -> set[int]:
-        return super().replaced | {len(self) + record for record in self.synthetic.replaced}
 
     def read(
         self,

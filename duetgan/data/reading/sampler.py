@@ -198,7 +198,6 @@ class GlobalSampler:
         # States of earlier versions, without weights, have no hash of them.
         if state.get("weights", "") != self._weights_hash:
             raise order_error(
-                "data.sampling changed (or data.class_rates, data.sample_weights, the labels); "
-                "use the same sampling"
+                "data.sampling changed (or data.class_rates, the labels); use the same sampling"
             )
         return Position(int(state["consumed"]))

@@ -39,7 +39,6 @@ class StagedLoader(InfiniteLoader):
         super().__init__(dataset, sampler, **options)
         self.stages = [Stage(*stage) for stage in stages]
         self._stage: Stage | None = None  # the open stage
-        self._damaged: set[int] = set()  # records replaced in closed stages
 
     def __next__(self) -> Batch:
         stage = max(stage for stage in self.stages if stage.first_step <= self.step)
@@ -49,10 +48,6 @@ class StagedLoader(InfiniteLoader):
             self._dataset = at_resolution(self.dataset, stage.resolution)
             self._stage = stage
         return super().__next__()
-
-    @property
-    def damaged_records(self) -> set[int]:
-        return self._damaged.union(self.dataset.replaced, self._dataset.replaced)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, also if the stages have changed.
@@ -76,7 +71,6 @@ class StagedLoader(InfiniteLoader):
     def close(self) -> None:
         super().close()
         if self._dataset is not self.dataset:
-            self._damaged |= self._dataset.replaced
             self._dataset.close()
         self._dataset = self.dataset
         self._stage = None
@@ -96,7 +90,6 @@ def at_resolution(dataset: Dataset, side: int) -> Dataset:
         resolution=dataset.spec.at(side).resolution,
         crop=dataset.crop,
         workers=dataset.workers,
-        on_damage=dataset.on_damage,
     )
     if scaled.meta.content_hash != dataset.meta.content_hash:
         raise UserError(

@@ -1,16 +1,11 @@
-"""Weighted sampling: how often each sample is drawn in an epoch, with weights of classes or from a
-file.
-"""
+"""Weighted sampling: how often each sample is drawn in an epoch, with weights of classes."""
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.images.values import npy_array
-from duetgan.utils import files
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
 
@@ -166,24 +161,6 @@ def class_weights(
         by_class[class_names.index(name)] = rate
     weights = by_class[labels]
     _check(weights, "data.class_rates", len(labels))
-    return weights
-
-
-def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
-    """Read a weight for each of `count` images from a file, in the order of the packed file.
-
-    A .npy file holds numbers [count]; any other file is text with one number per line. Returns
-    float64 [count]. Raises UserError with the file.
-    """
-    path = Path(path)
-    remedy = "give a file with a weight for each image"
-    with files.reading(path, remedy, ValueError, TypeError):
-        content = files.read_file(path, files.TABLE)
-        if path.suffix == ".npy":
-            weights = npy_array(content).astype(np.float64, casting="same_kind")
-        else:
-            weights = np.array(content.decode("utf-8-sig").split(), np.float64)
-    _check(weights, str(path), count)
     return weights
 
 

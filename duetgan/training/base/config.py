@@ -100,6 +100,10 @@ class SyntheticConfig(Config):
         return end if end < steps else None
 
 
+# keys of older versions with their defaults, which were written to checkpoints and run folders
+OLD_KEYS = [("cache", "off"), ("on_damage", "stop"), ("sample_weights", None)]
+
+
 class DataConfig(Config):
     """Location of the images and settings for reading them."""
 
@@ -115,26 +119,22 @@ class DataConfig(Config):
     crop_area: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
     # range of the width / height of a random crop, before it is resized to a square
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)
-    # number of decoding threads; auto: measure the fastest. Raw images need no threads
+    # number of decoding threads; auto: one per core. Raw images need no threads
     workers: Annotated[int, Interval(ge=0, le=1024)] | Literal["auto"] = "auto"
-    # skip: replace a damaged record by the next undamaged one
-    on_damage: Literal["stop", "skip"] = "stop"
     # balanced: all classes are sampled equally often
     sampling: Literal["uniform", "balanced"] = "uniform"
     # sampling weights of classes; 1 for classes that are not listed
     class_rates: dict[str, NonNegativeFloat] = {}
-    # file with the sampling weight of each record (.npy or text)
-    sample_weights: str | None = None
     prefetch: Annotated[int, Interval(ge=0, le=1024)] = 2  # batches prepared ahead on accelerators
     synthetic: SyntheticConfig = SyntheticConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_cache(cls, values: object) -> object:
-        """Accept configs of older versions, which had a key `cache`, if its value is "off"."""
-        if not isinstance(values, dict) or values.get("cache") != "off":
+    def _drop_old_keys(cls, values: object) -> object:
+        """Accept configs of older versions, which had further keys, if these have their defaults."""
+        if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if key != "cache"}
+        return {key: values[key] for key in values if (key, values[key]) not in OLD_KEYS}
 
     def check(self) -> None:
         for name, (low, high) in (("crop_area", self.crop_area), ("crop_aspect", self.crop_aspect)):

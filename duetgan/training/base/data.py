@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial, reduce
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,18 +18,14 @@ from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.stages import StagedLoader
-from duetgan.data.reading.weighted_sampling import (
-    balanced_weights,
-    class_weights,
-    load_sample_weights,
-)
-from duetgan.data.reading.workers import choose_workers
+from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained, refuse, require_same_classes
+from duetgan.utils.machine import cores
 from duetgan.utils.runlog.run_log import say
 
 OPEN_FILES = 96  # open files of a process besides the images: libraries, sockets, logs
@@ -56,8 +51,7 @@ def open_training(config: DataConfig) -> Dataset:
         MixedDataset if synthetic.on else Dataset,
         resolution=config.resolution,
         crop=crop,
-        workers=0 if config.workers == "auto" else config.workers,
-        on_damage=config.on_damage,
+        workers=decoding_threads(config),
     )
     if synthetic.checkpoint is not None:
         frequencies = None
@@ -72,7 +66,6 @@ def open_training(config: DataConfig) -> Dataset:
             resolution=training.resolution or None,
             workers=training.workers,
             crop=crop,
-            on_damage=config.on_damage,
         )
     return training
 
@@ -85,16 +78,13 @@ def open_images(
     resolution: int | str | None,
     workers: int,
     crop: RandomCrop | None = None,
-    on_damage: Literal["stop", "skip"] = "stop",
 ) -> Dataset:
     """Open the images at `path`, the value of the config key `key`.
 
     Raises UserError, which for a missing file names the key and `remedy`.
     """
     try:
-        return open_dataset(
-            path, resolution=resolution, workers=workers, crop=crop, on_damage=on_damage
-        )
+        return open_dataset(path, resolution=resolution, workers=workers, crop=crop)
     except UserError as error:
         if all(file.exists() for file in shard_paths(path)):
             raise
@@ -137,7 +127,7 @@ def lineage(config: RunConfig, training: Dataset) -> Lineage:
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
     """Open the held-out images, if any, at the resolution of the training images.
 
-    There are no random crops. Damaged records always raise errors, also with `data.on_damage` skip.
+    There are no random crops.
     """
     if not config.val_path:
         return None
@@ -299,8 +289,6 @@ def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
         factors.append(balanced_weights(dataset.labels(), dataset.classes))
     if config.class_rates:
         factors.append(class_weights(dataset.labels(), dataset.classes, config.class_rates))
-    if config.sample_weights:
-        factors.append(load_sample_weights(config.sample_weights, len(dataset)))
     return reduce(np.multiply, factors) if factors else None
 
 
@@ -440,28 +428,20 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     )
 
 
-def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
-    """Measure and set the best number of decoding threads if `data.workers` is "auto".
+def decoding_threads(config: DataConfig) -> int:
+    """Return the number of decoding threads of this process, by default one per core."""
+    if config.workers != "auto":
+        return config.workers
+    return cores() if cores() > 1 else 0
 
-    Returns a description of the reading for the printed plan.
-    """
-    auto = config.data.workers == "auto"
-    rank_batch = config.batch_size // collectives.world_size()
-    synthetic = training.synthetic
-    if auto and synthetic is not None and not synthetic.gathers:
-        synthetic.workers = choose_workers(synthetic, rank_batch)[0]
+
+def reading_text(training: Dataset) -> str:
+    """Describe the reading of the training images for the printed plan."""
     if training.gathers:
         return "raw images, gathered without workers"
-    measured = ""
-    if auto:
-        training.workers, rates = choose_workers(training, rank_batch)
-        texts = [f"{threads}: {rate:,.0f}" for threads, rate in rates.items()]
-        measured = f" (images/s by threads: {', '.join(texts)})"
-    if held_out is not None:
-        held_out.workers = training.workers
     crop = "random crops" if training.crop is not None else "whole or in the middle"
     place = f"by {training.workers} threads" if training.workers else "in the training's own thread"
-    return f"decoded {place}{measured}, {crop}"
+    return f"decoded {place}, {crop}"
 
 
 def data_text(dataset: Dataset) -> str:

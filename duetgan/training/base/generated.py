@@ -36,9 +36,7 @@ class GeneratedSamples:
     `class_frequencies`.
     """
 
-    gathers = True  # nothing is decoded
     workers = 0
-    replaced: set[int] = set()
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class FrozenStages:
         """Return True if epochs have the same images up to mirroring, and only the model uses them."""
         config, augment = self.config, self.config.augment
         for dataset in self.datasets:
-            if not isinstance(dataset, Dataset) or dataset.crop or dataset.on_damage != "stop":
+            if not isinstance(dataset, Dataset) or dataset.crop:
                 return False
         if augment.shift or augment.trivial_augment or augment.erase or augment.own:
             return False

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import MetricWindow, State
 from duetgan.training.base.task import Stateful
 from duetgan.training.engine.loop import BrokenWeights, Callback, Loop
 from duetgan.training.engine.rollback import stop_broken
@@ -24,7 +22,7 @@ from duetgan.utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
 from duetgan.utils.errors import Expected, TrainingHalted
 from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.runlog.run_log import Metrics, say_main
+from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.text import listed
 
 
@@ -84,31 +82,6 @@ class FirstStep(Callback):
         collectives.set_timeout(loop.config.distributed.timeout)
         if unused := unused_parameters(loop.task.registry()):
             say_main(f"warning: {unused}")
-
-
-class DamagedRecords(Callback):
-    """Collects the damaged records that any process has replaced (`data.on_damage: skip`)."""
-
-    def __init__(self, loader: InfiniteLoader, *, counts: bool) -> None:
-        self.loader = loader
-        self.counts = counts
-        self.records: set[int] = set()
-
-    def state_dict(self) -> State:
-        return {"damaged": sorted(self.records)}
-
-    def load_state_dict(self, state: State) -> None:
-        self.records |= set(state["damaged"])
-
-    def before_save(self, loop: Loop) -> None:
-        if self.counts:
-            self.records.update(*collectives.gather_objects(self.loader.damaged_records))
-
-    def columns(self, window: MetricWindow) -> Metrics:
-        if not self.counts:
-            return {}
-        self.records.update(*collectives.gather_objects(self.loader.damaged_records))
-        return {"damaged_records": len(self.records)}
 
 
 class Beat(Callback):

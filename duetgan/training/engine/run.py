@@ -56,7 +56,6 @@ def callbacks(
         result.append(LayerLog(config.log, task.registry(), folder))
     result += [
         Columns(task, loader.device),
-        health.DamagedRecords(loader, counts=config.data.on_damage == "skip"),
         SkippedUpdates(config),
         SpikeRollback(config.spikes),
     ]
@@ -194,7 +193,7 @@ def prepare(
             donor, task.registry(), resolution=dataset.resolution, classes=classes
         )
     loader = data.make_loader(config, dataset, device)
-    reading = data.tune_workers(config, dataset, val_dataset)
+    reading = data.reading_text(dataset)
     rows = preflight.plan_rows(config, task, dataset, val_dataset, reading, device, choice)
     say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
     if transferred is not None:

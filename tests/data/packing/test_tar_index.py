@@ -136,8 +136,6 @@ def test_a_shard_that_changes_while_it_is_read(shards: Path) -> None:
         np.testing.assert_array_equal(dataset.read([7, 9])[0][1], expected[1])
         with pytest.raises(DamageError, match=r"record 8 is damaged: train-001\.tar:008\.jpg its checksum does not"):
             dataset.read([8])
-    with open_dataset(shards, resolution=16, on_damage="skip") as dataset:
-        np.testing.assert_array_equal(dataset.read([8])[0][0], expected[1])
     path.write_bytes(content)
     with open_dataset(shards, resolution=16) as dataset:  # indexed anew: the file may have been repaired by hand
         path.write_bytes(content + bytes(512))

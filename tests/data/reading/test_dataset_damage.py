@@ -1,4 +1,4 @@
-"""Damaged records of a Dataset: reading stops and names them, or takes the next whole one and counts."""
+"""Damaged records of a Dataset: reading stops and names them."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -50,100 +50,42 @@ def pack(tmp_path: Path) -> Packer:
     return packed
 
 
-def open_dataset(path: Any, on_damage: str = "skip", **options: Any) -> Dataset:
+def open_dataset(path: Any, **options: Any) -> Dataset:
     """At 8 px, whatever the encoding."""
-    return Dataset(path, resolution=8, on_damage=on_damage, **options)  # type: ignore[arg-type]
-
-
-def check_read(dataset: Dataset, records: Sequence[int], expected: Sequence[int]) -> None:
-    images, labels = dataset.read(records)
-    np.testing.assert_array_equal(images, sample_images(COUNT)[list(expected)])
-    np.testing.assert_array_equal(labels, np.array(expected) % 3)
+    return Dataset(path, resolution=8, **options)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_next_whole_record_takes_the_place(pack, encoding, workers, capsys):
-    dataset = open_dataset(pack(encoding, [5, 9, 10, 13]), workers=workers)
-    order = [13, 4, 5, 5, 9, 10, 6]
-    for _ in range(2):
-        check_read(dataset, order, [0, 4, 6, 6, 11, 11, 6])  # 9 and 10 are neighbours, 13 is the last
-    assert sorted(dataset.damaged) == [5, 9, 10, 13]
-    records = np.array(order)
-    dataset.read(records)
-    assert records.tolist() == order  # the caller's
-    lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("warning: ") and "the next intact record replaces it" in line for line in lines)
-    assert "(4 so far)" in lines[-1]
-    named = sorted(line.partition("x.lmdb: ")[2].partition(" is damaged")[0] for line in lines)
-    alone = ["record 10", "record 13", "record 5", "record 9"]
-    assert named == (["record 13", "record 5", "record 9 to 10"] if encoding == "raw" else alone)  # of a block together
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_records_count_over_all_shards(pack: Packer, encoding: str, tmp_path: Path) -> None:
+def test_reading_stops_at_a_damaged_record_and_counts_over_all_shards(pack, encoding, workers):
     paths = [pack(encoding, damaged, name=f"{name}.lmdb") for name, damaged in (("a", []), ("b", [3, 13]))]
     for attempt in (lambda dataset: dataset.read([2, COUNT + 3]), lambda dataset: dataset.image(COUNT + 3)):
         with pytest.raises(DamageError, match=r"b\.lmdb: record 3 is damaged") as caught:
-            attempt(open_dataset(paths, "stop", workers=2))
+            attempt(open_dataset(paths, workers=workers))
         assert list(caught.value.records) == [COUNT + 3]
-    dataset = open_dataset(paths[::-1])
-    check_read(dataset, [13, 3, COUNT + 3], [0, 4, 3])  # the last of a file: the first of the same file
-    dataset = open_dataset(paths)
-    check_read(dataset, [13, COUNT + 3, COUNT + 13], [13, 4, 0])
-    assert sorted(dataset.damaged) == [COUNT + 3, COUNT + 13]
+    images, labels = open_dataset(paths, workers=workers).read([13, COUNT + 4])
+    np.testing.assert_array_equal(images, sample_images(COUNT)[[13, 4]])
+    np.testing.assert_array_equal(labels, [1, 1])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_too_much_damage_stops(pack: Packer, encoding: str) -> None:
-    dataset = open_dataset(pack(encoding, range(11)))
-    for record in range(10, 0, -1):
-        check_read(dataset, [record], [11])
-    assert_raises(DamageError, "record 0 ", dataset.read, [0])
-    assert sorted(dataset.damaged) == list(range(1, 11))
-    check_read(dataset, [10], [11])
-
-
-def test_a_hundredth_may_be_damaged(pack: Packer) -> None:
-    dataset = open_dataset(pack("png", range(0, 52, 4), count=1250))
-    for record in range(0, 48, 4):
-        dataset.read([record])
-    assert len(dataset.damaged) == 12
-    assert_raises(DamageError, "record 48 ", dataset.read, [48])
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_file_without_a_whole_record(pack: Packer, encoding: str) -> None:
-    """Looking for a replacement went on for ever."""
-    paths = [pack(encoding, damaged, 5, f"{name}.lmdb") for name, damaged in (("a", []), ("b", range(5)))]
-    said = r"b\.lmdb: record 0 to 4 is damaged: no record of this file is whole"
-    with pytest.raises(DamageError, match=said) as found:
-        open_dataset(paths).read([7])
-    assert list(found.value.records) == [5, 6, 7, 8, 9]
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("on_damage", ["stop", "skip"])
-def test_a_damaged_index_always_stops(pack: Packer, encoding: str, on_damage: str) -> None:
-    """It holds the labels. With "skip" a small file was searched for a replacement for ever."""
+def test_a_damaged_index_stops(pack: Packer, encoding: str) -> None:
+    """It holds the labels."""
     paths = [pack(encoding, name=f"{name}.lmdb") for name in "ab"]
     side = 0 if encoding == "source" else 8
     change(paths[1], b"index/00000001/%05d" % side, b"nonsense")
-    dataset = open_dataset(paths, on_damage)
+    dataset = open_dataset(paths)
     for attempt in (lambda: dataset.read([0]), dataset.labels):
         with pytest.raises(DamageError, match=r"b\.lmdb: record 4 to 7 is damaged: its index") as caught:
             attempt()
         assert list(caught.value.records) == [COUNT + record for record in (4, 5, 6, 7)]
-    assert dataset.damaged == {}
 
 
 def test_lost_blocks_signatures_and_images(pack: Packer) -> None:
-    """A raw block is skipped whole; signatures count over all shards; the last's bytes are whole, but no image."""
+    """Signatures count over all shards; the last image's bytes are whole, but no image."""
     paths = [pack("raw", name=f"{name}.lmdb") for name in "ab"]
     change(paths[0], b"pixels/00000001/00008", None)
-    dataset = open_dataset(paths[0])
-    check_read(dataset, [4, 6, 7, 3], [8, 8, 8, 3])
-    assert sorted(dataset.damaged) == [4, 5, 6, 7]
+    assert_raises(DamageError, "record 4 to 7 is damaged", open_dataset(paths[0]).read, [6])
     change(paths[1], b"hash/00000000", None)
     with pytest.raises(DamageError, match=r"b\.lmdb: record 0 to 13 is damaged: .*signatures") as caught:
         open_dataset(paths).signatures()
@@ -151,8 +93,7 @@ def test_lost_blocks_signatures_and_images(pack: Packer) -> None:
     path = pack("png")
     payloads = record_format.make_entry(b"no image", 2, 8, 8, CODEC_PNG).tobytes() + b"no image"
     change(path, b"picture/0000000005/00008", payloads)
-    assert_raises(DamageError, "record 5 is damaged: cannot be decoded", open_dataset(path, "stop").read, [5])
-    check_read(open_dataset(path), [5], [6])
+    assert_raises(DamageError, "record 5 is damaged: cannot be decoded", open_dataset(path).read, [5])
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -174,7 +115,7 @@ def test_loader_keeps_its_position_when_a_read_raised(pack, prefetch, monkeypatc
 
 
 def test_torch_data_loader_names_the_record_and_its_error_travels_between_processes(pack: Packer) -> None:
-    dataset = open_dataset(pack("png", [5]), "stop")
+    dataset = open_dataset(pack("png", [5]))
     with pytest.raises(DamageError, match="record 5 "):
         list(torch.utils.data.DataLoader(dataset, batch_size=4))  # type: ignore[arg-type]
     error = DamageError(Path("x.lmdb"), [3, 4], "gone")

@@ -24,7 +24,7 @@ from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.reading.stages import StagedLoader, at_resolution, stages_text
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
-from tests.data.conftest import CLASSES, flip, sample_images
+from tests.data.conftest import CLASSES, sample_images
 from tests.data.reading.test_sampler import batches_of
 
 
@@ -263,25 +263,6 @@ def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pyte
     loader.close()
 
 
-def test_damaged_records_are_counted_over_stages(tmp_path: Path) -> None:
-    path, whole = tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE)
-    pack_arrays(path, whole, np.arange(COUNT) % 3, CLASSES, smallest=8)
-    for damaged in (halved(whole[4:5], 8), whole[4:5], whole[6:7]):
-        flip(path, damaged.tobytes())
-    loader = make(Dataset(path, on_damage="skip"), [(0, 8, 20), (1, 16, 20), (2, 32, 20)])
-    counts = []
-    for _ in range(3):
-        next(loader)
-        counts.append(loader.damaged_records)
-    assert counts == [{4}, {4}, {4, 6}]
-    loader.close()
-    assert loader.damaged_records == {4, 6}
-    plain = InfiniteLoader(Dataset(path, on_damage="skip"), GlobalSampler(COUNT, batch_size=20, seed=1), device="cpu")
-    next(plain)
-    plain.close()
-    assert plain.damaged_records == {4, 6}
-
-
 def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.lmdb"
     pack_arrays(path, sample_images(COUNT, side=SIDE), smallest=8)
@@ -295,13 +276,13 @@ def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> No
 def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png", smallest=16)
     crop = RandomCrop(area=(0.5, 0.9))
-    reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2, on_damage="skip")
+    reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2)
     level = at_resolution(reader, 16)
-    assert (level.resolution, level.crop, level.workers, level.on_damage) == (16, crop, 2, "skip")
+    assert (level.resolution, level.crop, level.workers) == (16, crop, 2)
     assert level.shards[0].handle() is reader.shards[0].handle()
     assert at_resolution(reader, 32) is reader
     plain = at_resolution(Dataset(tmp_path / "p.lmdb"), 16)
-    assert (plain.crop, plain.workers, plain.on_damage) == (None, 0, "stop")
+    assert (plain.crop, plain.workers) == (None, 0)
     assert len(at_resolution(Dataset([tmp_path / "p.lmdb", tmp_path / "p.lmdb"]), 16)) == 2 * COUNT
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,7 @@ import pytest
 
 from duetgan.data.reading import weighted_sampling
 from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
-from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
+from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 from tests.conftest import assert_raises
@@ -156,55 +155,3 @@ def test_class_rates_and_repeats() -> None:
     assert copies[0] in (2, 3)  # 6/9 of four draws
     assert weighted_sampling.count_repeats(np.array([5, 7, 5, 5, 0, 7])).tolist() == [0, 0, 1, 2, 0, 1]
     assert weighted_sampling.count_repeats(np.array([3])).tolist() == [0]
-
-
-def test_weights_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "weights.txt"
-    for text in ("1\n0.5\n2e3\n", "\ufeff1\r\n 0.5\r\n2000", "1.0\n.5\n2000\n"):
-        path.write_text(text, encoding="utf-8", newline="")
-        weights = load_sample_weights(path, 3)
-        assert (str(weights.dtype), weights.tolist()) == ("float64", [1, 0.5, 2000])
-    for dtype in (np.float64, np.float32, np.int64, np.uint8):
-        np.save(tmp_path / "weights.npy", np.array([1, 0, 3], dtype))
-        weights = load_sample_weights(str(tmp_path / "weights.npy"), 3)
-        assert (str(weights.dtype), weights.tolist()) == ("float64", [1, 0, 3])
-        weights[0] = 2  # not a view of the file
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"1\n2\n", r"float64 \[2\], expected 3 numbers"),
-        (b"", r"float64 \[0\], expected 3 numbers"),
-        (b"1\n2\nthree\n", "'three'"),
-        (b"1\n-2\n3\n", "weight number 2 is -2.0"),
-        (b"1\n2\nnan\n", "weight number 3 is nan"),
-        (b"\xff\xfe1\n2\n3\n", "can't decode byte 0xff"),
-        (b"0\n0\n0\n", "all weights are 0"),
-        (np.ones((3, 1)), r"float64 \[3, 1\]"),
-        (np.ones(3, np.complex128), "complex128"),
-        (np.array(["1", "2", "3"]), "U1"),
-        (np.array([1, None, 3], object), "cannot be read"),
-        (np.array([1, np.inf, 3]), "weight number 2 is inf"),
-    ],
-)
-def test_bad_weights_in_a_file_are_named(tmp_path: Path, content: bytes | np.ndarray, message: str) -> None:
-    path = tmp_path / ("weights.txt" if isinstance(content, bytes) else "weights.npy")
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        np.save(path, content)
-    with pytest.raises(UserError, match=message) as caught:
-        load_sample_weights(path, 3)
-    assert str(path) in str(caught.value)
-
-
-def test_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "weights.npy"
-    assert_raises(UserError, r"weights\.npy cannot be read \(No such file", load_sample_weights, path, 3)
-    assert_raises(UserError, "is a folder, not a regular file", load_sample_weights, tmp_path, 3)
-    np.save(path, np.ones(1000))
-    whole = path.read_bytes()
-    for damaged in (*(whole[:size] for size in (0, 5, 100, len(whole) - 1)), whole.replace(b"}", b"(")):
-        path.write_bytes(damaged)
-        assert_raises(UserError, r"weights\.npy", load_sample_weights, path, 1000)

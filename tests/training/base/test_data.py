@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.errors import DamageError
 from duetgan.data.images import encode
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.lmdb.record import Layout
@@ -26,7 +25,7 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from tests.data.conftest import CLASSES, flip, sample_images
+from tests.data.conftest import CLASSES, sample_images
 from tests.data.packing.test_inspect import change_entry
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
@@ -63,24 +62,20 @@ def opened(config: RunConfig) -> Any:
 
 def test_every_option_reaches_the_data_set(folder):
     plain = data.open_training(config_of(folder).data)
-    assert (plain.workers, plain.crop, plain.on_damage, plain.resolution) == (0, None, "stop", 8)
+    assert (plain.crop, plain.resolution) == (None, 8)
     options: dict[str, Any] = {"crop": "random", "crop_area": (0.5, 0.9), "crop_aspect": (0.8, 1.25)}
-    config = config_of(folder, name="own.lmdb", resolution=6, workers=3, on_damage="skip", **options)
+    config = config_of(folder, name="own.lmdb", resolution=6, workers=3, **options)
     dataset = data.open_training(config.data)
     assert dataset.crop == RandomCrop(area=(0.5, 0.9), aspect=(0.8, 1.25))
-    assert (dataset.workers, dataset.on_damage, dataset.resolution) == (3, "skip", 6)
+    assert (dataset.workers, dataset.resolution) == (3, 6)
 
 
 def test_held_out_images_are_whole_and_at_the_same_size(folder):
     assert data.open_held_out(config_of(folder).data, Dataset(folder / "train.lmdb")) is None
-    config = config_of(folder, val_path=str(folder / "own.lmdb"), crop="random", on_damage="skip", resolution=6)
+    config = config_of(folder, val_path=str(folder / "own.lmdb"), crop="random", resolution=6)
     training, held_out = opened(config)
     assert training.crop is not None
-    assert (held_out.resolution, held_out.crop, held_out.on_damage) == (6, None, "stop")
-    flip(folder / "test.lmdb", sample_images(4, seed=1)[2].tobytes())
-    _, held_out = opened(config_of(folder, val_path=str(folder / "test.lmdb"), on_damage="skip"))
-    with pytest.raises(DamageError, match="record 2 "):
-        held_out.read(range(4))
+    assert (held_out.resolution, held_out.crop) == (6, None)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +187,10 @@ def test_weights(folder):
     np.testing.assert_allclose(np.bincount(LABELS, weights(sampling="balanced")), 1)
     rates = {"dog": 2.0, "emu": 0.0}
     np.testing.assert_array_equal(weights(class_rates=rates), [1, 1, 1, 1, 1, 1, 2, 2, 2, 0])
-    (folder / "weights.txt").write_text("\n".join(map(str, range(10))))
-    given = {"sample_weights": str(folder / "weights.txt")}
-    np.testing.assert_array_equal(weights(**given), np.arange(10))
-    all_of_them = {"sampling": "balanced", "class_rates": rates, **given}
-    expected = np.array([1 / 6] * 6 + [2 / 3] * 3 + [0]) * np.arange(10)
-    np.testing.assert_allclose(weights(**all_of_them), expected)
-    found = shares(config_of(folder, **all_of_them).data, reader)
+    both = {"sampling": "balanced", "class_rates": rates}
+    expected = np.array([1 / 6] * 6 + [2 / 3] * 3 + [0])
+    np.testing.assert_allclose(weights(**both), expected)
+    found = shares(config_of(folder, **both).data, reader)
     np.testing.assert_allclose(found, np.bincount(LABELS, expected))
     assert all(type(share) is float for share in found)
 
@@ -222,26 +214,20 @@ def test_loader_follows_the_config(folder, monkeypatch):
 # --- what the plan says
 
 
-def test_threads_are_measured_only_where_they_are_left_open(folder, monkeypatch):
-    asked: list[int] = []
-
-    def measured(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
-        asked.append(batch_size)
-        return 2, {0: 1000.0, 2: 1500.4}
-
-    monkeypatch.setattr(data, "choose_workers", measured)
-    config = config_of(folder)
-    assert data.tune_workers(config, Dataset(folder / "train.lmdb"), None) == "raw images, gathered without workers"
-    config = config_of(folder, name="own.lmdb", val_path=str(folder / "test.lmdb"), resolution=6, workers=3)
-    training, held_out = opened(config)
-    assert data.tune_workers(config, training, held_out) == "decoded by 3 threads, whole or in the middle"
-    assert asked == []
-    options: dict[str, Any] = {"crop": "random", "val_path": str(folder / "test.lmdb")}
-    config = config_of(folder, name="own.lmdb", resolution=6, **options)
-    training, held_out = opened(config)
-    text = data.tune_workers(config, training, held_out)
-    assert text == "decoded by 2 threads (images/s by threads: 0: 1,000, 2: 1,500), random crops"
-    assert (training.workers, held_out.workers, asked) == (2, 2, [4])
+def test_threads_are_those_of_the_config_or_one_for_each_core(folder, monkeypatch):
+    assert data.reading_text(Dataset(folder / "train.lmdb")) == "raw images, gathered without workers"
+    options: dict[str, Any] = {"name": "own.lmdb", "val_path": str(folder / "test.lmdb"), "resolution": 6}
+    for workers, cores, threads, place in (
+        (3, 2, 3, "by 3 threads"),
+        ("auto", 2, 2, "by 2 threads"),
+        ("auto", 1, 0, "in the training's own thread"),
+    ):
+        monkeypatch.setattr(data, "cores", lambda: cores)  # noqa: B023
+        training, held_out = opened(config_of(folder, workers=workers, **options))
+        assert (training.workers, held_out.workers) == (threads, threads)
+        assert data.reading_text(training) == f"decoded {place}, whole or in the middle"
+    training, _ = opened(config_of(folder, crop="random", workers=0, **options))
+    assert data.reading_text(training) == "decoded in the training's own thread, random crops"
 
 
 def test_description(folder):

@@ -10,7 +10,6 @@ from duetgan.training.base.monitors import EarlyStopping, EarlyStoppingConfig
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.checkpoints import CheckpointManager
-from duetgan.training.engine.health import DamagedRecords
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import callbacks
 from duetgan.training.engine.tasks import build_run_config
@@ -134,14 +133,6 @@ def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
     assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
     straight = ran(packed, tmp_path / "straight", 2)
     assert straight.step == 8
-
-
-def test_damaged_records_are_remembered_over_a_resume(packed, tmp_path):
-    first, second = (ran(packed, tmp_path / name, max_steps=2) for name in ("first", "second"))
-    damaged = [callback for callback in first.callbacks if isinstance(callback, DamagedRecords)]
-    damaged[0].records = {7, 11}
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict()["damaged"] == [7, 11]
 
 
 def test_what_was_saved_is_on_the_disk_before_a_failing_run_ends(packed, tmp_path, monkeypatch):

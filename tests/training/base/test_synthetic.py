@@ -61,10 +61,10 @@ def test_until_is_a_share_of_the_steps_or_a_step(until, end):
 
 
 def test_it_is_read_as_the_training_images_are(folder):
-    training = opened(config_of(folder, more={"on_damage": "skip", "crop": "random", "workers": 2}))
+    training = opened(config_of(folder, more={"crop": "random", "workers": 2}))
     second = training.synthetic
     assert isinstance(second, Dataset)
-    assert (second.on_damage, second.crop, second.workers, second.resolution) == ("skip", training.crop, 2, 8)
+    assert (second.crop, second.workers, second.resolution) == (training.crop, 2, 8)
     assert data.facts(training, None)["synthetic"]["by_class"] == dict.fromkeys(CLASSES, 4)
     assert type(data.open_training(DataConfig(path=str(folder / "train.lmdb")))).__name__ == "Dataset"
 

@@ -194,7 +194,6 @@ NEVER: dict[str, dict[str, Any]] = {
     "cut": {"augment": {"cutmix": 0.2}},
     "trivial": {"augment": {"trivial_augment": True}},
     "cropped": {"data": {"crop": "random"}},
-    "skipping damage": {"data": {"on_damage": "skip"}},
     "watched": {"log": TREE["log"] | {"layers": ["conv1"], "tensorboard": True}},
     "all trains": {"finetune": {}},
     "statistics train": {"finetune": {"freeze_at": {"head": 9}}},

@@ -65,7 +65,7 @@ TREES: dict[str, dict[str, Any]] = {
     | {"evaluation": {"every": 7}, "checkpoint": {"every": 5, "keep": 9}},
 }
 STOP, RESUMED = {"gan": 5, "classifier": 8}, {"gan": [], "classifier": ["--batch_size", "12"]}
-BROKEN, MASKED, DAMAGED, SPIKE = 2, 6, 10, 13  # numbers of updates, see `Record.step`
+BROKEN, MASKED, SPIKE = 2, 6, 13  # numbers of updates, see `Record.step`
 BACK = 10  # the checkpoint before the spike
 # the first step and the total of each progress bar
 BARS = {"gan": [(0, 5), (5, 10)], "classifier": [(0, 8), (8, 20), (BACK, 20)]}
@@ -93,7 +93,6 @@ class Record:
         self.count = 0  # steps taken
         self.steps: dict[int, dict[str, Any]] = {}  # by updates done; the last time counts
         self.documents: list[dict[str, Any]] = []
-        self.damaged: set[int] = set()
         self.bars: list[tuple[str, int]] = []  # last words, steps taken
         self.curves: list[Any] = []
 
@@ -118,8 +117,6 @@ class Record:
                 values[f"nonfinite_updates/{network}"] += 1
             if update in (BROKEN, MASKED):
                 values[f"skipped_updates/{network}"] += 1
-            if update == DAMAGED:
-                self.damaged = {7, 11}
             if update == self.count == SPIKE:
                 values["loss/classifier"] *= 1e6
             self.count += 1
@@ -178,8 +175,6 @@ def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slim
     monkeypatch.setattr(task, "step", record.step(task.step))
     function = {"gan": "evaluation.evaluate_generator", "classifier": "task.evaluate_classifier"}[record.task]
     monkeypatch.setattr(f"duetgan.training.{record.task}.{function}", record.evaluate)
-    damaged = property(lambda _: record.damaged)
-    monkeypatch.setattr(loader.InfiniteLoader, "damaged_records", damaged)
     monkeypatch.setattr(monitors, "LEAST", 5)
     monkeypatch.setattr("duetgan.extras.graph.graph.draw", lambda *_: None)  # which takes a while
 
@@ -231,7 +226,7 @@ def expected_row(record: Record, tree: Tree, last: int, begun: int, step: int) -
         schedule = Optimizer({}, tree[name], tree["steps"], images[step - 1])
         row[f"lr/{name}"] = factor * schedule.rate(step - 1)
     if record.task == "classifier":
-        row |= {"damaged_records": 2 * (step > DAMAGED), "roll_backs": int(step > BACK)}
+        row |= {"roll_backs": int(step > BACK)}
     return row
 
 
@@ -332,8 +327,6 @@ def test_every_reported_value(record: Record, folder: Path, tmp_path: Path, caps
     if record.task == "gan":
         untrained_classifier(tmp_path / "classifier")
         tree = tree | {"loss": tree["loss"] | {"classifier": str(tmp_path / "classifier")}}
-    else:
-        tree = tree | {"data": tree["data"] | {"on_damage": "skip"}}
     config.write_text(re.sub(r"[\w-]+\.lmdb", rf"{folder}/\g<0>", yaml.safe_dump(tree)))
     steps, stop = tree["steps"], STOP[record.task]
     assert train_in_process(config, run, "--max-steps", str(stop)) == 0

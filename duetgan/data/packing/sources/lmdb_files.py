@@ -15,7 +15,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.packing.sources.base import Source, SourceOptions, refuse_split
 from duetgan.utils import extras, files
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError
 
 # Functions that open another program's file, and return None for a file of another format
 FORMATS: list[Callable[[Path, Handle, SourceOptions], Source | None]] = []
@@ -45,8 +45,7 @@ class PackedSource(Source):
 
     def __init__(self, path: Path, size: int | str | None) -> None:
         self.path = path
-        # Tolerant, so that a damaged image can be skipped without the other images of its block.
-        self.reader = reader = LMDBReader(path, tolerant=True)
+        self.reader = reader = LMDBReader(path)
         levels = (
             side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size
         )
@@ -60,8 +59,16 @@ class PackedSource(Source):
         self._names = functools.cache(reader.names)
 
     def content(self, index: int) -> np.ndarray | Values:
-        with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
+        try:
             pixels = stored_image(self.reader, index)[0]
+        except DamageError as error:
+            if index in error.records:
+                raise ImageError(f"is damaged: {error.reason}") from None
+            # Other images of its block are damaged.
+            block, row = divmod(index, self.reader.block)
+            with self.reader.handle().environment.begin(buffers=True) as transaction:
+                image = self.reader.raw_block(transaction, block)[row]
+                pixels = image.transpose(1, 2, 0).copy()
         return Values(pixels, True) if self.reader.spec.alpha else pixels
 
     def item_name(self, index: int) -> str:
