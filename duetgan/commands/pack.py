@@ -144,8 +144,6 @@ def make_parser() -> Parser:
         metavar="OTHER.lmdb",
         help="leave out images that are in this file, or look like an image in it",
     )
-    add("--similar", action="store_true", help="also report images that look alike")
-    add("--drop-duplicates", action="store_true", help="keep only the first of identical images")
     add(
         "--no-duplicates",
         action="store_false",

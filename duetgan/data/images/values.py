@@ -8,7 +8,7 @@ by alpha. The rules are in docs/lmdb.md.
 import io
 import math
 from collections.abc import Callable
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import cv2
 import numpy as np
@@ -116,17 +116,11 @@ def of_pillow(image: Image.Image) -> Values:
 
 
 def npy_array(content: bytes) -> np.ndarray:
-    """Return the array of a .npy file, as a view into its bytes. Raises ImageError."""
-    shape, fortran, dtype, start = npy_header(io.BytesIO(content), len(content))
-    return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+    """Return the array of a .npy file, as a view into its bytes.
 
-
-def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Read the header of a .npy file of `size` bytes.
-
-    Returns shape, True for Fortran order, type, and the position of the first value. Raises
-    ImageError for files without numbers, or with another size than in the header.
+    Raises ImageError for files without numbers, or with another size than in the header.
     """
+    stream = io.BytesIO(content)
     # Exception: Python's parser, which NumPy uses, may raise any.
     with explained(
         Exception,
@@ -143,30 +137,30 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
             f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32"
         )
     start = stream.tell()
-    if min(shape, default=0) < 1 or size - start != math.prod(shape) * dtype.itemsize:
+    size = len(content) - start
+    if min(shape, default=0) < 1 or size != math.prod(shape) * dtype.itemsize:
         raise ImageError(
-            f"has {size - start:,} bytes of values, by its header {list(shape)[:8]} of {dtype}"
+            f"has {size:,} bytes of values, by its header {list(shape)[:8]} of {dtype}"
         )
-    return shape, fortran, dtype, start
+    return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
 
 
-def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
-    """Move the channels of an image to the last axis: [H, W, C], or with `many` [n, H, W, C].
+def channels_last(array: np.ndarray) -> np.ndarray:
+    """Move the channels of an image to the last axis: [H, W, C].
 
     The last axis has the channels if its length is at most MOST_CHANNELS. Otherwise, or if only
     without the first axis a square remains ([3, 8, 8]), the first axis has the channels. Raises
     ImageError if neither fits.
     """
-    first = int(many)
-    if array.ndim == first + 2:
+    if array.ndim == 2:
         return array[..., None]
-    if array.ndim == first + 3 and min(array.shape[first], array.shape[-1]) <= MOST_CHANNELS:
-        a, b, c = array.shape[first:]
+    if array.ndim == 3 and min(array.shape[0], array.shape[-1]) <= MOST_CHANNELS:
+        a, b, c = array.shape
         channels_first = c > MOST_CHANNELS or (a <= MOST_CHANNELS and a != b == c)
-        return np.moveaxis(array, first, -1) if channels_first else array
-    axes = " or ".join(f"[{'n, ' * many}{axes}]" for axes in ("H, W", "H, W, C", "C, H, W"))
+        return np.moveaxis(array, 0, -1) if channels_first else array
     raise ImageError(
-        f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels"
+        f"is of shape {list(array.shape)[:8]}; give [H, W], [H, W, C] or [C, H, W] with at most"
+        f" {MOST_CHANNELS} channels"
     )
 
 

@@ -7,21 +7,13 @@ demand (data/packing/near_duplicates.py).
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.images import thumbnail
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import visible_image
 from duetgan.data.packing.near_duplicates import confirm, near
-from duetgan.utils.files import write_atomic
-from duetgan.utils.images import save_captioned
 from duetgan.utils.text import listed
-
-MAX_DRAWN = 20  # most pairs in a PNG
-CELL = 128  # px: side of an image in the PNG
-LISTED = 5  # most groups, pairs, and images of a group in the text report
 
 Name = Callable[[int], str]  # number of a record -> name of the record for the user
 
@@ -64,7 +56,7 @@ class Report:
     exact: list[Group]  # sorted by the first record
     near: list[Pair] | None = None  # in descending order of correlation; None: not searched
     candidates: int = 0  # pairs whose pixels were compared
-    not_compared: int = 0  # pairs left out because too many images are similar
+    cut_short: bool = False  # True if the search ended early because too many images are similar
     textureless: int = 0  # images without texture, for which near duplicates were not searched
     names: tuple[Name, Name]  # for records of the first and the second file
 
@@ -155,7 +147,7 @@ def find(
             i, j = pairs[row].tolist()
             report.near.append(Pair(i, j, float(correlations[row]), labels_differ([i], [j])))
         report.candidates = len(candidates.pairs)
-        report.not_compared = candidates.left_out
+        report.cut_short = candidates.cut_short
         report.textureless = candidates.textureless
     return report
 
@@ -194,8 +186,8 @@ def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -
     return group_equal(connected_components(graph, directed=False)[1])
 
 
-def lines(report: Report, limit: int | None = LISTED) -> list[str]:
-    """Return the text report: counts, then `limit` groups and pairs (None: all), those with
+def lines(report: Report, limit: int | None = None) -> list[str]:
+    """Return the text report: counts, then `limit` groups and pairs (default: all), those with
     different labels first.
     """
     name, other_name = report.names
@@ -225,10 +217,8 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
             f"near duplicates were not searched for {_count(report.textureless, 'image')} without"
             " texture"
         )
-    if report.not_compared:
-        text.append(
-            f"{_count(report.not_compared, 'pair')} not compared: too many images look alike"
-        )
+    if report.cut_short:
+        text.append("the search for near duplicates ended early: too many images look alike")
     return text
 
 
@@ -244,51 +234,9 @@ def _listed(head: str, items: list[tuple[str, bool]], noun: str, limit: int | No
         text.append(f"  {item}{': different labels' if differ else ''}")
     remaining = len(items) - (len(text) - 1)
     if remaining:
-        text.append(f"  and {_count(remaining, noun)} more")
+        text.append(f"  and {_count(remaining, noun)} more, see duet duplicates")
     return text
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def write_lines(path: Path, text: Sequence[str]) -> None:
-    """Write a text file. Names that are not UTF-8 are escaped."""
-    write_atomic(path, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
-
-
-def shortened(excerpt: list[str], everything: list[str], path: Path) -> list[str]:
-    """Return the excerpt. If it is not everything, write everything to `path` and add a line with
-    the path; otherwise remove the file of an earlier run.
-    """
-    if excerpt == everything:
-        path.unlink(missing_ok=True)
-        return excerpt
-    write_lines(path, everything)
-    return [*excerpt, f"all of them: {path}"]
-
-
-def save_sheet(report: Report, reader: LMDBReader, second: LMDBReader, path: Path) -> None:
-    """Draw up to MAX_DRAWN pairs side by side with their records and classes.
-
-    Exact duplicates come first, those with different labels before others, then near duplicates
-    from the whole range of correlations. There must be at least one pair. Raises DamageError.
-    """
-    pairs = report.near or []
-    groups = sorted(report.exact, key=lambda group: not group.labels_differ)
-    groups = groups[: max(MAX_DRAWN // 2, MAX_DRAWN - len(pairs))]
-    chosen = []
-    for group in groups:
-        other_record = (group.other_records or group.records[1:])[0]
-        chosen.append((group.records[0], other_record, "exact"))
-    count = min(MAX_DRAWN - len(groups), len(pairs))
-    for index in np.linspace(0, len(pairs) - 1, count).astype(int):
-        pair = pairs[index]
-        chosen.append((pair.record, pair.other_record, f"{pair.correlation:.3f}"))
-    images, captions = [], []
-    gap = np.full((3, CELL, 8), 255, np.uint8)
-    for record, other_record, kind in chosen:
-        left, right = visible_image(reader, record), visible_image(second, other_record)
-        images.append(np.concatenate([thumbnail(left, CELL), gap, thumbnail(right, CELL)], axis=2))
-        captions.append(f"{kind}: {report.names[0](record)}\n{report.names[1](other_record)}")
-    save_captioned(images, captions, path, columns=4)

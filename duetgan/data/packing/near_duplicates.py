@@ -20,7 +20,7 @@ from duetgan.utils.runlog.progress import Bar
 # enlarged again, made 5 % brighter or darker, or cropped by 1 or 2 px: the hashes of 96 to 100 % of
 # them changed in at most 7 bits of 64.
 DISTANCE = 7  # most bits in which the hashes of a pair differ
-LIMIT = 4_000_000  # most candidates
+LIMIT = 4_000_000  # candidates after which the search ends
 LEAST_BITS = 4  # fewest bits set in the hash of an image with texture
 TILE = 1 << 19  # comparisons in one job of a thread
 
@@ -45,7 +45,7 @@ class Candidates(NamedTuple):
     pairs: np.ndarray  # int64 [m, 2], ascending
     # int64 [m]: the larger number of candidates of the two images of a pair
     crowd: np.ndarray
-    left_out: int  # candidates beyond LIMIT, those that differ most
+    cut_short: bool  # True if the search ended at LIMIT
     textureless: int  # images that were not searched
 
 
@@ -71,9 +71,9 @@ def near(a: np.ndarray, b: np.ndarray | None = None) -> Candidates:
     record_a = _first_records(images_a, len(digests))
     record_b = _first_records(images_b, len(digests))
     crowds = np.zeros(len(digests), np.int64)
-    parts = [(np.empty((0, 2), np.int64), np.empty(0, np.uint8))]
-    total = held = 0
-    for close, distances in _close(joined["dhash"][first[searched]]):
+    parts = [np.empty((0, 2), np.int64)]
+    total = 0
+    for close in _close(joined["dhash"][first[searched]]):
         i, j = searched[close].T
         crowds += np.bincount(i, minlength=len(crowds)) + np.bincount(j, minlength=len(crowds))
         pairs = np.stack([record_a[i], record_b[j]], axis=1)
@@ -81,18 +81,15 @@ def near(a: np.ndarray, b: np.ndarray | None = None) -> Candidates:
             pairs.sort(axis=1)
         else:
             pairs = np.concatenate([pairs, np.stack([record_a[j], record_b[i]], axis=1)])
-            exists = (pairs >= 0).all(axis=1)
-            pairs, distances = pairs[exists], np.tile(distances, 2)[exists]
-        parts.append((pairs, distances))
+            pairs = pairs[(pairs >= 0).all(axis=1)]
+        parts.append(pairs)
         total += len(pairs)
-        held += len(pairs)
-        if held > 2 * LIMIT:
-            parts = [_nearest(parts)]
-            held = LIMIT
-    pairs, _ = _nearest(parts)
+        if total > LIMIT:
+            break
+    pairs = np.concatenate(parts)
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     crowd = np.maximum(crowds[images_a[pairs[:, 0]]], crowds[images_b[pairs[:, 1]]])
-    return Candidates(pairs, crowd, total - len(pairs), len(digests) - len(searched))
+    return Candidates(pairs, crowd, total > LIMIT, len(digests) - len(searched))
 
 
 def _first_records(images: np.ndarray, count: int) -> np.ndarray:
@@ -105,20 +102,17 @@ def _first_records(images: np.ndarray, count: int) -> np.ndarray:
     return records
 
 
-def _close(hashes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Find the pairs of hashes, uint64 [n], that differ in at most DISTANCE bits.
-
-    Yields indices, int64 [p, 2], the smaller one first, and their distances, uint8 [p].
+def _close(hashes: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the pairs of hashes, uint64 [n], that differ in at most DISTANCE bits: indices, int64
+    [p, 2], the smaller one first.
     """
     step = max(1, TILE // max(1, len(hashes)))
 
-    def compare_tile(start: int) -> tuple[np.ndarray, np.ndarray]:
+    def compare_tile(start: int) -> np.ndarray:
         later = hashes[start:]
-        distances = np.bitwise_count(later[:step, None] ^ later).reshape(-1)
-        hits = np.flatnonzero(distances <= DISTANCE)
-        pairs = np.stack(np.divmod(hits, len(later)), axis=1)
-        is_first = pairs[:, 0] < pairs[:, 1]
-        return pairs[is_first] + start, distances[hits[is_first]]
+        distances = np.bitwise_count(later[:step, None] ^ later)
+        pairs = np.argwhere(distances <= DISTANCE)
+        return pairs[pairs[:, 0] < pairs[:, 1]] + start
 
     starts, threads = range(0, len(hashes), step), cores()
     with (
@@ -130,13 +124,6 @@ def _close(hashes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for tile in pool.map(compare_tile, starts[first : first + threads]):
                 yield tile
                 bar.update()
-
-
-def _nearest(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the LIMIT pairs that differ least, and their distances."""
-    pairs, distances = (np.concatenate(part) for part in zip(*parts, strict=True))
-    order = np.argsort(distances, kind="stable")[:LIMIT]
-    return pairs[order], distances[order]
 
 
 def confirm(

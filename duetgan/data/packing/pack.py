@@ -14,7 +14,7 @@ import numpy as np
 from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import LISTED, Name, Report, find, lines, shortened
+from duetgan.data.packing.duplicates import Name, Report, find, lines
 from duetgan.data.packing.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.packing.sources import Problem, Source
 from duetgan.data.packing.split import (
@@ -29,6 +29,7 @@ from duetgan.data.packing.summary import Summary, Written, list_skipped
 from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.runlog.progress import Bar, showing
 
+LISTED = 5  # most groups of duplicates, and images of a group, in the summary
 # limits of --on-error skip; the larger one applies
 SKIPPED_IMAGES = 100
 SKIPPED_FRACTION = 0.01
@@ -62,7 +63,7 @@ class _Skipped:
                 " --max-skipped"
             )
 
-    def check(self, writer: LMDBWriter, dropped: int) -> None:
+    def check(self, writer: LMDBWriter, excluded: int = 0) -> None:
         """Raise UserError if no image was written, or none of a class."""
         source = self._source
         counts = np.bincount(source.labels(), minlength=len(writer.histogram))
@@ -71,8 +72,8 @@ class _Skipped:
             return
         of_class = f" of class {source.classes[int(lost.argmax())]}" if writer.count else ""
         text = f"could be used, {len(self.problems)} skipped"
-        if dropped:
-            text += f", {dropped} dropped as duplicates"
+        if excluded:
+            text += f", {excluded} left out by --apart"
         if self.problems:
             text += f"; the first: {self.problems[0]}"
         raise UserError(f"{source.name}: no image{of_class} {text}")
@@ -109,8 +110,6 @@ def pack(
     # a packed file with the same classes; images that are also in it are reported
     against: Path | None = None,
     duplicates: bool = True,  # report equal images
-    similar: bool = False,  # report similar images
-    drop_duplicates: bool = False,  # keep only the first of equal images
     # a packed file with the same classes; images that are in it, or similar, are omitted
     apart: Path | None = None,
     val_share: str | float | None = None,  # fraction of the images to hold out, in a second file
@@ -136,9 +135,7 @@ def pack(
     with contextlib.ExitStack() as stack:
         stack.enter_context(showing(progress))
         *writers, whole = _open_writers(stack, source, plan, targets, overwrite, apart is not None)
-        written = _write(
-            source, converted(source, plan, workers), whole, skipped, drop_duplicates, bool(writers)
-        )
+        written = _write(source, converted(source, plan, workers), whole, skipped, bool(writers))
         metas, report = [whole.finish()], None
 
         def name(record: int) -> str:
@@ -158,8 +155,8 @@ def pack(
             metas = [writers[0].finish()]
         seconds = time.perf_counter() - started
         text = None
-        if duplicates or similar:
-            text = _find_duplicates(whole.path, targets[0], against, similar, name, report)
+        if duplicates:
+            text = _find_duplicates(whole.path, targets[0], against, name, report)
     return Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
@@ -253,15 +250,13 @@ def _write(
     images: Generator[Converted],
     writer: LMDBWriter,
     skipped: _Skipped,
-    drop: bool,
     keep: bool,
 ) -> Written:
-    """Write every usable image, with `drop` only the first of exact duplicates.
+    """Write every usable image.
 
     With `keep` the result has the records without their payloads, for a split.
     """
     written = Written()
-    labels: dict[int, int] = {}  # of the written images by digest of their pixels, for `drop`
     with contextlib.closing(images):
         for row, record in enumerate(Bar(images, "packing", len(source), unit="image")):
             if isinstance(record, ImageError):
@@ -271,18 +266,11 @@ def _write(
             written.cut += record.cut > 0
             written.bits = max(written.bits, record.cut)
             written.on_white += record.on_white
-            pixels = int(record.signature["digest"][0])
-            if drop and pixels in labels:
-                written.dropped += 1
-                written.dropped_otherwise += labels[pixels] != record.label
-                continue
-            if drop:
-                labels[pixels] = record.label
             writer.add_record(record, source.stored_name(row), source.place(row))
             written.rows.append(row)
             if keep:
                 written.records.append(dataclasses.replace(record, payloads=()))
-    skipped.check(writer, written.dropped)
+    skipped.check(writer)
     return written
 
 
@@ -290,28 +278,22 @@ def _find_duplicates(
     path: Path,  # the packed file of all images
     dest: Path,  # its name in the report
     against: Path | None,
-    similar: bool,
     name: Name,
-    existing: Report | None,  # a report on exact and near duplicates within the file
+    existing: Report | None,  # a report on duplicates within the file
 ) -> list[str]:
-    """Return the report on duplicates within a packed file, and between it and `against`.
-
-    A long report is written to a file next to `dest`; the file of an earlier run is removed.
-    """
+    """Return the report on exact duplicates within a packed file, and between it and `against`."""
     try:
         with LMDBReader(path) as reader:
-            report = existing or find(reader, similar=similar, item_name=name)
-            reports = [dataclasses.replace(report, near=report.near if similar else None)]
+            report = existing or find(reader, item_name=name)
+            reports = [dataclasses.replace(report, near=None)]
             if against is not None:
                 with LMDBReader(against) as second:
-                    reports.append(find(reader, second, similar=similar, item_name=name))
-        excerpt: list[str] = []
-        everything: list[str] = []
+                    reports.append(find(reader, second, item_name=name))
+        text: list[str] = []
         for report in reports:
             report.file = str(dest)
-            excerpt += lines(report, LISTED)
-            everything += lines(report, None)
-        return shortened(excerpt, everything, dest.with_name(f"{dest.stem}.duplicates.txt"))
+            text += lines(report, LISTED)
+        return text
     # The file is complete: an error in the search must not look like one of packing.
     except Exception as error:
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]

@@ -3,18 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.record import Record
-from duetgan.data.packing.duplicates import shortened
 from duetgan.data.packing.sources import Problem
 from duetgan.utils.errors import UserError
-from duetgan.utils.runlog.frames import data_frame
+from duetgan.utils.files import write_atomic
 from duetgan.utils.text import columns
-
-if TYPE_CHECKING:
-    import pandas
 
 LISTED = 10  # most names in the summary
 
@@ -31,8 +26,6 @@ class Written:
     bits: int = 0  # most bits that the values of these images use
     on_white: int = 0  # transparent images that are stored on white
     excluded: int = 0  # images omitted because of --apart
-    dropped: int = 0  # omitted exact duplicates of earlier images
-    dropped_otherwise: int = 0  # dropped images with another label than the earlier image
 
 
 @dataclass(kw_only=True)
@@ -49,14 +42,6 @@ class Summary:
     workers: int  # converting threads besides this one
     seconds: float  # until the file was complete
     duplicates: list[str] | None  # lines of the report; None: not searched
-
-    def to_pandas(self) -> "pandas.DataFrame":
-        """Return a table of the skipped images with the columns `file` and `reason`.
-
-        Raises UserError if pandas is not installed.
-        """
-        files = [problem.name for problem in self.problems]
-        return data_frame({"file": files, "reason": [p.reason for p in self.problems]})
 
     def lines(self, dest: Path) -> list[str]:
         """Return the summary as aligned lines."""
@@ -89,11 +74,6 @@ class Summary:
         if written.excluded:
             text = "images that the file of --apart holds, or that look like one of its"
             rows.append(("left out", f"{written.excluded:,} {text}"))
-        if written.dropped:
-            text = f"{written.dropped:,} exact duplicates of images that were kept"
-            if written.dropped_otherwise:
-                text += f", {written.dropped_otherwise:,} of them with another label"
-            rows.append(("dropped", text))
         if not meta.classes:
             rows.append(("classes", "none, unlabelled"))
         if meta.sets is not None:
@@ -140,13 +120,20 @@ def _first(lines: list[str]) -> list[str]:
 
 
 def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
-    """Return the summary's lines about skipped images, and write the full list to a file.
+    """Return the summary's lines about skipped images.
 
-    An error becomes a line too, because the data set is already complete.
+    A long list is written to a file next to `dest`; the file of an earlier run is removed. An error
+    becomes a line, because the data set is already complete.
     """
     text = list(map(str, problems))
+    path = dest.with_name(f"{dest.stem}.skipped.txt")
     try:
-        return shortened(_first(text), text, dest.with_name(f"{dest.stem}.skipped.txt"))
+        path.unlink(missing_ok=True)
+        if len(text) <= LISTED:
+            return text
+        # Names that are not UTF-8 are escaped.
+        write_atomic(path, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
+        return [*_first(text), f"all of them: {path}"]
     except (UserError, OSError) as error:
         return [*_first(text), f"their list could not be written ({error})"]
 

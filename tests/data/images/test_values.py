@@ -15,7 +15,7 @@ from PIL import Image
 from duetgan.commands.pack import main
 from duetgan.data.errors import ImageError
 from duetgan.data.images import fit
-from duetgan.data.images.values import Values, bring, kind, native
+from duetgan.data.images.values import Values, bring, channels_last, kind, native
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.dataset import Dataset
@@ -131,6 +131,21 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
 
 
 # --- what is asked for, and what is found
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((3, 32, 32), 3), ((1, 28, 28), 1), ((16, 8, 8), 16), ((32, 32, 3), 3), ((8, 8, 13), 13), ((4, 6, 5), 5)],
+)
+def test_which_axis_holds_channels(shape: tuple[int, ...], channels: int) -> None:
+    assert channels_last(np.zeros(shape)).shape[-1] == channels
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("kind", ["<u2", ">u2", "<i4", "<f8"])
+def test_orders_of_memory_and_bytes(order: Any, kind: str) -> None:
+    content = npy(np.asarray(NUMBERS[::-1].astype(kind), order=order))
+    np.testing.assert_array_equal(native(content).pixels, NUMBERS[::-1])
 
 
 @pytest.mark.parametrize(

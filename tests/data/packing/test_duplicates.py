@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from duetgan.commands.duplicates import main
 from duetgan.data.lmdb.format import SIGNATURE
@@ -101,7 +100,7 @@ def test_near_is_brute_force_also_in_parts(a: np.ndarray, b: np.ndarray | None) 
         found = near(a, b)
     expected = brute_force(a, b)
     assert found.pairs.tolist() == expected
-    assert (found.left_out, found.textureless) == (0, 0)
+    assert (found.cut_short, found.textureless) == (False, 0)
     whole = a if b is None else np.concatenate([a, b])  # a crowd is that of both, and of different images
     crowds = Counter(whole["digest"][i] for pair in brute_force(whole, None) for i in pair)
     second = a if b is None else b
@@ -115,17 +114,14 @@ def test_groups_of_equal_numbers_are_brute_force(numbers: list[int]) -> None:
     assert [group.tolist() for group in group_equal(np.array(numbers, np.int64))] == groups
 
 
-def test_the_limit_keeps_the_nearest_and_counts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     base = 0x0F0F0F0F0F0F0F0F
     several = signatures([base, base ^ 0b1110000, base ^ 0b1, base ^ 0b111])
-    assert len(near(several).pairs) == 6
-    monkeypatch.setattr(near_duplicates, "LIMIT", 2)
-    found = near(several)
-    assert found.pairs.tolist() == [[0, 2], [2, 3]]
-    assert found.left_out == 4
-    assert found.crowd.tolist() == [3, 3]  # with the candidates that were left out
+    assert (len(near(several).pairs), near(several).cut_short) == (6, False)
     monkeypatch.setattr(near_duplicates, "LIMIT", 1)
-    assert near(signatures([base] * 9)).left_out == 35  # trimmed on the way
+    monkeypatch.setattr(near_duplicates, "TILE", 4)
+    found = near(several)
+    assert (found.pairs.tolist(), found.cut_short) == ([[0, 1], [0, 2], [0, 3]], True)
 
 
 def test_signatures_and_images_without_texture_that_are_counted_not_searched() -> None:
@@ -143,7 +139,7 @@ def kept(a: np.ndarray, b: np.ndarray, crowd: int | np.ndarray = 0, rows: Iterab
     """Which of the pairs of images uint8 [n, C, H, W] in the same rows (default: all) are confirmed."""
     pairs = np.stack([np.array(range(len(a)) if rows is None else rows, np.int64)] * 2, axis=1)
     read_a, read_b = (lambda row, one=one: one[row].transpose(1, 2, 0) for one in (a, b))
-    candidates = Candidates(pairs, np.broadcast_to(crowd, len(pairs)), 0, 0)
+    candidates = Candidates(pairs, np.broadcast_to(crowd, len(pairs)), False, 0)
     confirmed, correlations = confirm(candidates, read_a, read_b, min(a.shape[2], b.shape[2]))
     assert ((correlations > 0.9) & (correlations <= 1)).all()
     return confirmed[:, 0].tolist()
@@ -223,8 +219,8 @@ def summary(report: Report) -> tuple[list[tuple[list[int], list[int], bool]], li
 def test_find(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = find(LMDBReader(planted), similar=True)
     assert summary(report) == ([([3, 20, 21], [], True), ([4, 22], [], False)], [(5, 23, False), (6, 24, True)])
-    counts = (report.exact_duplicates, report.textureless, report.not_compared, report.exact_comparable)
-    assert counts == (3, 2, 0, True)
+    counts = (report.exact_duplicates, report.textureless, report.cut_short, report.exact_comparable)
+    assert counts == (3, 2, False, True)
     assert report.near[0].correlation >= report.near[1].correlation
     of = {pair.record: f"{pair.correlation:.3f}" for pair in report.near}
     assert lines(report) == [
@@ -236,11 +232,11 @@ def test_find(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"  5 (emu) ~ 23 (emu), correlation {of[5]}",
         "near duplicates were not searched for 2 images without texture",
     ]
-    assert lines(report, limit=1)[2] == "  and 1 group more"
+    assert lines(report, limit=1)[2] == "  and 1 group more, see duet duplicates"
     monkeypatch.setattr(near_duplicates, "LIMIT", 1)
     report = find(LMDBReader(planted), similar=True)
-    assert (report.candidates, report.not_compared) == (1, 1)
-    assert lines(report)[-1] == "1 pair not compared: too many images look alike"
+    assert (report.candidates, report.cut_short) == (2, True)
+    assert lines(report)[-1] == "the search for near duplicates ended early: too many images look alike"
 
 
 def test_leaks(planted: Path, tmp_path: Path) -> None:
@@ -284,37 +280,16 @@ def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     succeed(main, planted)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "  4 (dog), 22 (dog)"  # look-alikes are searched for when that is asked for
-    succeed(main, planted, "--similar", "--json", "--out", tmp_path / "new" / "p.png")
+    succeed(main, planted, "--similar", "--json")
     document = json.loads(capsys.readouterr().out)
     assert document["exact"][0] == {"records": [3, 20, 21], "other_records": [], "labels_differ": True}
     assert (document["images"], document["other_images"], document["exact_duplicates"]) == (27, None, 3)
     assert {pair["record"] for pair in document["near"]} == {5, 6}
-    with Image.open(tmp_path / "new" / "p.png") as image:
-        assert image.size == (4 * 276, 170)  # two groups and two pairs
-        shown = np.asarray(image)[6:134, 6:134]
-    np.testing.assert_array_equal(shown, photos(20)[3].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
-    pack_arrays(tmp_path / "b.lmdb", photos(3, seed=2))
-    succeed(main, planted, tmp_path / "b.lmdb", "--out", tmp_path / "p.png")
-    assert "no pairs" in capsys.readouterr().err
-    assert not (tmp_path / "p.png").exists()
-
-
-def test_many_pairs_are_shown_in_part(tmp_path: Path) -> None:
-    images = photos(30)
-    pack_arrays(tmp_path / "a.lmdb", np.concatenate([images, saved(images, 90), images[:15]]))
-    main([str(tmp_path / "a.lmdb"), "--similar", "--out", str(tmp_path / "p.png")])
-    with Image.open(tmp_path / "p.png") as image:
-        assert image.size == (4 * 276, 5 * 170)
-        eleventh = np.asarray(image)[2 * 170 + 6 : 2 * 170 + 134, 2 * 276 + 6 : 2 * 276 + 134]
-    pairs = find(LMDBReader(tmp_path / "a.lmdb"), similar=True).near
-    best = pairs[0].record  # after ten of the fifteen exact duplicates
-    np.testing.assert_array_equal(eleventh, images[best].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
 
 
 def test_bad_input(planted: Path, tmp_path: Path, refused: Any) -> None:
     (tmp_path / "link.lmdb").symlink_to(planted)
     assert "the same file" in refused(main, planted, tmp_path / "link.lmdb")
-    assert "end in .png" in refused(main, planted, "--out", "x.jpg")
     assert "no such file" in refused(main, planted, tmp_path / "none.lmdb")
 
 
@@ -328,5 +303,5 @@ def test_the_search_does_not_run_ahead_of_what_takes_its_pairs(monkeypatch):
         tiles = near_duplicates._close(alike)
         next(tiles)
         assert compared.call_count == 3
-        assert sum(len(distances) for _, distances in tiles) == 20 * 19 // 2 - 19
+        assert sum(map(len, tiles)) == 20 * 19 // 2 - 19
     assert compared.call_count == 20

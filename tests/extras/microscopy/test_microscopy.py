@@ -16,10 +16,17 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import source_at
-from tests.data.images.values_files import NUMBERS, npy, png
+from tests.data.images.values_files import NUMBERS, png
 from tests.data.packing.sources.source_files import refused
-from tests.data.packing.sources.test_arrays import IMAGES, packed
 from tests.extras.microscopy.tiff_files import ODD, pages
+
+IMAGES = np.random.default_rng(2).integers(0, 4000, (6, 8, 10, 5)).astype(np.uint16)
+
+
+def packed(path: Path, **options: Any) -> Dataset:
+    with source_at(path, **options) as source:
+        pack(source, path.with_suffix(".lmdb"), size="10x8", duplicates=False)
+    return Dataset(path.with_suffix(".lmdb"))
 
 
 def test_pages_are_images(tmp_path: Path) -> None:
@@ -68,8 +75,8 @@ def test_a_file_a_channel(tmp_path: Path) -> None:
     (tmp_path / "cells/wild/a_gfp.png").write_bytes(png(IMAGES[0, :, :, :3]))
     with source_at(tmp_path / "cells", stack=pattern, classes_from="none") as source:
         assert_raises(ImageError, "channels of several sizes or kinds", source.content, 0)
-    (tmp_path / "x.npy").write_bytes(npy(IMAGES))
-    refused(tmp_path / "x.npy", "--stack does not apply", stack=pattern)
+    (tmp_path / "x.tif").write_bytes(pages(IMAGES[..., 0].copy()))
+    refused(tmp_path / "x.tif", "--stack does not apply", stack=pattern)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 10), (5, 8, 10), (3, 12, 6)])

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
-from duetgan.data.packing.sources.arrays import open_npy, open_npz
 from duetgan.data.packing.sources.base import (
     NO_LABELS,
     SPLITS,
@@ -58,17 +57,15 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".ndjson": open_json,
     ".json": open_json,
     ".zip": ZipSource,
-    ".npz": open_npz,
-    ".npy": open_npy,
 }
 # The first function opens URLs; an extra adds it.
 URLS: list[Callable[[str, SourceOptions], Source]] = []
 # The first function combines the files of a source for --stack; an extra adds it.
 STACKS: list[Callable[[ListedSource, str], Source]] = []
 # Suffixes of files that may hold many images; in a folder each of these files is one image.
-IMAGES = (".npy", ".tif", ".tiff")
+IMAGES = (".tif", ".tiff")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
-WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # suffixes that shards never have
+WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", *IMAGES)  # suffixes that shards never have
 
 
 def open_source(
