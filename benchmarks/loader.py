@@ -4,9 +4,8 @@
 
 raw32, raw64: small raw images with labels in shuffled batches, against torchvision's ImageFolder on PNG files and
 NumPy gathering the same batches from memory. jpeg224: 500x375 JPEG files to augmented 224 px float crops, against
-ImageFolder, webdataset, litdata and SPDL, and against ours on webdataset's shards as they are. pack: parallel packing
-against one process. first_batch: a million records. A peer runs with the best of 0, 1, 2 and 4 workers (SPDL: threads),
-searched for at the beginning.
+ImageFolder, webdataset, litdata and SPDL. pack: parallel packing against one process. first_batch: a million records. A
+peer runs with the best of 0, 1, 2 and 4 workers (SPDL: threads), searched for at the beginning.
 """
 
 import json
@@ -33,7 +32,6 @@ from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.packing.sources import open_source
-from duetgan.data.packing.sources.named import CACHE
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -129,20 +127,16 @@ def measure_jpeg(sizes: Sizes, work: Path) -> Result:
         pack(source, path, encoding="source", workers=0)
     threads = cores() if cores() > 1 else 0
 
-    def open_ours(packed: str | Path = path, prefetch: int = 0) -> Stream:
+    def open_ours(prefetch: int = 0) -> Stream:
         crop, size = RandomCrop(), sizes.photo_batch
-        return ours.stream(packed, size, resolution=224, crop=crop, workers=threads, prefetch=prefetch, floats=True)
+        return ours.stream(path, size, resolution=224, crop=crop, workers=threads, prefetch=prefetch, floats=True)
 
     def rate(open_stream: Callable[[int], Stream], count: int) -> float:
         return stream_rate(partial(open_stream, count), sizes.photo_window)
 
     shards = str(Path(peers.write_shards(photos, work / "shards")[0]).parent)
-    os.environ[CACHE] = str(work / "cache")
     ahead = best_of("ours", "batches ahead", partial(rate, lambda count: open_ours(prefetch=count)), PREFETCH)
-    contenders = {
-        "jpeg224": partial(rate, lambda count: open_ours(prefetch=count), ahead),
-        "jpeg224_shards": partial(rate, lambda count: open_ours(shards, prefetch=count), ahead),
-    }
+    contenders = {"jpeg224": partial(rate, lambda count: open_ours(prefetch=count), ahead)}
     found: Result = {"jpeg224_threads": threads, "jpeg224_prefetch": ahead}
     for name, open_peer in jpeg_peers(photos, work, sizes.photo_batch, shards).items():
         workers = best_of(name, "workers", partial(rate, open_peer), WORKERS)

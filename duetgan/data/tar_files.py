@@ -1,19 +1,17 @@
 """Uncompressed tar files: list their members, and read a member from its position."""
 
-import functools
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from duetgan.data.errors import ImageError, read_error
 from duetgan.utils import files
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import explained
 
 NAME_BYTES = 1 << 20  # longest name: tarfile reads it in one call
 END = 10_240  # bytes: tar fills its last record with zeros
-OPEN = 256  # files kept open at once
 
 
 class Member(NamedTuple):
@@ -23,60 +21,15 @@ class Member(NamedTuple):
     size: int
 
 
-def state_of(status: os.stat_result) -> tuple[int, int]:
-    """Return a file's size in bytes and modification time in ns, by which changes are noticed."""
-    return status.st_size, status.st_mtime_ns
-
-
-class _Open:
-    """An open file that is closed with its last reference: a thread may still read it after the
-    cache has dropped it.
-    """
-
-    descriptor = -1
-
-    def __init__(self, path: Path) -> None:
+def read_member(path: Path, member: Member, kind: files.FileLimit) -> bytes:
+    """Read the bytes of a member of the tar at `path`. Raises ImageError."""
+    with explained(OSError, read_error):
+        files.refuse_large(member.size, kind)
         with files.open_file(path, files.ARCHIVE) as file:
-            self.descriptor = os.dup(file.fileno())
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-class TarFiles:
-    """Read members of several tar files; the last OPEN files that were read stay open.
-
-    Threads may share an instance, processes may not. `states` are earlier results of `state_of`; a
-    file that has changed since is refused.
-    """
-
-    def __init__(
-        self, paths: Sequence[Path], states: Sequence[tuple[int, int]] | None = None
-    ) -> None:
-        self._paths, self._states = paths, states
-        self._file = functools.lru_cache(OPEN)(self._opened)
-
-    def read(self, member: Member, kind: files.FileLimit = files.IMAGE) -> bytes:
-        """Read the bytes of a member. Raises ImageError, and UserError for a changed tar."""
-        with explained(OSError, read_error):
-            files.refuse_large(member.size, kind)
-            # The reference keeps the file open during the read.
-            file = self._file(member.shard)
-            content = os.pread(file.descriptor, member.size, member.start)
-        if len(content) != member.size:
-            raise ImageError(f"is cut off: {len(content):,} of {member.size:,} bytes")
-        return content
-
-    def _opened(self, number: int) -> _Open:
-        file = _Open(self._paths[number])
-        if self._states is not None and state_of(os.fstat(file.descriptor)) != self._states[number]:
-            raise UserError(f"{self._paths[number]} was changed since it was indexed: start again")
-        return file
-
-    def close(self) -> None:
-        """Close all files. The next read opens its file again."""
-        self._file.cache_clear()
+            content = os.pread(file.fileno(), member.size, member.start)
+    if len(content) != member.size:
+        raise ImageError(f"is cut off: {len(content):,} of {member.size:,} bytes")
+    return content
 
 
 class _Bounded:

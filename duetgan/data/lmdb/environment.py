@@ -26,7 +26,6 @@ from duetgan.data.lmdb.format import (
     Meta,
 )
 from duetgan.data.lmdb.tree import check_tree
-from duetgan.data.tar_files import TarFiles
 from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.text import did_you_mean
@@ -99,11 +98,10 @@ class Handle:
     def __init__(self, environment: lmdb.Environment) -> None:
         self.environment = environment
         self.pid = os.getpid()
-        self.lock = threading.Lock()  # for `transaction`, `raw` and `tars`
+        self.lock = threading.Lock()  # for `transaction` and `raw`
         # one snapshot for all views
         self.transaction = environment.begin(buffers=True)
         self.raw: dict[int, RawBlocks] = {}  # by resolution
-        self.tars: TarFiles | None = None  # the tar files of an index
 
 
 _lock = threading.RLock()

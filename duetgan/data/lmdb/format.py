@@ -51,10 +51,6 @@ INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
 # `dhash`, a difference hash, differs in few bits for similar images.
 SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 
-# An image's place, which an index of tar files stores instead of the image's bytes: the number of
-# the tar file in `shards`, and the position of the image's first byte in that tar file.
-LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
-
 # Keys. The first number is the index of a block, a group of SIGNATURES images, or an image; the
 # second is a resolution.
 PIXELS_KEY = b"pixels/%08d/%05d"  # a raw block of images: uint8 [n, C, H, W]
@@ -79,14 +75,6 @@ class Split(Stored):
     groups: PositiveInt | None = None  # number of groups in this part
 
 
-class Shard(Stored):
-    """A tar file that holds images, as it was when it was indexed."""
-
-    path: str
-    size: Count  # bytes
-    changed: Whole  # modification time, ns since 1970
-
-
 class Completion(Stored):
     """The LMDB record that is written last and marks a complete file."""
 
@@ -108,8 +96,7 @@ class Meta(Stored):
     is the index of one of `sets`, each an ascending list of class indices.
 
     `split` is set for a part of a larger data set (data/packing). `passport` describes the
-    generator of the images (utils/checkpoint/provenance.py), and `shards` the tar files that hold
-    the images' bytes (data/packing/packed_files.py).
+    generator of the images (utils/checkpoint/provenance.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -132,7 +119,6 @@ class Meta(Stored):
     sets: Annotated[list[list[Count]], MinLen(1)] | None = None
     split: Split | None = None
     passport: dict[str, Any] | None = None
-    shards: Annotated[list[Shard], MinLen(1)] | None = None
 
     def to_json(self) -> bytes:
         return json.dumps(self.model_dump(exclude_none=True), sort_keys=True).encode()

@@ -17,16 +17,13 @@ from duetgan.data.lmdb.format import (
     IMAGE_KEY,
     INDEX_HEAD,
     INDEX_KEY,
-    LINK,
     NAME_KEY,
     PIXELS_KEY,
     SIGNATURE,
     SIGNATURE_KEY,
     SIGNATURES,
-    Shard,
     entry_checksum,
 )
-from duetgan.data.tar_files import Member, TarFiles
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 
@@ -206,8 +203,6 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 if len(value) < ENTRY.itemsize:
                     raise ImageError("it is missing")
                 entry, payload = np.frombuffer(value, ENTRY, 1)[0], value[ENTRY.itemsize :]
-                if self.meta.shards is not None:
-                    payload = self._of_tar(self.meta.shards, int(entry["size"]), payload)
                 # Compare the length first: a damaged one could exceed the end of the file.
                 if (
                     len(payload) != entry["size"]
@@ -217,23 +212,6 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 yield entry, payload, (int(entry["height"]), int(entry["width"]))
             except ImageError as error:
                 raise self.damage([index], str(error)) from None
-
-    def _of_tar(self, shards: list[Shard], size: int, link: memoryview) -> memoryview:
-        """Read `size` bytes of an image from the position `link` (LINK) in a tar file.
-
-        Raises ImageError, and UserError for a changed tar.
-        """
-        if len(link) != LINK.itemsize:
-            raise ImageError("its place in the shards is missing")
-        number, start = np.frombuffer(link, LINK, 1)[0].tolist()
-        if number >= len(shards) or start >= 1 << 63:
-            raise ImageError("its place in the shards cannot be")
-        handle = self.handle()
-        with handle.lock:
-            if handle.tars is None:
-                states = [(shard.size, shard.changed) for shard in shards]
-                handle.tars = TarFiles([Path(shard.path) for shard in shards], states)
-        return memoryview(handle.tars.read(Member("", number, start, size)))
 
     def damaged_in_raw_block(self, transaction: lmdb.Transaction, block: int) -> Iterator[int]:
         """Yield the records of a raw block whose image does not match its checksum."""
@@ -245,12 +223,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     def damage(self, records: Sequence[int], reason: str) -> DamageError:
         """Return the error for damaged records."""
-        if self.meta.shards is None:
-            return DamageError(self.path, records, reason, self.first)
-        name = self.names()[records[0]] if len(records) == 1 else ""
-        return DamageError(
-            Path(self.meta.shards[0].path).parent, records, f"{name} {reason}".strip(), self.first
-        )
+        return DamageError(self.path, records, reason, self.first)
 
     def close(self) -> None:
         """Release the file, which is closed with its last reader. The next read opens it again."""

@@ -25,7 +25,6 @@ from duetgan.data.lmdb.format import (
     IMAGE_KEY,
     INDEX_HEAD,
     INDEX_KEY,
-    LINK,
     META_KEY,
     NAME_KEY,
     PIXELS_KEY,
@@ -33,7 +32,6 @@ from duetgan.data.lmdb.format import (
     SIGNATURES,
     VERSION,
     Meta,
-    Shard,
     Split,
 )
 from duetgan.data.lmdb.record import Layout, Record, mean_and_std, value_range
@@ -94,8 +92,6 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         source: str = "",
         passport: Provenance | None = None,  # origin of generated images
         split: Split | None = None,
-        # tar files with the images, if the file is their index
-        shards: list[Shard] | None = None,
         overwrite: bool = False,
     ) -> None:
         check_target(Path(path), overwrite)
@@ -110,7 +106,6 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._resize_filter = resize_filter
         self._source = source
         self._passport = passport
-        self._shards = shards
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
@@ -154,13 +149,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
         self._commit()
 
-    def add_record(
-        self, record: Record, name: str = "", place: tuple[int, int] | None = None
-    ) -> None:
+    def add_record(self, record: Record, name: str = "") -> None:
         """Append an image.
 
-        `name` is the image's name in the source. An index of tar files stores `place` (LINK), the
-        image's position in them, instead of its bytes. Raises ValueError for an unknown label.
+        `name` is the image's name in the source. Raises ValueError for an unknown label.
         """
         if not 0 <= record.label < max(1, self.labels):
             raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
@@ -172,8 +164,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             if self.layout.encoding == "raw":
                 level.pixels.append(payload)
             else:
-                stored = np.array(place, LINK).tobytes() if self._shards else payload
-                self._put(IMAGE_KEY % (self.count, level.side), level.entries[-1] + stored)
+                self._put(IMAGE_KEY % (self.count, level.side), level.entries[-1] + payload)
         if not record.digest:
             self._fingerprint = None
         elif self._fingerprint is not None:
@@ -278,7 +269,6 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             resize_filter=self._resize_filter,
             source=self._source,
             passport=self._passport,
-            shards=self._shards,
         )
         meta = meta.model_copy(update={"content_hash": meta.hash_of(digests)})
         record = meta.to_json()

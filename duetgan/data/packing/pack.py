@@ -233,7 +233,6 @@ def _open_writers(
         source=source.name,
         passport=source.passport,
         split=source.split,
-        shards=source.shard_states,
     )
     if hidden and len(targets) > 1:
         raise UserError("--apart and --val-share: pack one after the other; drop one")
@@ -266,7 +265,7 @@ def _write(
             written.cut += record.cut > 0
             written.bits = max(written.bits, record.cut)
             written.on_white += record.on_white
-            writer.add_record(record, source.stored_name(row), source.place(row))
+            writer.add_record(record, source.stored_name(row))
             written.rows.append(row)
             if keep:
                 written.records.append(dataclasses.replace(record, payloads=()))

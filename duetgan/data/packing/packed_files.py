@@ -1,9 +1,7 @@
 """Find the packed files that a path names, or make packed files of its images once.
 
-Tar files (webdataset) are read through an index, a packed file without the images' bytes. A folder
-or zip of images is read from a packed copy. Index and copy lie in the user's cache. Every image is
-read and decoded once to make either. Afterwards an image in a tar is read from its position and
-compared with the checksum in the index (docs/data-at-scale.md).
+A folder, a zip or tar files (webdataset) are read from a packed copy in the user's cache. The image
+files are copied unchanged (docs/data-at-scale.md).
 """
 
 import glob
@@ -13,9 +11,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from duetgan.data.lmdb.format import Shard
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.sources import PACKED_TARS, open_source
@@ -29,7 +27,6 @@ from duetgan.data.packing.sources.base import (
 from duetgan.data.packing.sources.files import walk
 from duetgan.data.packing.sources.named import CACHE, cache_folder
 from duetgan.data.packing.sources.tars import SUFFIX, TarSource
-from duetgan.data.tar_files import OPEN, state_of
 from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import hold
@@ -48,8 +45,12 @@ def packed_files(path: Paths) -> list[Path]:
     """
     paths = shard_paths(path)
     if is_tar(paths[0]):
-        return [_index_of(paths)]
-    return [_copy_of(file) if _is_unpacked(file) else file for file in paths]
+        location = paths[0] if len(paths) == 1 else paths[0].parent
+        return [_copy_of(paths, lambda: TarSource(location, SourceOptions(), paths))]
+    return [
+        _copy_of([file], partial(open_source, str(file))) if _is_unpacked(file) else file
+        for file in paths
+    ]
 
 
 def shard_paths(path: Paths) -> list[Path]:
@@ -129,70 +130,28 @@ def is_tar(path: Path) -> bool:
     return path.suffix.lower() == SUFFIX
 
 
-def open_at_once(path: Paths) -> int:
-    """Return the number of files that are open while `path` is read."""
-    paths = shard_paths(path)
-    return min(len(paths), OPEN) + 1 if is_tar(paths[0]) else len(paths)
-
-
 def _is_unpacked(path: Path) -> bool:
     """Return True for a folder or zip of images."""
     return (path.is_dir() and not (path / "data.mdb").is_file()) or path.suffix.lower() == ".zip"
 
 
-def _index_of(shards: Sequence[Path]) -> Path:
-    """Return the path of the index of tar files.
+def _copy_of(paths: Sequence[Path], source: Callable[[], Source]) -> Path:
+    """Return the path of the packed copy of a folder, a zip or tar files, which `source` opens.
 
-    The index is made again if the size or time of a tar file has changed.
+    The copy is made again if the name, size or time of a file has changed, and the old one removed.
+    Processes that need the copy at the same time wait for the one that makes it.
     """
     states = []
-    for shard in shards:
-        with files.reading(shard, "give tar files of images"):
-            size, changed = state_of(files.check(shard, files.ARCHIVE))
-        states.append(Shard(path=str(shard.absolute()), size=size, changed=changed))
-    location = shards[0] if len(shards) == 1 else shards[0].parent
-    return _cached(
-        "shards",
-        [state.path for state in states],
-        [(state.size, state.changed) for state in states],
-        lambda: TarSource(location, SourceOptions(), shards),
-        states,
-    )
-
-
-def _copy_of(folder: Path) -> Path:
-    """Return the path of the packed copy of a folder or zip of images.
-
-    The image files are copied unchanged. The copy is made again if the name, size or time of a file
-    has changed.
-    """
-    with files.reading(folder, "give a folder, or a zip file, of images"):
-        names = walk(folder)[0] if folder.is_dir() else ["."]
-        states = []
-        for name in sorted(names):
-            file = folder / name
-            states.append((name, *state_of(file.stat(follow_symlinks=file.exists()))))
-    return _cached("folders", str(folder.resolve()), states, lambda: open_source(str(folder)))
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
-
-
-def _cached(
-    kind: str,
-    location: object,
-    states: object,  # of the files at `location`; others give another packed file
-    source: Callable[[], Source],
-    shards: list[Shard] | None = None,
-) -> Path:
-    """Pack a source into the cache, unless its packed file is there, and return the file's path.
-
-    Processes that need the file at the same time wait for the one that makes it. Files of earlier
-    states are removed.
-    """
-    folder, key = cache_folder() / kind, _digest(location)
-    path = folder / f"{key}-{_digest(states)}.lmdb"
+    for path in paths:
+        with files.reading(path, "give a folder, a zip file or tar files of images"):
+            if not path.is_dir():
+                files.check(path, files.ARCHIVE)
+            for name in sorted(walk(path)[0]) if path.is_dir() else ["."]:
+                file = path / name
+                status = file.stat(follow_symlinks=file.exists())
+                states.append((name, status.st_size, status.st_mtime_ns))
+    folder, key = cache_folder() / "folders", _digest([str(path.resolve()) for path in paths])
+    copy = folder / f"{key}-{_digest(states)}.lmdb"
     with explained(
         OSError,
         lambda error: (
@@ -200,16 +159,20 @@ def _cached(
         ),
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("ab")
+        lock = copy.with_suffix(".lock").open("ab")
     with lock:
         hold(lock, wait=True)
-        if not _is_readable(path):
+        if not _is_readable(copy):
             with source() as opened:
-                _pack(opened, path, shards)
+                _pack(opened, copy)
     for older in folder.glob(f"{key}-*"):
-        if older.stem != path.stem:
+        if older.stem != copy.stem:
             older.unlink(missing_ok=True)
-    return path
+    return copy
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
 def _is_readable(path: Path) -> bool:
@@ -220,9 +183,9 @@ def _is_readable(path: Path) -> bool:
     return True
 
 
-def _pack(source: Source, path: Path, shards: list[Shard] | None) -> None:
+def _pack(source: Source, path: Path) -> None:
     """Pack a source. Raises UserError for images that need the options of packing."""
-    if shards and source.splits:
+    if isinstance(source, TarSource) and source.splits:
         raise UserError(
             f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with"
             " --split"
@@ -235,10 +198,8 @@ def _pack(source: Source, path: Path, shards: list[Shard] | None) -> None:
             )
         say(remark)
     remedy = "pack the images with duet pack --on-error skip, which leaves it out"
-    source.shard_states = shards
     pack(source, path, encoding="source", overwrite=True, duplicates=False, remedy=remedy)
-    if not shards:
-        say(
-            f"{source.name}: packed once into {path}; duet pack --size N makes a file that is read"
-            " faster"
-        )
+    say(
+        f"{source.name}: packed once into {path}; duet pack --size N makes a file that is read"
+        " faster"
+    )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial, reduce
+from itertools import chain
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from duetgan.data.errors import DamageError
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.opening import open_dataset
-from duetgan.data.packing.packed_files import open_at_once, shard_paths
+from duetgan.data.packing.packed_files import is_tar, shard_paths
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
@@ -45,7 +46,8 @@ def open_training(config: DataConfig) -> Dataset:
         crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect)
     synthetic = config.synthetic
     paths = (config.path, config.val_path, synthetic.path)
-    check_open_files(sum(open_at_once(path) for path in paths if path))
+    files = chain.from_iterable(shard_paths(path) for path in paths if path)
+    check_open_files(sum(not is_tar(file) for file in files))
     training = open_dataset(
         config.path,
         MixedDataset if synthetic.on else Dataset,

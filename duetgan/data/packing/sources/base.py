@@ -23,7 +23,7 @@ import numpy as np
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
 from duetgan.data.images.values import Content
-from duetgan.data.lmdb.format import Shard, Split, multi_hot
+from duetgan.data.lmdb.format import Split, multi_hot
 from duetgan.utils import files
 from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError
@@ -95,8 +95,6 @@ class Source(AbstractContextManager["Source"]):
     ranged: bool = field(default=False, init=False)
     # number of images omitted because their folder is called unlabelled
     unlabelled: int = field(default=0, init=False)
-    # the tar files of which an index is made; None: images are packed
-    shard_states: list[Shard] | None = field(default=None, init=False)
 
     name: str  # for messages and the metadata
     classes: list[str]  # names by label; empty: unlabelled
@@ -224,10 +222,6 @@ class Source(AbstractContextManager["Source"]):
     def stored_name(self, index: int) -> str:
         """Return the name of an image for the packed file, "" for an image without a name."""
         return ""
-
-    def place(self, index: int) -> tuple[int, int] | None:
-        """Return an image's tar by index, and the image's first byte in it; None without tars."""
-        return None
 
     def __exit__(self, *error: object) -> None:
         """Close the source's files."""

@@ -27,7 +27,8 @@ from duetgan.data.packing.sources.base import (
     with_slashes,
 )
 from duetgan.data.packing.sources.files import ListedSource, arrange, kind_of
-from duetgan.data.tar_files import Member, TarFiles, read_members
+from duetgan.data.tar_files import Member, read_member, read_members
+from duetgan.utils import files
 from duetgan.utils.errors import UserError
 
 SUFFIX = ".tar"
@@ -66,7 +67,6 @@ class TarSource(ListedSource):
         self.shards = [path] if shards is None else list(shards)
         if path.is_dir() and shards is None:
             self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, options.split)
-        self._files = TarFiles(self.shards)
         members: list[Member] = []
         for number in range(len(self.shards)):
             members += self._members(number)
@@ -161,9 +161,9 @@ class TarSource(ListedSource):
         for option in (options.label_column, options.split_column, options.group_column):
             fields |= {name.strip().lower() for name in (option or "").partition("=")[0].split(",")}
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
-        for (key, _), files in groups:
+        for (key, _), group in groups:
             sample = Sample(key)
-            for match, member in files:
+            for match, member in group:
                 suffix = match[2].lower()
                 if _is_image(suffix):
                     sample.images.append(member)
@@ -178,7 +178,7 @@ class TarSource(ListedSource):
         try:
             if member.size > NOTE_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")
-            text = self._files.read(member).decode().strip()
+            text = self._read(member).decode().strip()
             if suffix != "json":
                 return {suffix: text}
             document = dict(json.loads(text))
@@ -188,12 +188,15 @@ class TarSource(ListedSource):
             return {}
 
     def read(self, name: str) -> bytes:
-        return self._files.read(self._by_name[name], kind_of(name))
+        return self._read(self._by_name[name], kind_of(name))
+
+    def _read(self, member: Member, kind: files.FileLimit = files.IMAGE) -> bytes:
+        return read_member(self.shards[member.shard], member, kind)
 
     # --- images
 
     def content(self, index: int) -> bytes:
-        return self._files.read(self._images[index])
+        return self._read(self._images[index])
 
     def item_name(self, index: int) -> str:
         return self._place_name(self._images[index])
@@ -204,15 +207,8 @@ class TarSource(ListedSource):
             return member.name
         return f"{self.shards[member.shard].name}:{member.name}"
 
-    def place(self, index: int) -> tuple[int, int]:
-        member = self._images[index]
-        return member.shard, member.start
-
     def _place_name(self, member: Member) -> str:
         return f"{self.shards[member.shard]}:{member.name}"
-
-    def __exit__(self, *error: object) -> None:
-        self._files.close()
 
 
 def _is_image(suffix: str) -> bool:
