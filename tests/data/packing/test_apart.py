@@ -74,5 +74,5 @@ def test_command_line_and_refusals(pets: Path, tmp_path: Path, refused: Any, cap
         assert message in refused(main, str(pets / "more"), out, "--overwrite", *options)
     assert LMDBReader(out).meta.count == 19
     message = refused(main, str(pets / "test"), out, "--overwrite", "--apart", test)
-    assert "no image could be used, 0 skipped, 12 dropped as duplicates" in message
+    assert "no image could be used, 0 skipped, 12 left out by --apart" in message
     assert LMDBReader(out).meta.count == 19
