@@ -134,7 +134,7 @@ def run(folder: Path, tree: Tree, steps: int = STEPS) -> Tree:
     return {
         "said": [{name: value.tolist() for name, value in metrics.items()} for metrics in said],
         "state": trainings.tree_map_only(Tensor, lambda x: x.detach().cpu(), state),
-        "plan": task.graph_text(),
+        "plan": task.describe()["graphs"],
         "captured": sum(captured),
         "held": held,
     }

@@ -129,14 +129,6 @@ def test_fault_27_small_shared_memory_and_a_low_soft_limit(recipe, own_sizes, tm
     assert last(tmp_path / "run") == 1
 
 
-@pytest.mark.slow
-def test_fault_27_few_open_files(recipe, own_sizes, tmp_path):
-    told = ("a process may open 40 files here (ulimit -n), training needs", "run `ulimit -n ")
-    run: list[str | Path] = [*recipe, *ONE_STEP, "--data.path", own_sizes, "--data.resolution", "16"]
-    own_process(*run, preexec_fn=limited(40, 40)).refusal(*told)
-    assert not (tmp_path / "run").exists()
-
-
 OWN = """
 from pathlib import Path
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """A classifier's task that can use unlabelled images. It replaces the core's `classifier` task."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from duetgan.extras.few_labels.unlabelled import FewLabelsConfig, Unlabelled, jo
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.task import Stateful
 from duetgan.training.classifier.frozen import image_features
-from duetgan.training.classifier.inputs import Samples
-from duetgan.training.classifier.micro_batch import MicroBatchSize
+from duetgan.training.classifier.inputs import MicroBatchSize, Samples
 from duetgan.training.classifier.probe import FeatureScale, scale_of
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import TASKS, Entry
@@ -86,11 +84,11 @@ class FewLabelsTask(ClassifierTask):
     def feature_scale(self) -> FeatureScale | None:
         return None if self.unlabelled is None else scale_of(self.unlabelled_features())
 
-    def begin(self, folder: Path) -> None:
-        super().begin(folder)
+    def begin(self) -> None:
+        super().begin()
         if self.unlabelled is None or not self.unlabelled.settings.spread:
             return
-        source = self.source(0, folder)
+        source = self.source(0)
         classes = len(self.dataset.classes)
 
         def propagated() -> Tensor:

@@ -70,7 +70,7 @@ class MetricWindow(Fields):
     def __init__(self, watched: str | None = None) -> None:
         self.watched = watched
         self.values: list[float] = []  # values of the watched metric, one per step
-        # one per step since `Failing.see` last emptied it: True if an update was not finite
+        # one per step since `SkippedUpdates` last emptied it: True if an update was not finite
         self.failed: list[bool] = []
         self._pending: dict[str, list[Tensor]] = {}
         self.sums: dict[str, float] = {}
@@ -130,37 +130,6 @@ class MetricWindow(Fields):
         super().load_state_dict(state)
         self._pending.clear()
         self.failed.clear()
-
-
-QUIET = 64  # steps without a skipped update after which training counts as healthy again
-
-
-class Failing:
-    """The latest range of steps in which updates were skipped because they were not finite."""
-
-    def __init__(self) -> None:
-        self.span: list[int] = []  # first and last of these steps; empty if no update was skipped
-
-    def see(self, step: int, failed: list[bool]) -> None:
-        """Record which of the steps up to `step` failed, then clear `failed`."""
-        for number, bad in enumerate(failed, step - len(failed) + 1):
-            if not bad:
-                continue
-            if self.span and number - self.span[1] <= QUIET:
-                self.span = [self.span[0], number]
-            else:
-                self.span = [number, number]
-        failed.clear()
-
-    def healthy(self, step: int) -> int | None:
-        """Return the last healthy step if updates are being skipped at `step`, else None.
-
-        It is two steps before the first skipped update, because the update in between may have
-        broken the weights.
-        """
-        if not self.span or step - self.span[1] > QUIET:
-            return None
-        return self.span[0] - 2
 
 
 class SpikesConfig(Config):

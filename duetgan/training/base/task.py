@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -62,7 +61,7 @@ class Task(ABC):
     def registry(self) -> dict[str, Stateful]:
         """Return every object whose state a checkpoint must hold, by name."""
 
-    def begin(self, folder: Path) -> None:  # noqa: B027  # most tasks need no preparation
+    def begin(self) -> None:  # noqa: B027  # most tasks need no preparation
         """Prepare a new run before its first step; not called when a run is resumed."""
 
     @abstractmethod
@@ -72,7 +71,7 @@ class Task(ABC):
         Returns metrics, 0-d on the device, whose sum over the ranks is the value.
         """
 
-    def source(self, step: int, folder: Path) -> CachedFeatures | None:
+    def source(self, step: int) -> CachedFeatures | None:
         """Return features that the loader reads in place of images for update number `step`.
 
         Return None for images. Computing the features may take an epoch.
@@ -113,14 +112,6 @@ class Task(ABC):
     def describe(self) -> dict[str, str]:
         """Return additional rows of the printed plan for this task: label -> text."""
         return {}
-
-    def graph_text(self) -> str:
-        """Describe, for the plan, if steps run as CUDA graphs, or why not; empty if unknown."""
-        return ""
-
-    def layer_table(self, name: str) -> str | None:
-        """Return a table of the layers of the network `name`, or None for that of torchinfo."""
-        return None
 
     def provenance(self) -> dict[str, object]:
         """Return plain data about the models, for checkpoints to record besides the state."""

@@ -1,7 +1,6 @@
 """Fine-tuning of a classifier: freezing, gradual unfreezing, learning rates by stage and layer.
 
-Everything is a function of the config and the step, so there is no state. `layer_table` is the
-table of layers that `train.py --dry-run` prints.
+Everything is a function of the config and the step, so there is no state.
 """
 
 import math
@@ -10,13 +9,9 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Literal, TypeVar
 
-import torch
-from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook
 
 from duetgan.models.classifier import Classifier
-from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.optimizers import Group
 from duetgan.utils.config.model import (
     Config,
@@ -27,12 +22,11 @@ from duetgan.utils.config.model import (
     PositiveInt,
 )
 from duetgan.utils.errors import UserError
-from duetgan.utils.text import columns, did_you_mean
+from duetgan.utils.text import did_you_mean
 
 T = TypeVar("T")
 
 BACKBONE = "backbone"  # all stages but the head
-HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")
 
 
 class FineTuneConfig(Config):
@@ -54,8 +48,8 @@ class FineTuneConfig(Config):
     # factor of the learning rate for each layer further from the head, in addition to stage_lr
     layer_decay: PositiveFraction = 1.0
     layer_decay_by: Literal["stage", "block"] = "block"  # unit that layer_decay counts as a layer
-    # GiB in memory or on disk to store outputs of frozen stages, which are then computed once; 0:
-    # compute them in each step
+    # GiB of memory to store outputs of frozen stages, which are then computed once; 0: compute
+    # them in each step
     cache: NonNegativeFloat = 16.0
     # start with a logistic regression on the features of all images as the head (2202.10054)
     probe: bool = False
@@ -253,65 +247,3 @@ class FineTuning:
         if self.config.freeze_bn:
             rows.append("BatchNorm statistics stay as they are")
         return rows
-
-
-def layer_table(
-    network: nn.Module, inputs: tuple[object, ...], finetuning: FineTuning, config: OptimizerConfig
-) -> str:
-    """Return a table of the layers in the order of the forward pass.
-
-    Columns are output shape, parameters, peak learning rate, weight decay and steps of training.
-    `network` is in evaluation mode, with the parameter names of `finetuning`.
-    """
-    modules = network.named_modules()
-    names = {module: prefix for prefix, module in modules if not list(module.children())}
-    shapes: dict[nn.Module, str] = {}  # output shapes, in the order of the forward pass
-
-    def note(module: nn.Module, _inputs: object, output: Tensor) -> None:
-        if module in names:
-            shapes.setdefault(module, " x ".join(map(str, output.shape)))
-
-    with register_module_forward_hook(note), torch.no_grad():
-        network(*inputs)
-    rows: list[tuple[str, ...]] = [HEADINGS]
-    for module, shape in shapes.items():
-        rows.append(_layer_row(names[module], shape, module, finetuning, config))
-    total = trainable = 0
-    for name, parameter in finetuning.parameters.items():
-        total += parameter.numel()
-        if finetuning.begins[name] is not None:
-            trainable += parameter.numel()
-    return (
-        f"{columns(rows, '<')}\n"
-        f"Total params: {total:,}\n"
-        f"Trainable params: {trainable:,}\n"
-        f"Non-trainable params: {total - trainable:,}"
-    )
-
-
-def _layer_row(
-    prefix: str, shape: str, module: nn.Module, finetuning: FineTuning, config: OptimizerConfig
-) -> tuple[str, ...]:
-    """Return the table cells of a layer; a cell lists all values if its parameters differ."""
-    count = 0
-    rates: dict[str, None] = {}  # dicts as ordered sets
-    decays: dict[str, None] = {}
-    trains: dict[str, None] = {}
-    for suffix, parameter in module.named_parameters(recurse=False):
-        name = f"{prefix}.{suffix}"
-        count += parameter.numel()
-        begin, end = finetuning.begins[name], finetuning.ends[name]
-        rate = decay = "-"
-        steps = "no"
-        if begin is not None:
-            rate = f"{config.lr * finetuning.factors[name]:.3g}"
-            decay = f"{config.weight_decay if parameter.ndim > 1 else 0:g}"
-            steps = f"from step {begin}" if begin else "yes"
-            if end is not None:
-                steps += f", until step {end}"
-        if finetuning.config.freeze_bn and isinstance(module, _BatchNorm):
-            steps += ", statistics kept"
-        rates[rate] = decays[decay] = trains[steps] = None
-    total = f"{count:,}" if trains else ""
-    cells = map("/".join, (rates, decays, trains))
-    return plain(prefix), type(module).__name__, shape, total, *cells

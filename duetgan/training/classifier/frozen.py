@@ -3,11 +3,8 @@
 They serve to train with frozen stages, and to fit a regression on features.
 """
 
-import tempfile
 from collections.abc import Iterator
 from itertools import chain, groupby, pairwise
-from pathlib import Path
-from shutil import disk_usage
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +22,6 @@ from duetgan.training.classifier.finetune import FineTuning
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.distributed import collectives
-from duetgan.utils.files import writing
 from duetgan.utils.machine import MIB, available_bytes, local_processes
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say_main
@@ -180,7 +176,7 @@ class FrozenStages:
         self.begin, self.shape = span.stages, maps.shape[1:]
         return maps.reshape(len(images), -1, 1, 1)
 
-    def source(self, step: int, folder: Path) -> CachedFeatures | None:
+    def source(self, step: int) -> CachedFeatures | None:
         """Return the cached features that update number `step` reads instead of images, or None.
 
         The model must be set up for that step.
@@ -191,7 +187,7 @@ class FrozenStages:
             self._source = None  # This frees the previous cache.
             self.begin = 0
             if span:
-                self._source = self._computed(span.stages, folder)
+                self._source = self._computed(span.stages)
         return self._source
 
     def features(self, source: CachedFeatures | None) -> tuple[Tensor, Tensor]:
@@ -213,11 +209,8 @@ class FrozenStages:
                     parts.append(torch.stack(features, 1).float().cpu())
         return torch.cat(parts), torch.tensor(self.dataset.labels())
 
-    def _computed(self, end: int, folder: Path) -> CachedFeatures | None:
-        """Compute and cache the outputs of the first `end` stages, in memory or on disk.
-
-        Return None if they need too much space.
-        """
+    def _computed(self, end: int) -> CachedFeatures | None:
+        """Compute and cache the outputs of the first `end` stages; None if memory is too small."""
         parts = self._parts(end)
         first = next(parts)
         sample_bytes, limit = first[0].nbytes, self.config.finetune.cache * 1024 * MIB
@@ -225,28 +218,18 @@ class FrozenStages:
         if first.ndim > 3 and device_of(self.model).type != "cpu":
             limit = min(limit, self.count * self.dataset.spec.values)
         size = sample_bytes * self.count * local_processes()  # Each process caches all samples.
-        place = 2  # 0: in memory, 1: on disk, 2: no cache; the same for all processes
-        if size <= min(available_bytes() / 4, limit):
-            place = 0
-        elif size <= min(disk_usage(folder).free / 1.1, limit):
-            place = 1
-        place = collectives.all_reduce_max(place)
+        is_too_large = collectives.all_reduce_max(int(size > min(available_bytes() / 4, limit)))
         stages = " to ".join(dict.fromkeys((self.model.stages[0], self.model.stages[end - 1])))
         of = f"of {self.count:,} images{' and their mirror images' * self.mirror}: {size / MIB:,.3g} MiB"
-        if place == 2:
+        if is_too_large:
             say_main(f"frozen: {stages} are computed in every step, outputs {of}, too much to keep")
             return None
         rows = (part.flatten(1).view(torch.uint8).numpy() for part in chain([first], parts))
-        if place == 1:
-            cached = on_disk(rows, sample_bytes, folder)
-        else:
-            cached = np.concatenate(list(rows))
-        where = "on the disk" if place == 1 else "in memory"
-        say_main(f"frozen: {stages} computed once, outputs {of} {where}")
+        cached = np.concatenate(list(rows))
+        say_main(f"frozen: {stages} computed once, outputs {of} in memory")
         labels = self.dataset.label_numbers()
         for dataset in self.datasets[1:]:
             labels = np.concatenate([labels, dataset.labels()])
-
         self.begin, self.shape = end, first.shape[1:-1]
         real_images = None if len(self.datasets) == 1 else len(self.dataset)
         return CachedFeatures(cached, first.dtype, first.shape[-1], labels, real_images)
@@ -275,16 +258,3 @@ class FrozenStages:
                     if gathered is not None:
                         yield gathered
                 bar.update(sum(map(len, group)))
-
-
-def on_disk(rows: Iterator[np.ndarray], row_bytes: int, folder: Path) -> np.ndarray:
-    """Return the arrays `rows`, uint8 [n, row_bytes] each, as one array that is mapped from disk.
-
-    The temporary file in `folder` has no name, and is freed with the array. Raises UserError if the
-    disk is full.
-    """
-    with writing(folder / "frozen"), tempfile.TemporaryFile(dir=folder) as file:
-        for part in rows:
-            file.write(part.data)
-        file.flush()
-        return np.memmap(file, np.uint8, "r").reshape(-1, row_bytes)

@@ -264,7 +264,9 @@ class Criterion:
             self.weights = torch.tensor(weights, device=device)
         self.prior: Tensor | None = None  # [classes]
         if config.logit_adjustment:
-            self.prior = torch.tensor(log_prior(config, class_frequencies), device=device)
+            relative = [f / max(class_frequencies) for f in class_frequencies]  # 2007.07314
+            logs = [math.log(max(f, MIN_FREQUENCY)) for f in relative]
+            self.prior = torch.tensor([config.logit_adjustment * x for x in logs], device=device)
         self.teacher: Teacher | None = None
         if config.teacher:
             self.teacher = Teacher("loss.teacher", config.teacher, dataset, device)
@@ -285,15 +287,6 @@ class Criterion:
             teacher_logits = self.teacher(images)
         taught = distillation_loss(logits, teacher_logits, targets, self.config, self.weights)
         return torch.lerp(loss, taught, self.config.teacher_share)
-
-
-def log_prior(config: ClassifierLossConfig, class_frequencies: Sequence[float]) -> list[float]:
-    """Return the values that `logit_adjustment` adds to the logits of the classes (2007.07314)."""
-    largest = max(class_frequencies)
-    return [
-        config.logit_adjustment * math.log(max(frequency / largest, MIN_FREQUENCY))
-        for frequency in class_frequencies
-    ]
 
 
 def classifier_loss(

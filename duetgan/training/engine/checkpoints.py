@@ -5,34 +5,31 @@
   classifier/task.py), such as networks, averages, optimizers and the loss scaler; and the loader's
   position, the window of metrics, and the loop with its callbacks. Random number generators have no
   state, because each draw has its own seed (docs/randomness.md).
-- Restoring: `Loop.resume` calls `CheckpointManager.restore` on all ranks, which checks the newest
-  readable file and calls `load_state_dict` of each object; the manager itself restores the lineage,
-  the history of the data and the best evaluation. Other programs build a network alone
-  from a checkpoint, by models/restore.py.
+- Restoring: `Loop.resume` calls `CheckpointManager.restore` on all ranks, which finds the newest
+  readable file; restoring.py checks it and calls `load_state_dict` of each object. The manager
+  itself restores the lineage and the best evaluation. Other programs build a network alone from a
+  checkpoint, by models/restore.py.
 
 utils/checkpoint writes and reads the files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from textwrap import shorten
-
-from torch import Tensor, nn
 
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Stateful
+from duetgan.training.engine.restoring import ImageHistory, load_states
 from duetgan.utils import checkpoint as checkpoints
-from duetgan.utils.checkpoint.provenance import Lineage, TrainedOn, data_history, join, recorded
-from duetgan.utils.checkpoint.state_schema import FAULTS, check_tensors
+from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.errors import TrainingHalted
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.runlog.run_log import say, say_main
+from duetgan.utils.runlog.run_log import say
 from duetgan.utils.runlog.versions import versions
 
 Registry = Mapping[str, Stateful]
@@ -45,15 +42,10 @@ class CheckpointManager:
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config = config
         self.folder = folder
-        self.loader = loader
+        self.images = ImageHistory(str(config.data.path), loader.dataset.meta)
         self.lineage = Lineage.of()  # all data that the weights were trained on
         # The other run's checkpoint with which this run started (training.engine.transfer).
         self.origin: Mapping[str, object] | None = None
-        # The images that the run was trained on, in order; the present ones are last.
-        self.history = [self._present_images(0)]
-        # Changes a checkpoint of other images so that the run continues with the present ones.
-        self.adapt: Callable[[checkpoints.Checkpoint], str] | None = None
-        self.new_data = False  # False: a checkpoint of other images is refused
         # The last healthy step, while updates are being skipped. The two newest checkpoints up to
         # it are not deleted, because later ones may be broken.
         self.healthy: int | None = None
@@ -64,7 +56,8 @@ class CheckpointManager:
         # The interpreter waits for this thread at exit.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Future[None] | None = None
-        self._versions: Mapping[str, object] = {}
+        # At the start, since the source code may change during the run.
+        self._versions = versions()
 
     def save(
         self,
@@ -76,36 +69,26 @@ class CheckpointManager:
     ) -> None:
         """Write the states of the objects in `registry` as the checkpoint of `step`, once.
 
-        `last.json` then points at it. If the disk is full, a warning is printed and the previous
-        checkpoint remains; see `check`. With `checkpoint.asynchronous` a thread writes, and this
-        method only waits for the previous write.
-
-        Args:
-            metadata: Entries of the checkpoint besides the state.
-            evaluation: Metric, value and interval of an evaluation, for `last.json`.
-            best: True to point `best.json` at this checkpoint too.
+        `last.json`, and `best.json` if it is the best, then point at it, with `evaluation`.
+        `metadata` are entries besides the state. If the disk is full, a warning is printed and the
+        previous checkpoint remains; see `check`. With `checkpoint.asynchronous` a thread writes,
+        and this method only waits for the previous write.
         """
         if not collectives.is_main():
             return
         self.wait()
         if self.saved_step == step:
             return
-        images = self.loader.dataset.meta
         content = {
             "schema": checkpoints.SCHEMA,
             "task": self.config.task,
             "step": step,
             "config": to_tree(self.config),
             # empty for an unconditional generator, even if its images have classes
-            "classes": list(images.classes)[: metadata["shape"]["classes"]],
-            "data": {
-                "content_hash": images.content_hash,
-                "count": images.count,
-                "resize_filter": images.resize_filter,
-                "history": [images.model_dump() for images in self.history],
-            },
+            "classes": list(self.images.meta.classes)[: metadata["shape"]["classes"]],
+            "data": self.images.document(),
             "lineage": self.lineage.document(),
-            "versions": self._versions or versions(),
+            "versions": self._versions,
             "figure": evaluation or {},
             "origin": self.origin,
             **metadata,
@@ -122,11 +105,7 @@ class CheckpointManager:
         try:
             checkpoints.sweep(folder)  # The remains of an interrupted write may fill the disk.
             path = checkpoints.save(folder, snapshot)
-            checkpoints.point(folder, "last", path, **evaluation)
-            self.saved_step = step
-            if best:
-                checkpoints.point(folder, "best", path, **evaluation)
-                self._best_step = step
+            self._point(path, evaluation, step, best)
             protected = {self._best_step}
             if healthy is not None:
                 protected.update(self.steps_up_to(healthy)[:2])
@@ -151,19 +130,14 @@ class CheckpointManager:
     def check(self, *, last: int | None = None) -> None:
         """Raise TrainingHalted on all ranks if a checkpoint that the run must have was not written.
 
-        Args:
-            last: The last step, if the run has ended. A run without its last checkpoint has failed,
-                also with `checkpoint.on_disk_full` warn.
+        A run that has ended must have that of its `last` step, also with `on_disk_full` warn.
         """
-        only_warns = self.config.checkpoint.on_disk_full == "warn"
-        if only_warns and last is None:
+        stops = self.config.checkpoint.on_disk_full == "stop"
+        if not stops and last is None:
             return
         collectives.barrier()  # rank 0 may have waited for the disk
-        reason = "checkpoint.on_disk_full is stop"
-        problem = self._failure
-        if only_warns:
-            reason = "it is the run's last"
-            problem = self._failure if self.saved_step != last else ""
+        reason = "checkpoint.on_disk_full is stop" if stops else "it is the run's last"
+        problem = self._failure if stops or self.saved_step != last else ""
         if problem := collectives.broadcast_object(problem):
             raise TrainingHalted(
                 f"{problem} and {reason}; make room, then the same command resumes"
@@ -177,30 +151,28 @@ class CheckpointManager:
     def restore(
         self, registry: Registry, *, up_to: int | None = None
     ) -> checkpoints.Checkpoint | None:
-        """Load the newest readable checkpoint of the run folder into the objects of `registry`.
+        """Load the newest readable checkpoint into the objects of `registry`; None without one.
 
-        Args:
-            up_to: Load a checkpoint of at most this step, and delete newer ones.
-
-        Returns: The checkpoint; None if there is none.
-
-        Raises UserError if it does not fit the data or the task.
+        With `up_to` checkpoints after this step are deleted. Raises UserError if the checkpoint
+        does not fit the data or the task.
         """
         self.wait()
-        # Record the versions at the start, since the source code may change during the run.
-        self._versions = versions()
         path = collectives.from_main_process(lambda: self._find(up_to))
         if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
-        self._check_images(content)
-        self._load(registry, content, path)
+        self.images.restore(content, self.folder)
+        load_states(registry, content["state"], path)
         self.lineage = join(self.lineage, recorded(content))
         self.origin = content.get("origin")
         self.saved_step = content["step"]
         self._best_step = content["state"].get("loop", {}).get("best", {}).get("step", -1)
         if collectives.is_main():
-            self._point(Path(path), content.get("figure", {}))
+            # A process that was killed after writing the file may not have pointed at it. If the
+            # disk is full, the next save reports a remedy.
+            with suppress(OSError):
+                is_best = self._best_step == self.saved_step
+                self._point(Path(path), content.get("figure", {}), self.saved_step, is_best)
         return content
 
     def _find(self, up_to: int | None) -> str | None:
@@ -222,69 +194,10 @@ class CheckpointManager:
         newest = checkpoints.load_latest(folder, warn=say)
         return None if newest is None else str(newest[0])
 
-    def _present_images(self, step: int) -> TrainedOn:
-        images = self.loader.dataset.meta
-        path = str(self.config.data.path)
-        return TrainedOn(step=step, content_hash=images.content_hash, count=images.count, path=path)
-
-    def _check_images(self, content: checkpoints.Checkpoint) -> None:
-        """Set `history`; if the images are not the checkpoint's, adapt its state or refuse it."""
-        self.history = data_history(content)
-        images = self.loader.dataset.meta
-        earlier = self.history[-1]
-        if earlier.content_hash != images.content_hash:
-            if self.adapt is None or not self.new_data:
-                raise UserError(
-                    f"{self.folder.path}: was trained on other images ({earlier.count} then, "
-                    f"{images.count} in {self.config.data.path} now); set data.path to its "
-                    "images, add --new-data to continue with these, or choose another --run-dir"
-                )
-            say_main(self.adapt(content))
-            self.history.append(self._present_images(content["step"]))
-        # A later roll-back may reach a checkpoint of the earlier images.
-        self.new_data |= len(self.history) > 1
-
-    def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
-        """Check that the whole state fits the objects of `registry`, then load it.
-
-        Raises UserError that names the file and the key.
-        """
-        state, name = content["state"], ""
-        parts = dict(registry)
-        for key, part in registry.items():
-            if key not in state and getattr(part, "optional", False):
-                del parts[key]
-        try:
-            for name, part in parts.items():
-                _check_part(f"state.{name}", part, state[name])
-            for name, part in parts.items():
-                part.load_state_dict(state[name])
-        except UserError:
-            raise
-        except FAULTS as error:
-            # The text of a LookupError is only the key.
-            kind = type(error).__name__ if isinstance(error, LookupError) else ""
-            problem = shorten(" ".join(f"{kind} {error}".split()), 160)
-            raise UserError(
-                f"{path}: the state of {name!r} does not fit ({problem}); data.resolution or "
-                "another setting of the networks has changed, or the file is damaged: give the "
-                "run's own, or choose another --run-dir"
-            ) from error
-
-    def _point(self, path: Path, evaluation: Evaluation) -> None:
-        """Point `last.json`, and `best.json` if due, at `path`.
-
-        A process that was killed after writing `path` may not have done so.
-        """
-        with suppress(OSError):  # If the disk is full, the next save reports a remedy.
-            checkpoints.point(path.parent, "last", path, **evaluation)
-            if self._best_step == self.saved_step:
-                checkpoints.point(path.parent, "best", path, **evaluation)
-
-
-def _check_part(name: str, part: Stateful, state: object) -> None:
-    """Check a network's saved tensors; other parts of a training check their state as they load it."""
-    current = part.state_dict()
-    is_network = isinstance(getattr(part, "model", part), nn.Module)
-    if is_network and current and all(isinstance(value, Tensor) for value in current.values()):
-        check_tensors(name, state, current)
+    def _point(self, path: Path, evaluation: Evaluation, step: int, is_best: bool) -> None:
+        """Point `last.json`, and `best.json` if due, at `path`, the checkpoint of `step`."""
+        checkpoints.point(path.parent, "last", path, **evaluation)
+        self.saved_step = step
+        if is_best:
+            checkpoints.point(path.parent, "best", path, **evaluation)
+            self._best_step = step

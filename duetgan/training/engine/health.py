@@ -135,7 +135,8 @@ def explain(
         return (
             f"memory ran out at step {step}: batch_size {config.batch_size} over {world_size} "
             f"{processes}, at most {config.micro(world_size)} samples of {resolution} px a forward "
-            f"pass, {config.precision}. What helps: {', '.join(_memory_savers(config, world_size))}; "
+            f"pass, {config.precision}. What helps: a smaller --micro-batch (same global batch), "
+            "--precision bf16, activation_checkpointing true of a network, smaller networks or images; "
             f"then {REMEDY}"
         )
     operation, no_kernel, _ = str(error).partition(seeding.NO_KERNEL)
@@ -148,18 +149,6 @@ def explain(
     if "more than 1 value per channel" in str(error):
         return "BatchNorm needs more than one value a channel; give a larger micro_batch, or batch_size"
     return None
-
-
-def _memory_savers(config: RunConfig, world_size: int) -> list[str]:
-    savers = []
-    if config.micro(world_size) > 1:
-        savers.append("a smaller --micro-batch (same global batch)")
-    if config.precision == "fp32":
-        savers.append("--precision bf16")
-    for name, section in vars(config).items():
-        if getattr(section, "activation_checkpointing", None) is False:
-            savers.append(f"--{name}.activation_checkpointing true")
-    return savers or ["smaller networks or images"]
 
 
 def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:

@@ -99,7 +99,6 @@ class Loop(Fields):
     # --- the state: a checkpoint holds that of everything in the registry
 
     def registry(self) -> dict[str, Stateful]:
-        """Return every object whose state a checkpoint holds, by name."""
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def state_dict(self) -> State:
@@ -115,12 +114,7 @@ class Loop(Fields):
             callback.load_state_dict(state)
 
     def save(self, evaluation: Evaluation | None = None, *, best: bool = False) -> None:
-        """Save a checkpoint of the current step.
-
-        Args:
-            evaluation: The metric, its value and its interval, if the step was evaluated.
-            best: True if this is the best evaluation so far.
-        """
+        """Save a checkpoint of the current step, with its evaluation if it was evaluated."""
         self.window.fold()
         for callback in self.callbacks:
             callback.before_save(self)
@@ -129,10 +123,7 @@ class Loop(Fields):
         self.manager.check()
 
     def resume(self) -> bool:
-        """Load the newest readable checkpoint; return False if there is none.
-
-        Raises UserError if it does not fit the config or the data.
-        """
+        """Load the newest readable checkpoint; return False if there is none."""
         return self.manager.restore(self.registry()) is not None
 
     # --- the run
@@ -143,10 +134,7 @@ class Loop(Fields):
         return self.step >= self.config.steps or self.stopping.reached
 
     def run(self, max_steps: int | None = None) -> None:
-        """Train up to step `max_steps` (default: the config's steps).
-
-        Raises TrainingHalted or BrokenWeights if training cannot continue.
-        """
+        """Train up to step `max_steps` (default: the config's steps)."""
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step, target, going_on=self.step < target and not self.stopping.reached)
         try:
@@ -169,7 +157,7 @@ class Loop(Fields):
 
     def _begin(self) -> None:
         with self.log.pausing("before the first step"):
-            self.task.begin(self.folder.path)
+            self.task.begin()
             for callback in self.callbacks:
                 callback.begin(self)
 
@@ -179,7 +167,7 @@ class Loop(Fields):
         while True:
             with phase("data"):
                 with self.stopwatch.paused(), self.log.pausing(activity):
-                    self.loader.read_from(self.task.source(self.step, self.folder.path))
+                    self.loader.read_from(self.task.source(self.step))
                 batch = next(self.loader)
             yield batch
 

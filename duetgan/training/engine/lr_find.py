@@ -4,9 +4,7 @@ The range test of Smith (1506.01186, section 3.3), with rates in geometric seque
 rates the loss is constant, then it falls, then training diverges. A good rate is where it falls.
 """
 
-import copy
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 
 from duetgan.metrics.images import new_figure, save_figure
-from duetgan.training.base.task import Stateful
 from duetgan.training.engine.loop import Loop
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Updater
@@ -78,22 +75,6 @@ class Curve:
         return rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
 
 
-class Rewind:
-    """A copy of the training state in main memory, to which training can go back."""
-
-    def __init__(self, registry: Mapping[str, Stateful]) -> None:
-        self._registry = registry
-        states = {name: part.state_dict() for name, part in registry.items()}
-        self._state = Snapshot({"step": 0, **states}, copy_cpu=True).content
-
-    def rewind(self) -> None:
-        """Restore the state, as a copy that objects may change, and clear networks' gradients."""
-        for name, part in self._registry.items():
-            part.load_state_dict(copy.deepcopy(self._state[name]))
-            if isinstance(part, torch.nn.Module):
-                part.zero_grad(set_to_none=True)
-
-
 def search(loop: Loop, sweep: Sweep) -> Curve:
     """Train at the rates of `sweep` from the current state of `loop`, then restore that state.
 
@@ -107,7 +88,9 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
         if isinstance(section, OptimizerConfig):
             configured = section
             break
-    state = Rewind(loop.registry())
+    registry = loop.registry()
+    states = {name: part.state_dict() for name, part in registry.items()}
+    saved = Snapshot({"step": 0, **states}, copy_cpu=True).content
     wait_seconds, device = loop.loader.wait_seconds, loop.loader.device
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type=device.type):
@@ -116,7 +99,10 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
             return _sweep(loop, sweep, updater, curve)
         finally:
             updater.rate = None
-            state.rewind()
+            for name, part in registry.items():
+                part.load_state_dict(saved[name])
+                if isinstance(part, torch.nn.Module):
+                    part.zero_grad(set_to_none=True)
             loop.loader.wait_seconds = wait_seconds
 
 

@@ -63,7 +63,10 @@ def check_memory(
     room = total_bytes(device, several=config.several_devices) // processes
     machine = "this machine" if device.type == "cpu" else "the GPU"
     limit = f"{machine} has {room / GIB:,.1f} GiB for a process"
-    needs = _weight_bytes(outline)
+    needs = {}  # bytes of each network's weights and their copies, by section of the config
+    with torch.device("meta"):
+        for name, (network, copies) in outline().items():
+            needs[name] = copies * sum(p.nbytes for p in network.parameters())
     weights = sum(needs.values())
     if weights > room:
         largest = max(needs, key=lambda name: needs[name])
@@ -85,21 +88,6 @@ def check_memory(
                 f"or more, but {limit}; a --batch-size of {fits} might be held, and training needs "
                 "room besides"
             )
-
-
-def _weight_bytes(outline: Callable[[], Outline]) -> dict[str, int]:
-    """Return the bytes of each network's weights and their copies, by section of the config."""
-    try:
-        with torch.device("meta"):
-            needs = {}
-            for name, (network, copies) in outline().items():
-                needs[name] = copies * sum(p.nbytes for p in network.parameters())
-            return needs
-    except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
-        # Any other RuntimeError is an error of the network itself.
-        if isinstance(error, RuntimeError) and "overflow" not in str(error).lower():
-            raise
-        raise UserError("no memory holds networks of this size: make them smaller") from error
 
 
 def plan_rows(
@@ -140,8 +128,6 @@ def plan_rows(
                 section, config.schedule_steps, config.batch_size
             )
     rows |= task.describe()
-    if text := task.graph_text():
-        rows["graphs"] = text
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     saving = config.checkpoint
@@ -196,8 +182,6 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
 
 def layers_text(task: Task, name: str) -> str:
     """Return a table of the shape and the parameters of each layer of the network `name`."""
-    if table := task.layer_table(name):
-        return f"{name}\n{table}"
     network, inputs = task.networks()[name]
     # torchinfo counts multiply-adds with deprecated calls, which print warnings.
     with warnings.catch_warnings(action="ignore"):
@@ -209,6 +193,6 @@ def layers_text(task: Task, name: str) -> str:
             col_names=("output_size", "num_params"),
             row_settings=("var_names",),
         )
-    # torchinfo's totals are left out because they miss functional layers.
-    table = str(info).split("Total mult-adds")[0].rstrip("=\n ")
+    # torchinfo's other totals miss frozen and functional layers.
+    table = str(info).split("Trainable params")[0].rstrip("=\n ")
     return f"{name}\n{table}"

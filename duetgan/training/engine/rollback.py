@@ -2,43 +2,53 @@
 
 from collections.abc import Mapping
 
-from duetgan.training.base.config import RunConfig
 from duetgan.training.base.monitors import (
     COUNTED,
-    Failing,
     MetricWindow,
     SpikeDetector,
     SpikesConfig,
     State,
 )
-from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.loop import BrokenWeights, Callback, Loop
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.runlog.run_log import Metrics, say_main
 
+QUIET = 64  # steps without a skipped update after which training counts as healthy again
+
 
 class SkippedUpdates(Callback):
     """Counts skipped updates, and stops training after too many with non-finite gradients."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.failing = Failing()
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        # First and last step of the latest range in which updates were skipped; empty without one.
+        self.span: list[int] = []
         self.totals = dict.fromkeys(COUNTED, 0.0)  # of the updates of all networks
 
     def state_dict(self) -> State:
-        return {"updates": dict(self.totals), "failing": list(self.failing.span)}
+        return {"updates": dict(self.totals), "failing": list(self.span)}
 
     def load_state_dict(self, state: State) -> None:
         self.totals = dict(state["updates"])
         # Checkpoints of earlier versions lack "failing".
-        self.failing.span = list(state.get("failing", []))
+        self.span = list(state.get("failing", []))
 
     def before_save(self, loop: Loop) -> None:
-        """Tell the manager of checkpoints the last healthy step."""
-        self.failing.see(loop.step, loop.window.failed)
-        loop.manager.healthy = self.failing.healthy(loop.step)
+        """Set the last healthy step of the loop's manager, None if no updates are being skipped.
+
+        It is two steps before the first skipped update, because the update in between may have
+        broken the weights.
+        """
+        failed = loop.window.failed
+        for step, is_failed in enumerate(failed, loop.step - len(failed) + 1):
+            if is_failed:
+                goes_on = self.span and step - self.span[1] <= QUIET
+                self.span = [self.span[0] if goes_on else step, step]
+        failed.clear()
+        is_failing = self.span and loop.step - self.span[1] <= QUIET
+        loop.manager.healthy = self.span[0] - 2 if is_failing else None
 
     def columns(self, window: MetricWindow) -> Metrics:
         return {name: round(total + window.total(name)) for name, total in self.totals.items()}
@@ -47,10 +57,10 @@ class SkippedUpdates(Callback):
         self.before_save(loop)
         for name in self.totals:
             self.totals[name] += window.total(name)
-        count, cap = self.totals["nonfinite_updates"], self.config.nonfinite_cap
-        if count > cap:
+        count = self.totals["nonfinite_updates"]
+        if count > self.cap:
             raise BrokenWeights(
-                f"{round(count)} updates had non-finite gradients, more than nonfinite_cap {cap}"
+                f"{round(count)} updates had non-finite gradients, more than nonfinite_cap {self.cap}"
             )
 
 
@@ -59,43 +69,29 @@ def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
 
     The same command then resumes from that checkpoint.
     """
-    healthy = loop.manager.healthy
-    step = select_healthy(loop.manager, loop.step - 1 if healthy is None else healthy, loop.step)
-    return TrainingHalted(f"{reason}; {remedy(loop.config, step)}")
-
-
-def remedy(config: RunConfig, step: int | None) -> str:
-    """Return a remedy for updates that are not finite.
-
-    `step` is the step of the last healthy checkpoint, None if there is none.
-    """
-    keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
-    rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
-    text = f"lower the learning rate ({rates})"
-    if config.precision != "fp32":
-        text += " or use --precision fp32"
-    if step is None:
-        return f"{text} and start in another --run-dir: no checkpoint is from before that"
-    return f"{text}; the same command then goes on from step {step}, the last checkpoint from before that"
-
-
-def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int | None:
-    """Point `last.json`, from which a resume continues, at the newest checkpoint up to `healthy`.
-
-    `step` is the one at which training stopped. Returns the checkpoint's step, the same on all
-    ranks; None if there is none.
-    """
+    manager = loop.manager
+    healthy = loop.step - 1 if manager.healthy is None else manager.healthy
     manager.wait()
 
-    def find() -> int | None:
+    def select() -> int | None:
         folder, steps = manager.folder.checkpoints, manager.steps_up_to(healthy)
         if not steps:
             return None
         path = folder / checkpoints.file_name(steps[0])
-        checkpoints.point(folder, "last", path, broken_until=step)
+        checkpoints.point(folder, "last", path, broken_until=loop.step)
         return steps[0]
 
-    return collectives.from_main_process(find)
+    step = collectives.from_main_process(select)
+    sections = vars(loop.config).items()
+    keys = [f"{name}.lr" for name, section in sections if hasattr(section, "clip_norm")]
+    remedy = f"lower the learning rate ({' and '.join(keys)})"
+    if loop.config.precision != "fp32":
+        remedy += " or use --precision fp32"
+    if step is None:
+        remedy += " and start in another --run-dir: no checkpoint is from before that"
+    else:
+        remedy += f"; the same command then goes on from step {step}, the last checkpoint from before that"
+    return TrainingHalted(f"{reason}; {remedy}")
 
 
 class SpikeRollback(Callback):

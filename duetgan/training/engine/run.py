@@ -56,7 +56,7 @@ def callbacks(
         result.append(LayerLog(config.log, task.registry(), folder))
     result += [
         Columns(task, loader.device),
-        SkippedUpdates(config),
+        SkippedUpdates(config.nonfinite_cap),
         SpikeRollback(config.spikes),
     ]
     return result
@@ -106,7 +106,7 @@ def train(
             torch_device,
             optional_weights="model.weights" not in given_keys(overrides),
         )
-        loop.manager.new_data = new_data
+        loop.manager.images.new_data = new_data
         if dry_run is not None:
             collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run))
             return 0
@@ -185,12 +185,12 @@ def prepare(
         existing = len(newest_first(folder.checkpoints))
         new_checkpoints = config.checkpoint.max_on_disk(config.steps) - existing
         preflight.check_disk(folder.path, task, new_checkpoints)
-    transferred = None
+    transferred, donor_lineage = None, Lineage.of()
     if donor is not None:
         # empty for an unconditional network, even if its images have classes
         classes = dataset.meta.classes[: task.shape["classes"]]
-        transferred = transfer.transfer(
-            donor, task.registry(), resolution=dataset.resolution, classes=classes
+        transferred, donor_lineage = transfer.transfer(
+            donor["file"], task.registry(), resolution=dataset.resolution, classes=classes
         )
     loader = data.make_loader(config, dataset, device)
     reading = data.reading_text(dataset)
@@ -199,11 +199,8 @@ def prepare(
     if transferred is not None:
         say_main(transferred)
     loop = Loop(config, task, loader, folder, callbacks(config, task, loader, folder))
-    donor_lineage = Lineage.of()
-    if donor is not None:
-        donor_lineage = donor.lineage
-        loop.manager.origin = {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
-    loop.manager.adapt = transfer.NewImages(loop).adapt
+    loop.manager.origin = donor
+    loop.manager.images.adapt = transfer.NewImages(loop).adapt
     loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
     return loop
 
@@ -239,7 +236,7 @@ def _resume(loop: Loop, activity: str) -> None:
     collectives.from_main_process(open_folder)
     resumed, steps = loop.resume(), loop.config.steps
     # A run with new images must make at least one step on them.
-    least = loop.step + (loop.step == loop.manager.history[-1].step > 0)
+    least = loop.step + (loop.step == loop.manager.images.periods[-1].step > 0)
     if least > steps:
         raise UserError(
             f"--steps {steps}: the run has done {loop.step} already; give {least} or more"
@@ -253,7 +250,7 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
     _resume(loop, "searching from")
     try:
         if loop.step == 0:
-            loop.task.begin(loop.folder.path)
+            loop.task.begin()
         curve = lr_find.search(loop, sweep)
     finally:
         loop.loader.close()
@@ -265,8 +262,9 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train with a heartbeat of this process, and write the final status."""
     _resume(loop, "resumed at")
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
-    if len(loop.manager.history) > 1:
-        facts["history"] = {f"step {images.step}": images.path for images in loop.manager.history}
+    periods = loop.manager.images.periods
+    if len(periods) > 1:
+        facts["history"] = {f"step {images.step}": images.path for images in periods}
     status = StatusFile(folder)
     signals = StopSignals(status)
     loop.callbacks.append(signals)

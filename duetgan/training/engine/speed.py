@@ -57,7 +57,6 @@ ROUNDS = 3  # number of steps in each precision, of which the median counts
 MIN_FORECAST_IMAGES = 20_000
 LONG = 24 * 3600.0  # seconds of a training above which the plan names shorter alternatives
 MIN_THREADS_GAIN = 1.05  # factor by which half of the threads must be faster to be used
-WARNING_RATIO = 1.1  # smaller differences between precisions may be noise
 
 
 class Choice(NamedTuple):
@@ -182,16 +181,13 @@ def choose(
     forced = os.environ.get(FORCED)
     if forced not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"{FORCED}={forced}: must be fp32, bf16 or fp16")
-    candidates: list[Fixed]  # precisions to compare; without a measurement the last one is used
+    candidates: list[Fixed] = ["fp32", "bf16"]  # precisions to compare
     native = None if device.type == "cpu" else native_precision(device)
     text, warning = "", ""
     if config.precision != "auto":
-        precision = config.precision
-        text = f"{precision} (kept: the run began in it)" if already_chosen else precision
-        candidates = [precision]
-        if not (forced or native or precision == "fp32"):
-            candidates = ["fp32", precision]
-        if (precision, native) == ("bf16", "fp16"):
+        candidates = [config.precision]
+        text = config.precision + " (kept: the run began in it)" * already_chosen
+        if (config.precision, native) == ("bf16", "fp16"):
             warning = "bf16 is emulated by this accelerator; --precision fp16 is faster here"
     elif forced:
         candidates = [cast(Fixed, forced)]
@@ -199,11 +195,9 @@ def choose(
     elif native:
         candidates = [native]
         text = f"{native} (auto: native here)"
-    else:
-        candidates = ["fp32", "bf16"]
     is_short = native or config.steps * config.batch_size < MIN_FORECAST_IMAGES
     if not always and (already_chosen or (is_short and len(candidates) == 1)):
-        return Choice(candidates[-1], text, warning=warning, threads=torch.get_num_threads())
+        return Choice(candidates[0], text, warning=warning, threads=torch.get_num_threads())
     choice = collectives.from_main_process(
         lambda: _measure(config, dataset, device, candidates, text)
     )
@@ -230,50 +224,35 @@ def _measure(
     candidates: Sequence[Fixed],
     text: str,
 ) -> Choice:
-    """Measure the speed in the precisions `candidates`; choose the fastest for precision auto."""
-    world_size, is_auto = collectives.world_size(), config.precision == "auto"
-    seconds: dict[Fixed, float] = {}
-    seconds_per_image: float | None = None
+    """Measure the speed in the precisions `candidates`, and choose the fastest."""
+    world_size = collectives.world_size()
+    timing: tuple[dict[Fixed, float], float | None, bool] = ({}, None, False)
     load = machine.ProgramLoad()
     tunes_threads = device.type == "cpu" and config.threads in ("auto", "adapt")
     tunes_threads = tunes_threads and machine.is_adjustable()
-    is_lower_bound = False
     with collectives.alone(), Bar(desc="measuring the speed of a step", unit="step", delay=1):
         try:
-            seconds, seconds_per_image, is_lower_bound = time_precisions(
+            timing = time_precisions(
                 config, world_size, dataset, device, candidates, try_fewer_threads=tunes_threads
             )
-        except TooSlow:
-            is_lower_bound = True
-            smallest = min(config.smallest_batch, config.micro(world_size))
-            seconds_per_image = FIRST_STEP_LIMIT / smallest
         except (RuntimeError, MemoryError) as error:
             # If the run itself does not have enough memory either, it raises its own error.
             if not ran_out(error):
                 raise
     gc.collect()  # Frees the measured tasks before the run's task is built.
-    precision = candidates[0] if is_auto else candidates[-1]
-    ratio, warning = None, ""
-    if not seconds and is_auto:
-        text = f"{precision} (auto: a step is too large to measure)"
-    elif len(seconds) > 1:
-        best = min(seconds, key=seconds.__getitem__)
+    seconds, seconds_per_image, is_lower_bound = timing
+    precision, ratio = candidates[0], None
+    if len(seconds) > 1:
+        precision = min(seconds, key=seconds.__getitem__)
         slower = max(seconds, key=seconds.__getitem__)
-        ratio = seconds[slower] / seconds[best]
-        if is_auto:
-            precision = best
-            text = f"{best} (auto: {times(ratio)} the speed of {slower})"
-        elif precision != best:
-            if ratio > WARNING_RATIO:
-                warning = (
-                    f"fp32 trains at {times(ratio)} the speed of {precision} on this CPU; take "
-                    "--precision auto"
-                )
-            ratio = 1 / ratio
+        ratio = seconds[slower] / seconds[precision]
+        text = f"{precision} (auto: {times(ratio)} the speed of {slower})"
+    elif len(candidates) > 1:
+        text = f"{precision} (auto: a step is too large to measure)"
     busy, count = load.busy_cores(), torch.get_num_threads()
     if tunes_threads:  # Other programs' load may have changed during the measurement.
         count = min(count, machine.fitting(busy))
-    return Choice(precision, text, ratio, warning, seconds_per_image, is_lower_bound, count, busy)
+    return Choice(precision, text, ratio, "", seconds_per_image, is_lower_bound, count, busy)
 
 
 def times(ratio: float) -> str:
@@ -299,10 +278,9 @@ def time_precisions(
     Args:
         try_fewer_threads: True to halve torch's number of threads as long as that is faster.
 
-    Returns: The seconds per image by precision, infinite if a step was aborted; the seconds per
-    image of the run in the precision that it will use; True if that is only a lower bound.
-
-    Raises TooSlow if the smallest step takes more than FIRST_STEP_LIMIT in the first precision.
+    Returns: The seconds per image by precision, infinite if a step was aborted, {} if the first
+    one was; the seconds per image of the run in the precision that it will use; True if that is
+    only a lower bound.
     """
     micro, rank_batch = config.micro(world_size), config.rank_batch(world_size)
     smallest = min(config.smallest_batch, micro)
@@ -316,7 +294,7 @@ def time_precisions(
             limit = max(0.2, GIVE_UP_RATIO * warm_up)
         except TooSlow:
             if not few:  # Without a time of another precision nothing can be chosen.
-                raise
+                return {}, FIRST_STEP_LIMIT / smallest, True
             few[name] = math.inf
     measured = [name for name in candidates if few[name] < math.inf]
     size = _larger_size(smallest, micro, min(few.values()))
@@ -325,9 +303,7 @@ def time_precisions(
     rounds = [{name: trial.seconds(name) for name in measured} for _ in range(ROUNDS)]
     many = {name: median_low(seconds[name] for seconds in rounds) for name in measured}
     image = {name: many.get(name, math.inf) / size for name in candidates}
-    chosen = candidates[-1]
-    if config.precision == "auto":
-        chosen = min(image, key=image.__getitem__)
+    chosen = min(image, key=image.__getitem__)
     if chosen not in many:
         return image, GIVE_UP_RATIO * min(image.values()), True
     if try_fewer_threads:
@@ -338,12 +314,10 @@ def time_precisions(
         if number != next(iter(trial.step_fractions)):
             seconds = min(trial.seconds(chosen, number) for _ in range(2))
         mean += fraction * seconds
-    growth = 1.0
+    growth = rank_batch / size
     if size > smallest:
         slope = max(0.0, many[chosen] - few[chosen]) / (size - smallest)
-        growth += slope * (rank_batch - size) / many[chosen]
-    else:
-        growth = rank_batch / size
+        growth = 1 + slope * (rank_batch - size) / many[chosen]
     return image, mean * growth / rank_batch, False
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,15 +47,6 @@ AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
 POWERS = {"z": 1, "momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
-class Donor(NamedTuple):
-    """The checkpoint from whose weights a run starts; the run's own checkpoints name it."""
-
-    file: str
-    step: int
-    sha256: str
-    lineage: Lineage = Lineage.of()  # data that these weights were trained on
-
-
 @dataclass
 class Fit:
     """The match of the tensors of a donor checkpoint with those of a network.
@@ -74,18 +65,19 @@ class Fit:
         return [f"{label}: {listed(names, LINES)}" for label, names in parts.items() if names]
 
 
-def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
-    """Read and check the checkpoint from whose weights a new run starts.
+def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
+    """Check the checkpoint from whose weights a new run starts.
 
     Sets `config.init_from`: for a new run to the checkpoint's file, for a resumed one to the value
     with which it started.
 
-    Returns: None for a resumed run and without `init_from`.
+    Returns: Its file, step and sha256, which the run's own checkpoints name; None for a resumed run
+    and without `init_from`.
 
     Raises UserError for a file that is missing, damaged or of another task.
     """
 
-    def find() -> tuple[str | None, Donor | None]:
+    def find() -> tuple[str | None, dict[str, Any] | None]:
         requested = config.init_from
         if checkpoints.newest_first(folder.checkpoints):
             if requested is not None:
@@ -111,27 +103,28 @@ def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
                 f"architecture to {donor_architecture!r}"
             )
         sha256 = checkpoints.file_sha256(path)
-        return str(path), Donor(str(path), content["step"], sha256, inherited_lineage(content))
+        return str(path), {"file": str(path), "step": content["step"], "sha256": sha256}
 
     config.init_from, donor = collectives.from_main_process(find)
     return donor
 
 
 def transfer(
-    donor: Donor, registry: Mapping[str, object], *, resolution: int | str, classes: Sequence[str]
-) -> str:
-    """Copy the donor's weights that fit into the networks of `registry`, and reset its optimizers.
+    file: str, registry: Mapping[str, object], *, resolution: int | str, classes: Sequence[str]
+) -> tuple[str, Lineage]:
+    """Copy a donor's weights that fit into the networks of `registry`, and reset its optimizers.
 
     Args:
+        file: The donor's checkpoint, which `find_donor` has checked.
         resolution: The resolution of this run's images.
         classes: The class names of this run's images.
 
-    Returns: A text for the user that lists what was copied and what was not.
+    Returns: A text for the user that lists what was copied and what was not, and the data that the
+    weights were trained on.
 
     Raises UserError if no weight of any network fits; then nothing is changed.
     """
-    # `find_donor` has verified the checksum.
-    content = checkpoints.load(Path(donor.file), verify=False)
+    content = checkpoints.load(Path(file), verify=False)
     resolutions = (ImageSpec.read(content["shape"]).side, ImageSpec.of(1, resolution).side)
     networks: dict[str, nn.Module] = {}
     for name, part in registry.items():
@@ -142,7 +135,7 @@ def transfer(
     for name, network in networks.items():
         donor_state = content["state"].get(name, {})
         words = "--init-from {}: its state of {!r} is not a network's ({}); give a checkpoint of train.py"
-        with explained(ValueError, partial(words.format, donor.file, name)):
+        with explained(ValueError, partial(words.format, file, name)):
             check_tensors(f"state.{name}", donor_state)
         state = network.state_dict()
         for tensor, class_part in class_parts(network).items():
@@ -151,12 +144,13 @@ def transfer(
                     state[tensor], donor_state[tensor], class_part, classes, content["classes"]
                 )
         fits[name] = plan(donor_state, state, name, resolutions)
-    if not _any_weight_fits(networks, fits):
+    # Scalars and biases may fit by chance, matrices and filters do not.
+    if not any(tensor.ndim > 1 for fit in fits.values() for tensor in fit.copied.values()):
         raise UserError(
-            f"--init-from {donor.file}: none of its weights fit the networks of this run; give a "
+            f"--init-from {file}: none of its weights fit the networks of this run; give a "
             "checkpoint of networks of the same size, or leave --init-from out"
         )
-    lines = [f"weights from {donor.file}, step {donor.step}:"]
+    lines = [f"weights from {file}, step {content['step']}:"]
     for name, fit in fits.items():
         state = networks[name].state_dict()
         for tensor, source in fit.copied.items():
@@ -168,16 +162,7 @@ def transfer(
             part.reset()  # A schedule-free optimizer holds a copy of the previous weights.
     if match := describe_match(classes, content["classes"]):
         lines.append(f"  {match}")
-    return "\n".join(lines)
-
-
-def _any_weight_fits(networks: Mapping[str, nn.Module], fits: Mapping[str, Fit]) -> bool:
-    """Return True if any matrix or filter fits; scalars and biases may fit by chance."""
-    for name, network in networks.items():
-        for key, parameter in network.named_parameters():
-            if parameter.ndim > 1 and key in fits[name].copied:
-                return True
-    return False
+    return "\n".join(lines), inherited_lineage(content)
 
 
 def plan(

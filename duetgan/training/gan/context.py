@@ -85,8 +85,7 @@ class Context:
     def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
         """Return this rank's real images in micro-batches, after the augmentation of the data set.
 
-        `phase` is part of the seed key of the augmentation: a step that reads two batches needs
-        two phases.
+        `phase` is part of the seed key. A step that reads two batches needs two phases.
         """
         config, spec = self.config, self.generator.spec
         micro_batches: list[Images] = []
@@ -141,11 +140,9 @@ class Context:
     def sample(
         self, latents: Latents, noise: list[Tensor], rows: slice, *, compiled: bool = False
     ) -> Images:
-        """Generate the samples `rows` of a global batch.
+        """Generate the samples `rows` of a global batch, for which latents and noise are drawn.
 
-        Args:
-            latents, noise: Draws for the global batch.
-            compiled: Use the compiled network if there is one; allows a single backward pass.
+        The compiled network, if there is one, allows a single backward pass.
         """
         network = self._compiled_synthesis if compiled else self.synthesis
         labels = latents.labels[rows]
@@ -169,11 +166,8 @@ class Context:
     ) -> DiscriminatorOutput:
         """Apply adaptive augmentation and the discriminator to a micro-batch, differentiably.
 
-        Args:
-            batch: The images of the kinds `names`, one kind after another.
-            rows: Rows of the global batch from which the images of each kind come.
-            names: Kinds of the images, part of the seed keys of the augmentation.
-            compiled: Use the compiled network if there is one; allows a single backward pass.
+        `batch` has the images of the kinds `names`, which are part of the seed keys, one kind after
+        another. Each kind's are the `rows` of a global batch.
         """
         network = self._compiled_hidden if compiled else self.discriminator.hidden
         images = batch.images

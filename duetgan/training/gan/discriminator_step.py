@@ -102,7 +102,7 @@ class DiscriminatorStep:
     def penalise_between(
         self, step_slice: StepSlice, rows: slice, real: Images, fake: Images
     ) -> None:
-        """Accumulate the gradients of WGAN-GP's penalty between images and samples, if it is due."""
+        """Accumulate the gradients of WGAN-GP's penalty, if it is due."""
         if "gradient_penalty" not in self.penalty_weights(step_slice.step):
             return
         draws = self.context.draws

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
-from duetgan.models.gan import ImageGenerator
+from duetgan.models.gan import ImageDiscriminator, ImageGenerator
 from duetgan.models.layers import describe_kernels, fused
 from duetgan.models.registry import architecture_of
 from duetgan.training.base.config import Shape
@@ -28,12 +28,13 @@ from duetgan.training.gan.evaluation import GanEvaluation
 from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.gan.growth import Growth
 from duetgan.training.gan.joint_step import JointStep
-from duetgan.training.gan.networks import build_networks
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 
 
 class GanTask(Task):
@@ -122,10 +123,8 @@ class GanTask(Task):
             rows = {"labels": "not used: the GAN is unconditional"} | rows
         if self.device.type != "cpu":
             rows["kernels"] = describe_kernels(self.device)
+        rows["graphs"] = self.graphs.describe(map(self.kind, range(MANY)))
         return rows
-
-    def graph_text(self) -> str:
-        return self.graphs.describe(map(self.kind, range(MANY)))
 
     def lineage(self) -> Lineage:
         return self.teacher_lineage
@@ -261,3 +260,33 @@ class GanTask(Task):
                 self.ema.model, self.discriminator, self.val_dataset
             )
         return metrics
+
+
+def build_networks(
+    config: GanConfig, dataset: Dataset, device: torch.device
+) -> tuple[ImageGenerator, ImageDiscriminator]:
+    """Build the generator and the discriminator, each initialised from its own seed key."""
+    shape = config.shape(dataset)
+    networks = architecture_of(config.architecture)
+    if config.progressive.start is not None:
+        assert networks.growing is not None  # The config refuses other architectures.
+        networks = networks.growing
+    with forked(config.seed, "init", "generator"):
+        generator = networks.network("generator", config.generator, **shape)
+    with forked(config.seed, "init", "discriminator"):
+        discriminator = networks.network("discriminator", config.discriminator, **shape)
+    if config.loss.auxiliary_weight:
+        if shape["classes"] < 2:
+            raise UserError(
+                "loss.auxiliary_weight needs images of two classes or more: leave it out"
+            )
+        with forked(config.seed, "init", "auxiliary"):
+            discriminator.add_auxiliary()
+    if dataset.meta.sets is not None and shape["classes"]:
+        order = np.argsort(np.negative(dataset.meta.histogram), kind="stable")
+        generator.label_sets = [dataset.meta.sets[label] for label in order]
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    return (
+        generator.to(device, memory_format=layout),
+        discriminator.to(device, memory_format=layout),
+    )

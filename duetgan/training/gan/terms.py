@@ -37,7 +37,9 @@ def further_terms(
     if teacher is not None and loss.classifier_weight:
         terms["classifier"] = partial(classifier_term, context, teacher)
     if loss.auxiliary_weight:
-        terms["auxiliary"] = partial(auxiliary_term, context)
+        terms["auxiliary"] = lambda judged: auxiliary_loss(
+            context, judged.output, judged.step_slice
+        )
     if loss.feature_matching_weight:
         terms["feature_matching"] = partial(feature_matching_term, context)
     return terms
@@ -52,10 +54,6 @@ def classifier_term(context: Context, teacher: Teacher, judged: Judged) -> Tenso
     loss = loss / judged.step_slice.batch_size
     judged.step_slice.add("loss/classifier", loss)
     return loss * context.config.loss.classifier_weight
-
-
-def auxiliary_term(context: Context, judged: Judged) -> Tensor:
-    return auxiliary_loss(context, judged.output, judged.step_slice)
 
 
 def feature_matching_term(context: Context, judged: Judged) -> Tensor:

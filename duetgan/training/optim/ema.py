@@ -54,7 +54,11 @@ class EMA(Generic[Network]):
         if average is None:
             pairs = list(zip(self.model.parameters(), model.parameters(), strict=True))
             if self._frozen is None:
-                self._frozen = {a for a, b in pairs if _is_frozen(b) and torch.equal(a, b)}
+                # A fake tensor has no values to compare.
+                fixed = [pair for pair in pairs if not pair[1].requires_grad]
+                self._frozen = {
+                    a for a, b in fixed if not hasattr(b, "fake_mode") and torch.equal(a, b)
+                }
             self._frozen -= {a for a, b in pairs if b.requires_grad}
             averaged += [(a, b) for a, b in pairs if a not in self._frozen]
         else:
@@ -72,11 +76,6 @@ class EMA(Generic[Network]):
     def load_state_dict(self, state: StateDict) -> None:
         self.model.load_state_dict(state)
         self._frozen = None
-
-
-def _is_frozen(parameter: Tensor) -> bool:
-    # A fake tensor has no values to compare.
-    return not parameter.requires_grad and not hasattr(parameter, "fake_mode")
 
 
 def half_life_beta(

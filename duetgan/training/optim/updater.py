@@ -11,9 +11,8 @@ from torch.optim.optimizer import StateDict
 
 from duetgan.training.base.config import PrecisionName
 from duetgan.training.base.graphs import outside
-from duetgan.training.optim.clipping import clip_
 from duetgan.training.optim.config import OptimizerConfig
-from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer
+from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer, clip_
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError

@@ -1,16 +1,15 @@
 import math
-from typing import Any
 
 import pytest
 
-from duetgan.training.base.config import CheckpointConfig, EvaluationConfig, LogConfig, RunConfig, SyntheticConfig
-from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
-from duetgan.training.classifier.config import ClassifierConfig, ClassifierEmaConfig
+from duetgan.training.base.config import CheckpointConfig, LogConfig, RunConfig, SyntheticConfig
+from duetgan.training.base.monitors import SpikesConfig
+from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
 from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.ada import AdaConfig
-from duetgan.training.gan.config import GanConfig, GanLossConfig
+from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.diagnostics import WatchConfig
 from duetgan.training.gan.growth import ProgressiveConfig
 from duetgan.training.optim.updater import OptimizerConfig
@@ -39,58 +38,6 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
     assert config.micro_batch == "auto"
 
 
-BAD: dict[Any, list[tuple[str, Any]]] = {  # keys that are named with each of these values
-    ProgressiveConfig: [("start", 0), ("start", -8), ("stable_kimg", math.inf)],
-    AdaConfig: [
-        ("p", 1.1),
-        ("p", float("nan")),
-        ("p_final", -0.1),
-        ("target", 1.0),
-        ("kimg", 0.0),
-        ("kimg", math.inf),
-        ("interval", 0),
-    ],
-    GanConfig: [("steps", 0), ("batch_size", 0), ("nonfinite_cap", -1)],
-    ClassifierConfig: [("micro_batch", 0)],
-    LogConfig: [("every", 0), ("samples_every", -1), ("layers_every", 0)],
-    CheckpointConfig: [("every", 0), ("keep", 0)],
-    EvaluationConfig: [("every", -1), ("n", 1), ("batch_size", 0)],
-    EarlyStoppingConfig: [("patience", 0), ("min_delta", -0.1), ("min_delta", math.nan)],
-    SpikesConfig: [("factor", 1.0), ("factor", math.inf), ("window", 5), ("limit", 0)],
-    GanLossConfig: [("r1_gamma", -0.1), ("r1_interval", -1), ("style_mixing", 1.5)],
-    ClassifierLossConfig: [("label_smoothing", 1.0)],
-    ClassifierEmaConfig: [("decay", 1.0)],
-    OptimizerConfig: [
-        ("lr", 0.0),
-        ("weight_decay", -1.0),
-        ("warmup_steps", -1),
-        ("betas", [0.9]),
-        ("betas", [0.0, 1.0]),
-        ("clip_norm", 0.0),
-        ("lr_batch_size", 0),
-        ("gamma", 0.0),
-        ("pct_start", 1.0),
-        ("cycle_start", 0.0),
-        ("cycle_momentum", [0.9]),
-        ("cycle_momentum", [0.9, 1.0]),
-    ],
-    WatchConfig: [
-        ("warmup_kimg", -1.0),
-        ("memory", 0.0),
-        ("patience", 0),
-        ("worse", 1.0),
-        ("norm_factor", 0.5),
-        ("diversity_fall", 1.0),
-    ],
-}
-
-
-@pytest.mark.parametrize(("config", "key", "value"), [(name, *bad) for name, cases in BAD.items() for bad in cases])
-def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
-    with pytest.raises(UserError, match=rf"^{key}\b"):
-        config(**{key: value})
-
-
 @pytest.mark.parametrize(
     ("config", "bad", "problem"),
     [
@@ -107,22 +54,19 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
         (CheckpointConfig, {"keep_every": 250}, "^keep_every 250: must be a multiple of checkpoint.every 500"),
         (SyntheticConfig, {"path": "x"}, r"share is not set; give the share of each batch"),
         (SyntheticConfig, {"share": 0.5}, r"has settings but no images; give data\.synthetic\.path"),
-        (SyntheticConfig, {"path": "x", "share": 1.5}, r"^share 1\.5: must be less than or equal to 1"),
-        (SyntheticConfig, DRAWN | {"weight": -1.0}, r"^weight -1\.0: must be greater than or equal to 0"),
         (SyntheticConfig, DRAWN | {"checkpoint": "y"}, r"path and checkpoint are both set"),
         (SyntheticConfig, DRAWN | {"until": 2.5}, r"until 2\.5: give a share of the steps, up to 1, or a whole step"),
         (OptimizerConfig, {"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value"),
-        (OptimizerConfig, {"clip_adaptive": 0.0}, "clip_adaptive 0.0: must be greater than 0"),
-        (OptimizerConfig, {"clip_value": -1.0}, "clip_value -1.0: must be greater than 0"),
+        (OptimizerConfig, {"betas": [0.9]}, "betas .0.9.: must be two numbers"),
+        (OptimizerConfig, {"cycle_momentum": [0.9]}, "cycle_momentum .0.9.: must be two numbers"),
+        (GanConfig, {"steps": 0}, "^steps 0: must be greater than 0"),
+        (AdaConfig, {"p": math.nan}, "^p nan"),
+        (SpikesConfig, {"factor": math.inf}, "^factor inf"),
         (OptimizerConfig, {"schedule": "step"}, "needs milestones, .* step_every"),
-        (OptimizerConfig, {"schedule": "step", "milestones": [3], "step_every": 2}, "needs milestones, .* step_every"),
         (OptimizerConfig, {"milestones": [3, 2]}, "rising"),
         (OptimizerConfig, {"milestones": [0]}, r"milestones\[0\] 0: must be greater than 0"),
         (OptimizerConfig, {"name": "sgd", "momentum": 0.0, "cycle_momentum": [0.9, 0.8]}, "momentum is 0"),
-        (OptimizerConfig, {"name": "muon", "momentum": 0.0, "cycle_momentum": [0.9, 0.8]}, "changes a momentum"),
-        (OptimizerConfig, {"name": "muon", "ns_steps": 100}, "^ns_steps 100"),
         (OptimizerConfig, {"name": "sgd", "beta2_final": 0.99}, "Adam's; leave it out with sgd"),
-        (OptimizerConfig, FREE | {"beta2_final": 0.99}, "beta2_final is Adam's"),
         (OptimizerConfig, FREE | {"schedule": "cosine"}, "set schedule constant"),
         (OptimizerConfig, FREE | {"betas": [0.0, 0.99]}, "the first of betas above 0"),
         (OptimizerConfig, {"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum above 0"),
@@ -131,18 +75,12 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
         (AdaConfig, {"mode": "fixed"}, "fixed with p 0"),
         (AdaConfig, {"mode": "scheduled"}, "p_final 0"),
         (AdaConfig, {"mode": "adaptive", "operations": {}}, "adaptive without operations"),
-        (AdaConfig, {"mode": "adaptive", "operations": {"blit": 0.0}}, "adaptive without operations"),
-        (ProgressiveConfig, {"start": 4}, r"^start 4: must be greater than or equal to 8"),
         (ProgressiveConfig, {"start": 24}, r"^start 24: must be a power of two"),
-        (ProgressiveConfig, {"fade_kimg": -1.0}, r"^fade_kimg -1\.0: must be greater than or equal to 0"),
         (ProgressiveConfig, {"stable_kimg": {8: -2}}, r"^stable_kimg\.8 -2"),
         (ProgressiveConfig, {"batch_sizes": {16: 0}}, r"^batch_sizes\.16 0: must be greater than 0"),
         (WatchConfig, {"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1"),
         (WatchConfig, {"margin_high": (1.0, 2.0)}, "^margin_high 1.0, 2.0"),
-        (ResizingConfig, {"initial_scale": 0.0}, r"^initial_scale 0\.0: must be greater than 0"),
         (ResizingConfig, {"initial_scale": 1.5}, r"^initial_scale 1\.5: must be less than or equal to 1"),
-        (ResizingConfig, {"delay_fraction": -0.1}, r"^delay_fraction -0\.1: must be greater than or equal to 0"),
-        (ResizingConfig, {"finetune_fraction": 0}, r"^finetune_fraction 0.*: must be greater than 0"),
         (ResizingConfig, {"delay_fraction": 0.9, "finetune_fraction": 0.2}, r"finetune_fraction 0\.2: together they"),
         (ClassifierLossConfig, {"class_weights": {"a": -1.0}}, r"^class_weights\.a -1.0: must be greater than or"),
     ],

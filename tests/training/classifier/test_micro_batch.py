@@ -9,7 +9,7 @@ import torch
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.config import check_batches
-from duetgan.training.classifier.micro_batch import MicroBatchSize
+from duetgan.training.classifier.inputs import MicroBatchSize
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.distributed.collectives import is_peer_error

@@ -129,7 +129,7 @@ def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys):
     assert f"{expected.accuracy:.3f}" in document["notes"]["probe"]
     whole = {"finetune": {"probe": True, "unfreeze": {"head": 0, "layer4": 0}}} | donor
     other, _ = train(config_of(packed, **whole), tmp_path / "straight")
-    kept, _ = other.frozen.features(other.source(0, tmp_path))
+    kept, _ = other.frozen.features(other.source(0))
     assert other.frozen.begin == 4
     torch.testing.assert_close(kept, other.frozen.features(None)[0], rtol=1e-4, atol=1e-5)
 

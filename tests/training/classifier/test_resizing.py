@@ -94,7 +94,7 @@ def task_of(packed: Path, reader: Dataset, **more: Any) -> ClassifierTask:
 def test_training_sees_them_and_evaluation_full_size(packed, reader):
     """Data of 16 px: 8, then 12, then 16."""
     task = task_of(packed, reader, steps=3, resizing={"initial_scale": 0.5, "delay_fraction": 0.0})
-    assert task.describe() == {"image size": "8 px, 12 px from step 1, 16 px from step 2"}
+    assert task.describe()["image size"] == "8 px, 12 px from step 1, 16 px from step 2"
     seen: dict[str, list[int]] = {"training": [], "evaluation": []}
     for name, model in (("training", task.model), ("evaluation", task.ema.model)):
         note: Any = lambda _, inputs, name=name: seen[name].append(inputs[0].shape[-1])  # noqa: E731

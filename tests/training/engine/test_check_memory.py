@@ -40,7 +40,6 @@ def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_si
     [
         ("gan", ["--batch-size", "1000000000"], r"batch_size 1000000000: 1000000000 images of 16 px need 1,192.\d GiB"),
         ("gan", ["--generator.z_dim", "1000000000"], r"generator: .* sizes in this section of the config smaller$"),
-        ("gan", ["--generator.w_dim", str(2**62)], r"no memory holds networks of this size: make them smaller$"),
         ("gan", ["--discriminator.channel_max=99999999", "--discriminator.channel_base=999999999"], "discriminator"),
         ("classifier", ["--batch-size", "1000000000"], "images of 16 px need .* GiB or more, but this machine has "),
         ("classifier", ["--model.head", "hidden", "--model.head-width", str(10**12)], "make the sizes in this section"),
@@ -102,29 +101,8 @@ def test_all_the_memory_there_is():
     assert 2**28 < total_bytes(CPU) < 2**50
 
 
-MICRO, HALF = "a smaller --micro-batch (same global batch)", "--precision bf16"
-G, D, M = (f"--{name}.activation_checkpointing true" for name in ("generator", "discriminator", "model"))
-
-
-@pytest.mark.parametrize(
-    ("tree", "helps"),
-    [
-        ({"task": "gan", "precision": "fp32"}, [MICRO, HALF, G, D]),
-        ({"task": "gan", "precision": "bf16", "generator": {"activation_checkpointing": True}}, [MICRO, D]),
-        ({"task": "gan", "precision": "fp16", "architecture": "dcgan"}, [MICRO]),
-        ({"task": "gan", "precision": "fp16", "architecture": "r3gan", "micro_batch": 1}, [G, D]),
-        ({"task": "classifier", "precision": "fp32"}, [MICRO, HALF, M]),
-        ({"task": "classifier", "precision": "bf16", "micro_batch": "auto"}, [MICRO, M]),
-        (
-            {"task": "classifier", "precision": "bf16", "micro_batch": 1, "model": {"activation_checkpointing": True}},
-            ["smaller networks or images"],
-        ),
-    ],
-)
-def test_what_helps_where_memory_ran_out(tree, helps):
-    config = build_run_config(tree, [], "x.yaml")
+def test_where_memory_ran_out_the_sizes_and_what_helps_are_named():
+    config = build_run_config({"task": "gan", "precision": "fp32", "batch_size": 24, "micro_batch": 8}, [], "x.yaml")
     told: Any = explain(torch.OutOfMemoryError("no"), config, 3, 32)
-    assert f" What helps: {', '.join(helps)}; then " in told
-    for option in helps:
-        if option.endswith(" true"):
-            assert build_run_config(tree, option.split(), "x.yaml") != config
+    sizes = "batch_size 24 over 1 process, at most 8 samples of 32 px a forward pass, fp32"
+    assert told.startswith(f"memory ran out at step 3: {sizes}. What helps: a smaller --micro-batch (same global b")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from duetgan.training.base.config import CheckpointConfig, RunConfig
-from duetgan.training.base.monitors import Failing, MetricWindow
+from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.checkpoints import CheckpointManager
-from duetgan.training.engine.rollback import select_healthy
+from duetgan.training.engine.rollback import SkippedUpdates, stop_broken
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint import load, newest_first
 from duetgan.utils.errors import TrainingHalted, UserError
@@ -284,16 +284,17 @@ def test_the_versions_stand_in_the_checkpoint(tmp_path, monkeypatch):
     [([], None), ([14], 12), ([14, 15, 16], 12), ([3, 14], 1), ([1, 2], -1)],
 )
 def test_sound_is_what_came_before_the_update_that_may_have_broken_the_weights(failed, healthy):
-    failing, window = Failing(), MetricWindow()
+    skipped, window, manager = SkippedUpdates(20), MetricWindow(), SimpleNamespace()
     for step in range(1, 201):
         value = torch.tensor(float(step in failed))
         window.add({"nonfinite_updates/model": value, "nonfinite_updates/other": value * 0, "loss": value})
         if step in (7, 8, 20, 200):  # however often it is looked at
             window.fold()
-            failing.see(step, window.failed)
+            loop: Any = SimpleNamespace(step=step, window=window, manager=manager)
+            skipped.before_save(loop)
         if step == 20:
-            assert failing.healthy(step) == healthy
-    assert failing.healthy(200) is None
+            assert manager.healthy == healthy
+    assert manager.healthy is None
 
 
 def test_what_is_sound_stays_while_updates_are_skipped(tmp_path, capsys):
@@ -307,8 +308,10 @@ def test_what_is_sound_stays_while_updates_are_skipped(tmp_path, capsys):
     for step in (18, 21, 24):
         save(manager, step, healthy=16)
     assert steps(manager) == [24, 21, 15, 12]
-    assert select_healthy(manager, 2, 25) is None
-    assert select_healthy(manager, 16, 25) == 15
+    loop: Any = SimpleNamespace(manager=manager, step=25, config=manager.config)
+    for healthy, advice in ((2, "start in another --run-dir: no check"), (16, "then goes on from step 15, the last")):
+        manager.healthy = healthy
+        assert advice in str(stop_broken(loop, "it broke"))
     again = keeper_of(tmp_path)
     assert again.restore({"loop": Counter()})["step"] == 15
     told = "going back to the checkpoint of step 15: training broke after it and stopped at step 25"

@@ -122,7 +122,7 @@ def test_all_but_the_classes_the_order_and_the_best_stays(begun):
     run, config, options = begun
     loop = prepare(build_run_config(read_yaml(config), options, "recipe"), RunFolder(run), torch.device("cpu"))
     fresh = deepcopy({name: part.state_dict() for name, part in loop.registry().items()})
-    loop.manager.new_data = True
+    loop.manager.images.new_data = True
     assert loop.resume()
     saved = load(newest_first(run / "checkpoints")[0])
     before, after = saved["state"], {name: part.state_dict() for name, part in loop.registry().items()}
@@ -170,16 +170,16 @@ def test_a_roll_back_may_reach_the_earlier_images(tmp_path):
     save(keeper_of(tmp_path), 1)
     others = SimpleNamespace(**vars(META) | {"content_hash": "9", "count": 7})
     keeper = keeper_of(tmp_path, others)
-    keeper.new_data, keeper.adapt = True, lambda content: "adapted"
+    keeper.images.new_data, keeper.images.adapt = True, lambda content: "adapted"
     keeper.restore({"model": Weights()})
     save(keeper, 3)
     later = keeper_of(tmp_path, others)  # another process, without the option
-    later.adapt = lambda content: content["state"].update(model={"w": torch.ones(1)}) or "adapted"
+    later.images.adapt = lambda content: content["state"].update(model={"w": torch.ones(1)}) or "adapted"
     assert later.restore({"model": Weights()})["step"] == 3
     weights = Weights()
     assert later.restore({"model": weights}, up_to=2)["step"] == 1
     assert weights.weights.shape == (1,)
-    assert [(images.step, images.content_hash) for images in later.history] == [(0, "1234"), (1, "9")]
+    assert [(images.step, images.content_hash) for images in later.images.periods] == [(0, "1234"), (1, "9")]
 
 
 def test_no_tensor_with_a_slice_per_class_is_forgotten(slim):

@@ -9,7 +9,7 @@ from duetgan.models.growing import GrowingDiscriminator
 from duetgan.models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.training.classifier.config import ClassifierConfig
-from duetgan.training.engine.transfer import Donor, Fit, find_donor, plan, transfer
+from duetgan.training.engine.transfer import Fit, find_donor, plan, transfer
 from duetgan.training.gan.config import GanConfig, config_of
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
@@ -152,7 +152,7 @@ def saved(folder, parts, *, resolution=16, classes=("a", "b", "c"), step=40, **m
 
 
 def taken_from(path, ours, resolution=16, classes="abc"):
-    return transfer(Donor(str(path), 40, "x"), ours, resolution=resolution, classes=list(classes))
+    return transfer(str(path), ours, resolution=resolution, classes=list(classes))[0]
 
 
 def test_every_network_takes_its_own_weights(tmp_path):
@@ -275,7 +275,8 @@ def test_a_run_becomes_its_checkpoint(tmp_path):
     plain, config = GanConfig(), GanConfig(init_from=str(tmp_path / "donor"))
     assert (find_donor(plain, folder), plain.init_from) == (None, None)
     donor = find_donor(config, folder)
-    assert donor == Donor(file=str(path), step=40, sha256=checkpoints.file_sha256(path), lineage=Lineage.read(LINEAGE))
+    assert donor == {"file": str(path), "step": 40, "sha256": checkpoints.file_sha256(path)}
+    assert transfer(str(path), registry(), resolution=16, classes="abc")[1] == Lineage.read(LINEAGE)
     assert config.init_from == str(path)  # a donor that trains on does not change what this run came from
     assert not folder.path.exists()
     folder.path.mkdir()

@@ -1,0 +1,146 @@
+"""The classifier's step: both passes in micro-batches, the update, and the moving average."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial, reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch
+from duetgan.training.base.data import label_frequencies
+from duetgan.training.base.graphs import Graphs, outside, value
+from duetgan.training.base.phases import phase
+from duetgan.training.base.task import Task
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.finetune import FineTuning
+from duetgan.training.classifier.frozen import FrozenStages
+from duetgan.training.classifier.inputs import Inputs, Samples
+from duetgan.training.classifier.loss import Criterion
+from duetgan.training.classifier.network import build_network
+from duetgan.training.classifier.replica import Replica
+from duetgan.training.classifier.resizing import Resizing
+from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils.distributed.collectives import Snapshot
+
+
+class ClassifierStep(Task):
+    """The networks of a classifier's training, and their update. `ClassifierTask` adds the rest."""
+
+    loss_metric = "loss/classifier"
+
+    def __init__(self, config: ClassifierConfig, dataset: Dataset, device: torch.device) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.precision = Precision(config.precision, device)
+        self.model = build_network(config, dataset, device)
+        self.ema = EMA(self.model, buffers="average")
+        self.replica = Replica(self.model, config, device)
+        self.resizing = Resizing(config.resizing, self.model, config.steps)
+        self.finetuning = FineTuning(
+            self.model, config.finetune, steps_per_epoch=len(dataset) / config.batch_size
+        )
+        self.frozen = FrozenStages(config, dataset, self.finetuning, self.resizing, self.precision)
+        self.inputs = Inputs(config, dataset, self.frozen, device)
+        frequencies = label_frequencies(config.data, dataset)
+        self.criterion = Criterion(config.loss, dataset, frequencies, self.precision, config.steps)
+        optimizer = config.optimizer.for_batch(config.batch_size)
+        self.updater = Updater(
+            self.model,
+            optimizer,
+            self.precision,
+            config.steps,
+            exchange=False,
+            head=self.model.head.parameters(),
+            groups=self.finetuning.groups(optimizer.weight_decay),
+        )
+        several = "" if config.model.split == "off" else "model.split uses several devices"
+        self.graphs = Graphs(config.graphs, device, obstacle=several)
+
+    def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
+        batch = next(batches)
+        self.set_up(step)
+        self.inputs.micro.find(lambda: self.attempt(self.samples(batch, step)))
+        return self.graphs.run(self.update, [batch], step, kind=self.kind, structure=self.structure)
+
+    def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
+        """Make update number `step` from a batch, after `set_up`."""
+        samples = value(lambda step: self.samples(batches[0], step), step)
+        statistics = Snapshot(self.replica.statistics)
+        loss, correct = self.gradients(samples)
+        with phase("optimizer"):
+            update = self.updater.step(step)
+            # The NaN of a masked step must not remain in the running statistics.
+            statistics.restore(update.skipped)
+            passes = len(self.inputs.micro.slices())
+            self.replica.count_batches(update.skipped < 1, passes)
+            self.replica.average_statistics()
+            self.precision.update_scale()
+        with phase("ema"):
+            outside(partial(self._average, update.skipped), step)
+        metrics = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
+        return metrics | update.metrics("classifier")
+
+    def _average(self, skipped: Tensor, step: int) -> None:
+        """Update the moving average of the weights."""
+        average = self.updater.average(self.model.parameters())
+        decay = min(self.config.ema.decay, (1 + step) / (10 + step))
+        self.ema.update(self.model, decay, skipped, average)
+
+    def kind(self, step: int) -> Hashable:
+        """Return the kind of a step; None if hooks, which run on the host, are due."""
+        return None if self.config.log.layers_due(step) else "update"
+
+    def structure(self, step: int) -> Hashable:
+        """Return what the kernels of a step depend on besides its kind, after `set_up`."""
+        modes = [module.training for module in self.model.modules()]
+        trained = [parameter.requires_grad for parameter in self.model.parameters()]
+        sizes = (self.model.side, self.inputs.micro.size, self.frozen.begin)
+        return sizes, *modes, *trained, self.precision.scaler, self.updater.optimizer
+
+    def samples(self, batch: Batch, step: int) -> Samples:
+        """Augment this process's part of the global batch."""
+        with phase("augment"):
+            return self.inputs.augmented(batch, step, self.inputs.first_row)
+
+    def set_up(self, step: int) -> None:
+        """Prepare update number `step`: what trains, label smoothing, and the size of the images."""
+        self.finetuning.at(step)
+        self.criterion.at(step)
+        if self.resizing.at(step) | self.replica.wrap():
+            self.inputs.micro.is_stale = True
+
+    def gradients(self, samples: Samples) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of the global batch, this process's part in micro-batches.
+
+        Returns this process's loss and number of correct predictions, 0-d.
+        """
+        self.updater.zero_grad()
+        losses: list[Tensor] = []
+        correct: list[Tensor] = []
+        for part in self.inputs.micro_batches(samples):
+            with self.replica.accumulating(last=part.is_last):
+                with phase("forward"):
+                    with self.precision.autocast():
+                        logits = self.replica(part.images, part.begin)
+                    logits = logits.to(torch.get_default_dtype())
+                    loss = self.criterion(logits, part.targets, part.images)
+                    loss = loss / self.config.batch_size
+                with phase("backward"):
+                    self.precision.backward(loss)
+            losses.append(loss.detach())
+            correct.append(part.targets.correct(logits.detach()))
+        self.replica.sum_gradients()
+        return reduce(add, losses), reduce(add, correct)
+
+    def attempt(self, samples: Samples) -> None:
+        """Take the memory of a step with these samples, and change nothing."""
+        statistics = Snapshot(self.replica.statistics)
+        try:
+            with self.replica.alone():
+                self.gradients(samples)
+        finally:
+            self.updater.zero_grad()
+            statistics.restore()
