@@ -91,7 +91,7 @@ class GanReference:
         self.transfer = "init_from" in tree
         self.batch, self.full = tree["batch_size"], task.shape["resolution"]
         self.g, self.d = copy.deepcopy(task.generator), copy.deepcopy(task.discriminator)
-        self.average, self.teacher = copy.deepcopy(task.ema.model), copy.deepcopy(task.generator_step.teacher)
+        self.average, self.teacher = copy.deepcopy(task.ema.model), copy.deepcopy(task.teacher)
         self.sets, self.names = task.dataset.meta.sets, list(task.dataset.classes)
         self.path_mean = torch.zeros([])
         self.p, self.signs, self.counted = float(self.tree["ada"]["p"]), 0.0, 0

@@ -228,22 +228,17 @@ class FineTuning:
         """Return lines for the plan; empty if all parameters train with one learning rate."""
         if not self.config.is_active:
             return []
-        by_begin: dict[int | None, list[str]] = {}
-        by_end: dict[int, list[str]] = {}
-        for name, begin in self.begins.items():
-            by_begin.setdefault(begin, []).append(name)
-            end = self.ends[name]
-            if end is not None:
-                by_end.setdefault(end, [])
-                if begin is not None:
-                    by_end[end].append(plain(name))
         rows = []
-        for begin in sorted(by_begin, key=lambda begin: math.inf if begin is None else begin):
-            stages = dict.fromkeys(map(self.model.stage_of, by_begin[begin]))
-            count = sum(self.parameters[name].numel() for name in by_begin[begin])
+        for begin in sorted(set(self.begins.values()), key=lambda step: (step is None, step)):
+            names = [name for name in self.parameters if self.begins[name] == begin]
+            stages = dict.fromkeys(map(self.model.stage_of, names))
+            count = sum(self.parameters[name].numel() for name in names)
             start = "never" if begin is None else f"from step {begin}"
             rows.append(f"{start}: {', '.join(stages)} ({count:,} parameters)")
-        rows += [f"until step {end}: {', '.join(by_end[end])}" for end in sorted(by_end)]
+        trained = [name for name in self.parameters if self.begins[name] is not None]
+        for end in sorted({end for end in self.ends.values() if end is not None}):
+            names = [plain(name) for name in trained if self.ends[name] == end]
+            rows.append(f"until step {end}: {', '.join(names)}")
         if self.config.freeze_bn:
             rows.append("BatchNorm statistics stay as they are")
         return rows

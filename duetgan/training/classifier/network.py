@@ -38,20 +38,14 @@ def build_network(config: ClassifierConfig, dataset: Dataset, device: torch.devi
     model = model.to(
         memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
     )
-    placement = "one device" if config.model.split == "off" else "split"
-    entry(PLACEMENTS, placement, "model.split")(model, config, device)
+    if config.model.split == "off":
+        return model.to(device)
+    entry(PLACEMENTS, "split", "model.split")(model, config, device)
     return model
 
 
-def on_one_device(model: Classifier, _config: ClassifierConfig, device: torch.device) -> None:
-    """Move a network to the device."""
-    model.to(device)
-
-
-# Functions that move a network to its devices, with `model.split` off and on.
-PLACEMENTS: dict[str, Callable[[Classifier, ClassifierConfig, torch.device], None]] = {
-    "one device": on_one_device
-}
+# Functions that move a network to several devices, if `model.split` is not off; an extra's.
+PLACEMENTS: dict[str, Callable[[Classifier, ClassifierConfig, torch.device], None]] = {}
 
 
 def initialise(model: Classifier, dataset: Dataset) -> None:

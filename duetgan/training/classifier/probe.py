@@ -68,10 +68,8 @@ class ProbeSummary(Fields):
     @torch.no_grad()
     def install(self, probe: Probe, heads: Sequence[nn.Linear]) -> None:
         """Copy the weights of `probe` into the heads, and record its accuracy and settings."""
-        self.accuracy = probe.accuracy
-        self.interval = probe.interval
-        self.images = probe.images
-        self.strength = probe.strength
+        for name in ("accuracy", "interval", "images", "strength"):
+            setattr(self, name, getattr(probe, name))
         for head in heads:
             head.weight.copy_(probe.weight)
             head.bias.copy_(probe.bias)

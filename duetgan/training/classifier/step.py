@@ -23,7 +23,7 @@ from duetgan.training.classifier.replica import Replica
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
-from duetgan.utils.distributed.collectives import Snapshot
+from duetgan.utils.distributed import collectives
 
 
 class ClassifierStep(Task):
@@ -68,7 +68,7 @@ class ClassifierStep(Task):
     def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
         """Make update number `step` from a batch, after `set_up`."""
         samples = value(lambda step: self.samples(batches[0], step), step)
-        statistics = Snapshot(self.replica.statistics)
+        statistics = collectives.Snapshot(self.replica.statistics)
         loss, correct = self.gradients(samples)
         with phase("optimizer"):
             update = self.updater.step(step)
@@ -137,7 +137,7 @@ class ClassifierStep(Task):
 
     def attempt(self, samples: Samples) -> None:
         """Take the memory of a step with these samples, and change nothing."""
-        statistics = Snapshot(self.replica.statistics)
+        statistics = collectives.Snapshot(self.replica.statistics)
         try:
             with self.replica.alone():
                 self.gradients(samples)

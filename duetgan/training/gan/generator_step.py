@@ -1,6 +1,6 @@
 """The generator's half of a GAN step: losses, path-length penalty, update, and moving averages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.graphs import outside
 from duetgan.training.base.phases import phase
-from duetgan.training.base.teacher import Teacher
 from duetgan.training.gan.batch import Images, StepSlice
 from duetgan.training.gan.context import Context
-from duetgan.training.gan.terms import Judged, PathLength, further_terms
+from duetgan.training.gan.terms import Judged, PathLength, Term
 from duetgan.training.optim.config import cosine
 from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.training.optim.updater import Updater
@@ -34,16 +33,15 @@ class GeneratorStep:
     """One update of the generator and of its moving average."""
 
     def __init__(
-        self, context: Context, updater: Updater, ema: EMA, teacher: Teacher | None
+        self, context: Context, updater: Updater, ema: EMA, further_terms: Mapping[str, Term]
     ) -> None:
         self.context = context
         self.updater = updater
         self.ema = ema
-        self.teacher = teacher
         self.loss = context.config.loss
         self.objective = context.config.loss.functions
         self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
-        self.terms = {"adversarial": self._adversarial} | further_terms(context, teacher)
+        self.terms: dict[str, Term] = {"adversarial": self._adversarial, **further_terms}
         self.compares = self.objective.paired or "feature_matching" in self.terms
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> list[Images]:

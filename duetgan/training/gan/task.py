@@ -28,6 +28,7 @@ from duetgan.training.gan.evaluation import GanEvaluation
 from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.gan.growth import Growth
 from duetgan.training.gan.joint_step import JointStep
+from duetgan.training.gan.terms import further_terms
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Updater
@@ -71,15 +72,14 @@ class GanTask(Task):
             config, dataset, self.generator, self.discriminator, device, self.growth
         )
         self.precision = self.context.precision
-        teacher = None
+        self.teacher: Teacher | None = None
         if config.loss.classifier is not None:
-            teacher = Teacher("loss.classifier", config.loss.classifier, dataset, device)
-        self.teacher_lineage = Lineage.of() if teacher is None else teacher.lineage
+            self.teacher = Teacher("loss.classifier", config.loss.classifier, dataset, device)
         self.generator_step = GeneratorStep(
             self.context,
             self._updater(self.generator, config.generator_optimizer),
             self.ema,
-            teacher,
+            further_terms(self.context, self.teacher),
         )
         self.discriminator_step = DiscriminatorStep(
             self.context, self._updater(self.discriminator, config.discriminator_optimizer)
@@ -127,12 +127,12 @@ class GanTask(Task):
         return rows
 
     def lineage(self) -> Lineage:
-        return self.teacher_lineage
+        return Lineage.of() if self.teacher is None else self.teacher.lineage
 
     def provenance(self) -> dict[str, object]:
         stage = self.stages.at(0) if self.growth is None else self.growth.stage
         provenance: dict[str, object] = {
-            "teachers": self.teacher_lineage.teachers,
+            "teachers": self.lineage().teachers,
             "stage": [stage.resolution, stage.alpha],
         }
         if self.generator.label_sets is not None:

@@ -28,12 +28,13 @@ class Judged(NamedTuple):
     real_output: DiscriminatorOutput | None  # without a graph; None if no loss compares with it
 
 
-def further_terms(
-    context: Context, teacher: Teacher | None
-) -> dict[str, Callable[[Judged], Tensor]]:
+Term = Callable[[Judged], Tensor]  # returns a weighted loss of the generator, 0-d
+
+
+def further_terms(context: Context, teacher: Teacher | None) -> dict[str, Term]:
     """Return the generator's losses besides the adversarial one. To add a loss, add an entry."""
     loss = context.config.loss
-    terms: dict[str, Callable[[Judged], Tensor]] = {}
+    terms: dict[str, Term] = {}
     if teacher is not None and loss.classifier_weight:
         terms["classifier"] = partial(classifier_term, context, teacher)
     if loss.auxiliary_weight:

@@ -101,7 +101,7 @@ def state(network):
 
 def test_the_classifier_that_gives_a_loss_stays_as_it_is(folder):
     run = Run(folder, GAN, loss=LOSSES)
-    teacher: Any = run.task.generator_step.teacher.network
+    teacher: Any = run.task.teacher.network
     before = state(teacher)
     for _ in range(2):
         assert run.step()["loss/classifier"] > 0
