@@ -285,27 +285,22 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     except StoppedBySignal:
         collectives.from_main_process(lambda: _report(folder.path))
         raise
-    except TrainingHalted as error:
-        failure = _one_line(error)
-        status.write(loop, "failed", str(error), error.exit_code)
-        if not error.rank_specific:  # raised on all ranks, which a report needs
-            collectives.from_main_process(lambda: _report(folder.path))
-        raise
     except BaseException as error:
-        failure = _one_line(error)
+        failure = f"{type(error).__name__}: {error}".split("\n")[0]
         lost_peer = collectives.is_peer_error(error)
         if not lost_peer:
-            status.write(loop, "failed", failure, getattr(error, "exit_code", 1))
+            reason = str(error) if isinstance(error, TrainingHalted) else failure
+            status.write(loop, "failed", reason, getattr(error, "exit_code", 1))
+        # A report needs all ranks.
+        if isinstance(error, TrainingHalted) and not error.rank_specific:
+            collectives.from_main_process(lambda: _report(folder.path))
         raise
     finally:
         heartbeat.stop(failure, lost_peer=lost_peer)
         collectives.watch_while_waiting(None)
-    if loop.step >= loop.config.steps:
-        reason = ""
-    elif loop.finished:
-        reason = loop.stopping.reason
-    else:
-        reason = "max_steps" if profile_steps is None else "profile"
+    reason = "max_steps" if profile_steps is None else "profile"
+    if loop.finished:
+        reason = loop.stopping.reason if loop.step < loop.config.steps else ""
     status.write(loop, "finished" if loop.finished else "stopped", reason, 0)
     if collectives.is_main():
         _report(folder.path)
@@ -344,10 +339,6 @@ def _report(folder: Path) -> None:
         say(f"report: {write_report(folder)}")
     except UserError as error:
         say_refused(folder / "report.html", error, "the report")
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 extras.attach(__name__)
