@@ -206,10 +206,6 @@ class GanConfig(RunConfig):
             ),
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # Pickle cannot find a class that `config_of` has created.
-        return _unpickled, (self.architecture, vars(self))
-
     def stages(self, resolution: int | str) -> Stages:
         """Return the stages of progressive growing for images of `resolution`; one without growth."""
         return Stages(
@@ -281,10 +277,6 @@ class GanConfig(RunConfig):
                         f"{name}: {key} {divisor} does not divide {samples} samples "
                         f"({world_size} processes, micro-batches of {micro}); change one of them"
                     )
-
-
-def _unpickled(architecture: str, values: dict[str, Any]) -> GanConfig:
-    return config_of(architecture).model_construct(**values)
 
 
 @cache
