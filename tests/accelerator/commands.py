@@ -18,20 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
-from werkzeug.test import Client
 
 from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.data.images import encode
 from duetgan.data.reading.dataset import Dataset
-from duetgan.extras.editing import editor
-from duetgan.extras.editing.config import EditConfig
-from duetgan.extras.editing.editor import Editor
-from duetgan.extras.explorer import models as of_generator
-from duetgan.extras.explorer.app import App, Worker
-from duetgan.extras.explorer.models import open_runs
 from duetgan.extras.influence import command as influence
-from duetgan.extras.studies import command
-from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.features import extractors
 from duetgan.models.backbones import base
 from duetgan.reporting import pictures
@@ -40,7 +31,6 @@ from tests import slim
 from tests.accelerator import device
 from tests.accelerator.cases import snapshots_take_the_cpus_tensors
 from tests.end_to_end.helpers import TIMING, contents, train_in_process, write_config
-from tests.extras.studies.conftest import study_recipe
 
 PLACE = "sim:1"
 QUIET = ["--log.samples-every", "0", "--evaluation.every", "0"]
@@ -100,11 +90,6 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
         f"--config {{classifier}}.yaml --run-dir {{out}} {FP32} --finetune.freeze [backbone] --augment.flip true"
         " --augment.shift 0 --steps 25 --log.samples-every 0 --threads 1",
     ),
-    "study": (
-        command.main,
-        "labels --config {study} --out {out} --per-class [2] --threshold 0.1"
-        ' --few.overrides {{"steps":4,"batch_size":8,"precision":"fp32"}}',
-    ),
     "export-weights": (export.main, f"{GAN} --format safetensors --out {{out}}/gan.safetensors {FAST}"),
     "export-program": (export.main, f"{CLASSIFIER} --format torch-export --out {{out}}/classifier.pt2 {FAST}"),
 }
@@ -120,7 +105,7 @@ def runs(folder: Path) -> dict[str, str]:
             raise RuntimeError(f"training of the {task}: exit code {code}")
     with Dataset(folder / "test.lmdb") as images:
         (folder / "image.png").write_bytes(encode(np.moveaxis(images[0][0], 0, -1).copy(), "png"))
-    return given | BETWEEN | {"study": str(study_recipe(folder, folder))}
+    return given | BETWEEN
 
 
 def ran(folder: Path, name: str, given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
@@ -163,30 +148,6 @@ def _without_times(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in pairs if key not in ("seconds", *TIMING)]
 
 
-def explored(given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
-    """What the explorer answers to a question of each kind."""
-    shown = open_runs([given["gan"], given["classifier"]], which="last", device=torch.device(where))
-    worker = Worker()
-    client, image = Client(App(shown, worker, data=given["train"])), Path(given["image"]).read_bytes()
-    two = {"run": 0, "class_a": given["first"], "seed_a": 3, "class_b": given["last"], "seed_b": 4}
-    edit = {"run": 0, "class": given["first"], "seed": 1, "by": 1, "target": given["last"]}
-    answers = [
-        client.get("/api/runs"),
-        client.get("/api/draw", query_string={"run": 0, "class": given["first"], "seed": 1, "count": 3, "psi": 0.5}),
-        client.get("/api/mix", query_string={**two, "layers": "0-1"}),
-        client.get("/api/walk", query_string=two),
-        client.get("/api/edit", query_string=edit),
-        client.get("/api/compare", query_string={"a": 0, "b": 1}),
-        client.post("/api/classify", query_string={"run": 1}, data=image),
-        client.post("/api/influence", query_string={"run": 1}, data=image),
-        client.post("/api/nearest", query_string={"run": 0}, data=image),
-    ]
-    worker.end()
-    if refused := [answer.text for answer in answers if answer.status_code != 200]:
-        raise RuntimeError(f"the explorer on {where}: {refused}")
-    return "", {answer.request.path: answer.data for answer in answers}
-
-
 def compared(run: Callable[[str], tuple[str, dict[str, bytes]]]) -> dict[str, Any]:
     """A command on both: what differs, the waits by source line, what each device has allocated at most."""
     words, files = run("cpu")
@@ -209,16 +170,13 @@ def compared(run: Callable[[str], tuple[str, dict[str, bytes]]]) -> dict[str, An
 def main(folder: Path, names: list[str]) -> None:
     base.make, pictures._svg = slim.make, lambda curves, *, log: "<svg></svg>"  # small classifiers, no curves
     extractors.PLACES = ()  # type: ignore[assignment]  # no ResNet-50, wherever its weights lie
-    of_generator.SEARCH = ProjectionConfig(steps=3)
-    editor.Editor = partial(Editor, config=EditConfig(samples=4))  # type: ignore[misc,assignment]
     device.install()
     snapshots_take_the_cpus_tensors()
     result: dict[str, Any] = {}
     with device.Mode(), torch.autograd.set_multithreading_enabled(False):  # see trainings.compared
         given = runs(folder)
         for name in names:
-            run = explored if name == "explorer" else partial(ran, folder, name)
-            result[name] = compared(partial(run, given))
+            result[name] = compared(partial(ran, folder, name, given))
     print(json.dumps(result))
 
 

@@ -112,7 +112,8 @@ EAGER = {"GAN, gradients of each loss": "CUDA graph, 0 kinds of steps; eager whe
 
 def run(folder: Path, tree: Tree, steps: int = STEPS) -> Tree:
     """What the steps say, the state after them, how they ran, and bytes: held after each step, and its peak."""
-    config, place, memory = trainings.config_of(folder, tree), torch.device("sim"), device.memory[0]
+    config = trainings.config_of(folder, {"compile": "off"} | tree)  # dynamo skips every frame under the device's modes
+    place, memory = torch.device("sim"), device.memory[0]
     said: list[dict[str, Tensor]] = []
     held = []
     with open_training(config.data) as reader:
@@ -156,7 +157,7 @@ def compared(folder: Path, tree: Tree, steps: int) -> Tree:
 
 @functools.cache
 def sound(folder: Path, tree: str) -> Tree:
-    return run(folder, json.loads(tree), 8)
+    return run(folder, json.loads(tree), 6)
 
 
 def frozen_number(number: Any) -> Any:
@@ -204,12 +205,15 @@ FAULTS: dict[str, tuple[Any, str, Any, Tree]] = {
 }
 
 
+FAST_FAULTS = ("a number in place of a tensor", "a host read")  # in `make test`
+
+
 def noticed(folder: Path, fault: str) -> list[str]:
     """What differs because of a planted fault, and why steps are not captured if they are not."""
     owner, name, make, tree = FAULTS[fault]
     eager = sound(folder, json.dumps(tree))
     with planted(owner, name, make):
-        replayed = with_graphs(folder, tree, 8)
+        replayed = with_graphs(folder, tree, 6)
     found = [name for key in ("said", "state") for name in differing(eager[key], replayed[key])]
     return [*found[:1], replayed["plan"]]
 
@@ -219,17 +223,17 @@ def main(part: str, folder: Path, *names: str) -> None:
     device.install()
     snapshots_take_the_cpus_tensors()
     trainings.prepare(folder)
+    gc.freeze()  # the collections between steps need not look at what was imported
     result: Tree = {}
     with device.Mode(), torch.autograd.set_multithreading_enabled(False):
         for name, tree in {"fast": FAST, "slow": SLOW}[part].items():
             if not names or name in names:
                 result[name] = compared(folder, tree, FEW if part == "fast" else STEPS)
                 print(name, result[name]["differing"][:3], result[name]["plan"], time.process_time(), file=sys.stderr)
-        if part == "fast":
-            for fault in FAULTS:
-                if not names or fault in names:
-                    result[fault] = noticed(folder, fault)
-                    print(fault, result[fault], time.process_time(), file=sys.stderr)
+        for fault in FAULTS:
+            if (fault in FAST_FAULTS) is (part == "fast") and (not names or fault in names):
+                result[fault] = noticed(folder, fault)
+                print(fault, result[fault], time.process_time(), file=sys.stderr)
     print(json.dumps(result))
 
 

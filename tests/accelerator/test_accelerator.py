@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator.cases import FAULTS
-from tests.accelerator.trainings import FAST, LONG, MEMORY, OTHERWISE, REFUSING, SLOW
+from tests.accelerator.trainings import FAST, MEMORY, OTHERWISE, SLOW
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.timeout(900)  # a part runs whole when its first row is asked for
@@ -57,38 +57,10 @@ def test_a_training_has_the_cpus_numbers_and_its_steps_wait_for_nothing(seen, pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSING)
-def test_a_device_without_float64_trains_to_the_same_numbers(seen, name):
-    found = seen["slow"]["float64"][name]
-    assert (found["differing"], found["waits"]) == ([], {})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORY)
 def test_the_peak_is_what_the_dry_run_says_of_gpus(seen, name):
     found = seen["slow"]["memory"][name]
     assert found["peak"] == pytest.approx(found["estimate"], rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LONG)
-def test_nothing_more_is_held_after_200_steps_than_after_a_few(seen, name):
-    after = seen["slow"]["memory"][name]["after"]
-    assert len(after) == 10
-    assert max(after[2:]) <= max(after[:2])
-    assert min(after) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "line"),
-    [
-        ("forward", "duetgan/models/backbones/base.py: x = module(x)"),
-        ("backward", "duetgan/training/optim/updater.py: self.scaler.scale(loss).backward(inputs=parameters)"),
-    ],
-)
-def test_where_memory_runs_out_the_micro_batch_is_halved_and_numbers_are_those_of_one_given(seen, part, line):
-    assert seen["slow"]["halved"][part] == {"size": 8, "refused": [line], "differing": []}
 
 
 @pytest.mark.parametrize(
@@ -110,11 +82,6 @@ def test_a_run_goes_on_on_the_other_device(seen):
     assert seen["fast"]["train.py"] == {"differing": [], "resumed": []}
 
 
-def test_autocast_casts_what_torch_says_that_cuda_casts(seen):
-    """By torch's own kernels, asked with tensors without numbers. What no list holds is refused when it is called."""
-    assert seen["fast"]["autocast"] == []
-
-
 def test_what_the_device_refuses_and_counts(seen):
     assert seen["fast"]["device"] == [
         "Expected all tensors to be on the same device, but found ['sim:0', 'sim:1']: aten.add.Tensor",
@@ -124,6 +91,5 @@ def test_what_the_device_refuses_and_counts(seen):
         [0, 16, True],
         "sim out of memory. Tried to allocate 4000 bytes",
         "sim out of memory. Tried to allocate 4000 bytes",
-        "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64",
         ["sim", 2],
     ]

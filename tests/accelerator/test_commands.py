@@ -10,7 +10,6 @@ from tests.accelerator.commands import COMMANDS
 from tests.accelerator.test_accelerator import python
 
 pytestmark = pytest.mark.timeout(900)  # all commands run when the first one's row is asked for
-NAMES = (*COMMANDS, "explorer")
 ON_THE_CPU = ("export-weights", "export-program")
 
 
@@ -20,11 +19,11 @@ def see(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("commands")
     for file in packed.iterdir():
         (folder / file.name).symlink_to(file)
-    return json.loads(python("-m", "tests.accelerator.commands", str(folder), *NAMES).splitlines()[-1])
+    return json.loads(python("-m", "tests.accelerator.commands", str(folder), *COMMANDS).splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_does_on_the_device_what_it_does_on_the_cpu(see, name):
     found = see[name]
     assert found["files"] > 0

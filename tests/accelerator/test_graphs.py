@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator.graph_cases import EAGER, FAST, FAULTS, FEW, SLOW
+from tests.accelerator.graph_cases import EAGER, FAST, FAST_FAULTS, FAULTS, FEW, SLOW
 from tests.accelerator.test_accelerator import python
 
 pytestmark = pytest.mark.timeout(1800)  # a part runs whole when its first row is asked for
@@ -53,9 +53,11 @@ def test_a_replay_allocates_what_enters_and_leaves_the_step_alone(seen):
     assert max(peak for _, peak in replayed) < first[1] / 10
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[] if fault in FAST_FAULTS else pytest.mark.slow) for fault in FAULTS]
+)
 def test_planted_faults_are_seen(seen, fault):
-    found = seen["fast"][fault]
+    found = seen["fast" if fault in FAST_FAULTS else "slow"][fault]
     refusal = {"a generator used inside": "draws from a generator", "a host read": "(_local_scalar_dense)"}
     if fault in refusal:  # a GPU refuses the capture; the run says so, and goes on with the same numbers
         (plan,) = found

@@ -2,11 +2,8 @@
 
 import gc
 from collections import ChainMap
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -91,10 +88,6 @@ MEMORY: dict[str, dict[str, Any]] = {
         "classifier": classifier(model={"name": "resnet18", "stem": "small"}),
     }.items()
 }
-LONG = ("GAN, bf16", "classifier, fp32")
-# where memory runs out: how far the device's lies above the peak of half the batch, towards that of the whole
-HALVED = {"forward": 0.05, "backward": 0.5}
-REFUSING = {"GAN": gan("gan-losses"), "classifier": classifier()}  # on a device without float64, as MPS is
 # In reduced precision CUDA's autocast takes roots, powers and sums in fp32 and the CPU's does not: how far the weights
 # may be apart after the steps.
 OTHERWISE = {"DCGAN, bf16": 0.002}
@@ -116,10 +109,8 @@ def config_of(folder: Path, tree: dict[str, Any]) -> Any:
     return build_run_config(tree, [], "test")
 
 
-def run(
-    folder: Path, tree: dict[str, Any], where: str, number: int = STEPS, after: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """What the steps say, the state after them, and the waits of each but the first by source line; `after` each."""
+def run(folder: Path, tree: dict[str, Any], where: str, number: int = STEPS) -> dict[str, Any]:
+    """What the steps say, the state after them, and the waits of each but the first by source line."""
     config, place = config_of(folder, tree), torch.device(where)
     found: dict[str, Any] = {"said": [], "waits": []}
     with open_training(config.data) as reader:
@@ -131,7 +122,6 @@ def run(
             if step:
                 found["waits"].append(dict(device.waits - before))
             found["said"].append(window.take().means())
-            after()
         loader.close()
     state = {name: part.state_dict() for name, part in task.registry().items()}
     return found | {"state": tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), state)}
@@ -149,57 +139,16 @@ def compared(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
     return {"differing": differ, "largest": largest, "waits": dict(ChainMap(*there["waits"]))}
 
 
-def held(folder: Path, name: str) -> dict[str, Any]:
-    """Bytes of a training on `sim`: the estimate of the peak, the peak, and what is held after every 20 steps."""
+def memory_of(folder: Path, name: str) -> dict[str, int]:
+    """Bytes of a training on `sim`: the estimate of the peak, and the peak."""
     from duetgan.extras.paper import predictions as on_paper
 
     config = config_of(folder, MEMORY[name])
     with open_training(config.data) as reader:
         estimate = on_paper.count(config, reader, config.batch_size).peak
-    memory, after, steps = device.memory[0], [], count(1)
-    gc.collect()
-    before = memory.allocated
-
-    def look() -> None:
-        if next(steps) % 20 == 0:
-            gc.collect()
-            after.append(memory.allocated - before)
-
-    return {
-        "estimate": estimate,
-        "peak": peak(folder, MEMORY[name], 200 if name in LONG else STEPS, look),
-        "after": after,
-    }
-
-
-def peak(folder: Path, tree: dict[str, Any], *more: Any) -> int:
-    """The most bytes of a training on `sim`."""
-    gc.collect()
     memory = device.memory[0]
+    gc.collect()
     memory.forget()
     before = memory.allocated
-    run(folder, tree, "sim", *more)
-    return memory.peak - before
-
-
-def halved(folder: Path) -> dict[str, Any]:
-    """`micro_batch: auto` on devices without memory for the whole batch: what it found, where memory had run out, and
-    what differs from the CPU's training in such micro-batches.
-    """
-    tree, found = MEMORY["classifier, fp32"], {}
-    whole, half = (peak(folder, tree | {"micro_batch": size}) for size in (16, 8))
-    with torch.autograd.set_multithreading_enabled(False):
-        here = run(folder, tree | {"micro_batch": 8}, "cpu")
-        for name, share in HALVED.items():
-            gc.collect()
-            device.refused.clear()
-            room = half + int((whole - half) * share)
-            with patch.object(device, "limit", device.memory[0].allocated + room):
-                there = run(folder, tree | {"micro_batch": "auto"}, "sim")
-            size = there["state"].pop("micro_batch")["size"]
-            found[name] = {
-                "size": size,
-                "refused": list(device.refused),
-                "differing": differing(here, there | {"waits": here["waits"]}),
-            }
-    return found
+    run(folder, MEMORY[name], "sim")
+    return {"estimate": estimate, "peak": memory.peak - before}

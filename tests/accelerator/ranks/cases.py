@@ -21,11 +21,8 @@ from tests.accelerator.ranks import group
 from tests.end_to_end.helpers import train_in_process
 from tests.slim import slim_down
 
-# on the device by torch's kernels for BatchNorm, in float64: their sums have another order than those of the CPU's
-TORCHS = "classifier, torch's kernels for BatchNorm"
-FAST = {"GAN": trainings.gan(), TORCHS: trainings.classifier()}
+FAST = {"GAN": trainings.gan(), "classifier": trainings.classifier()}
 SLOW = {
-    "classifier": trainings.classifier(),
     "GAN, every loss, bf16": trainings.gan("gan-losses", precision="bf16"),
     "GAN, adaptive augmentation, fp16": trainings.gan("gan-ada", precision="fp16"),
     "GAN, gradients of each loss": trainings.gan("gan-apart"),
@@ -65,21 +62,11 @@ def joined(where: str) -> Iterator[torch.device]:
     os.environ["MASTER_PORT"] = str(port)
 
 
-@contextmanager
-def in_float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def cpus_batchnorm(_: Any) -> Any:
     return batchnorm.CPUSyncBatchNorm2d
 
 
 def trained(folder: Path, name: str, place: torch.device) -> dict[str, Any]:
-    if name == TORCHS:
-        with in_float64():
-            return trainings.run(folder, TREES[name], str(place))
     with planted(batchnorm, "SyncBatchNorm2d", cpus_batchnorm):
         return trainings.run(folder, TREES[name], str(place))
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.accelerator import device, streams
 
@@ -76,93 +75,33 @@ def collective(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """In place of a `c10d` operation's kernel."""
     boxed = next(each for each in args if "ProcessGroup" in str(getattr(each, "_type", str)()))
     process_group = dist.ProcessGroup.unbox(boxed)
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    tensors = [each for each in device.leaves((args, kwargs)) if isinstance(each, Tensor)]
     sims = [each for each in tensors if isinstance(each, device.Sim)]
     # names come again; torch calls a backend that it does not know custom
     group = groups.get(process_group.group_name) if process_group._get_backend_name() == "custom" else None
     if group is None:
         if sims:
             device._wait("gloo")
-        return func(*tree_map(device._inner, args), **kwargs)
+        return func(*device.mapped(device._inner, args), **kwargs)
     if len(sims) < len(tensors):
         raise RuntimeError("No backend type associated with device type cpu")
     line = group.begin({each.index for each in sims})
     line.wait(streams.current(line.index).clock)
     line.tick()
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        for each in tree_flatten(value)[0]:
+        for each in device.leaves(value):
             if isinstance(each, device.Sim):
                 each.use.note(line, write="input" not in argument.name)
                 each.use.kept_for.add(line)  # NCCL keeps what it works on
     # flat, for gloo gathers rows alone into one tensor
-    found = func(*tree_map(lambda each: each.inner.view(-1) if isinstance(each, device.Sim) else each, args), **kwargs)
+    flat = device.mapped(lambda each: each.inner.view(-1) if isinstance(each, device.Sim) else each, args)
+    found = func(*flat, **kwargs)
     real = found[1] if isinstance(found, tuple) else found
     work = Work(dist.Work.unbox(real), args[0], line)
     _pending[:] = [*(each for each in _pending if not each.done), work]
     return (args[0], work.boxed()) if isinstance(found, tuple) else work.boxed()
 
 
-def _in_rows(statistic: Tensor, like: Tensor) -> Tensor:
-    """[C] as [1, C, 1, ...]."""
-    return statistic.view(1, -1, *[1] * (like.dim() - 2))
-
-
-def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x = x if x.dtype == torch.float64 else x.float()
-    variance, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
-    return mean, (variance + eps).rsqrt()
-
-
-def _gather(
-    _: Tensor,
-    means: Tensor,
-    invstds: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
-    shares, n = (counts / counts.sum())[:, None], counts.sum()
-    mean = (means * shares).sum(0)
-    variance = ((invstds.pow(-2) - eps + (means - mean).square()) * shares).sum(0)
-    if running_mean is not None and running_var is not None:
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_(variance * n / (n - 1), momentum)
-    return mean, (variance + eps).rsqrt()
-
-
-def _normalised(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, _: float) -> Tensor:
-    scale = invstd * weight
-    return ((x - _in_rows(mean, x)) * _in_rows(scale, x) + _in_rows(bias, x)).to(x.dtype)
-
-
-def _sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    others = [d for d in range(x.dim()) if d != 1]
-    total, product = dy.sum(others, dtype=mean.dtype), (dy * (x - _in_rows(mean, x))).sum(others)
-    return total, product, product * invstd, total.clone()
-
-
-def _gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor, product: Tensor, counts: Tensor
-) -> Tensor:
-    n = counts.sum()
-    centred = (x - _in_rows(mean, x)) * _in_rows(product / n * invstd.square(), x)
-    return ((dy - _in_rows(total / n, x) - centred) * _in_rows(invstd * weight, x)).to(x.dtype)
-
-
-# those of torch.nn.SyncBatchNorm, which CUDA alone has kernels for
-KERNELS = {
-    "batch_norm_stats": _stats,
-    "batch_norm_gather_stats_with_counts": _gather,
-    "batch_norm_elemt": _normalised,
-    "batch_norm_backward_reduce": _sums,
-    "batch_norm_backward_elemt": _gradient,
-}
-
-
 def install() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=[device.NAME, "cpu"])
     device.elsewhere["c10d"] = collective
-    for name, kernel in KERNELS.items():
-        device._library.impl(name, kernel, "CPU")

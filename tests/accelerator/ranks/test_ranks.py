@@ -59,15 +59,8 @@ def test_two_devices_have_the_numbers_of_two_cpu_ranks(seen, part, name):
     assert differing(first["state"], second["state"]) == []
     assert differing(first["said"], second["said"]) == []
     at_home = seen[part][0]["cpu"][name]
-    if name != cases.TORCHS:
-        assert differing(at_home["said"], first["said"]) == []
-        assert differing(at_home["state"], first["state"]) == []
-        return
-    for network in ("model", "model_ema"):
-        for key, tensor in at_home["state"][network].items():
-            torch.testing.assert_close(first["state"][network][key], tensor, rtol=1e-12, atol=1e-12)
-    for one, other in zip(at_home["said"], first["said"], strict=True):
-        assert other == pytest.approx(one, rel=1e-12)
+    assert differing(at_home["said"], first["said"]) == []
+    assert differing(at_home["state"], first["state"]) == []
 
 
 @pytest.mark.parametrize(("part", "name"), ROWS)
