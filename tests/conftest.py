@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.watch import isolation
+from tests import isolation
 
 # before any other module of tests reads the environment; None in pytest-xdist's processes
 BEFORE = isolation.isolate()
-from tests.watch import sitecustomize  # noqa: E402
 
 # PyTorch and what needs it are imported in the functions: xdist's first process starts the others sooner without
 
@@ -37,11 +36,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 REPOSITORY = Path(__file__).parents[1]
-FOLDER = Path(os.environ[isolation.FOLDER])
 # Tests outside tests/extras that use extras -> which; they are left out where one of these has been deleted.
 DOCUMENTED = ("audit", "editing", "explorer", "influence", "official", "paper", "pseudo_labels", "studies", "trackers")
 USES_EXTRAS = {
-    "accelerator/test_commands.py": ("editing", "explorer", "influence", "studies"),
+    "accelerator/test_commands.py": ("editing", "influence"),
     "benchmarks": ("editing", "pace", "paper", "robustness", "studies"),
     "end_to_end/test_documented_commands.py": DOCUMENTED,
     "end_to_end/test_kinds_table.py": ("audit", "editing", "explorer", "official", "robustness", "studies"),
@@ -65,17 +63,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest makes its cache in the checkout
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session where a test left its folder: as the watch recorded, or as the checkout shows."""
+    """Fail the session where a test wrote into the checkout or the user's caches."""
     gc.unfreeze()
-    if BEFORE is None:
-        return
-    lines = [line for file in FOLDER.glob("records-*") for line in file.read_text(errors="replace").splitlines()]
-    after = isolation.names()
-    changed = [name for name in sorted(BEFORE | after) if BEFORE.get(name) != after.get(name)]
-    isolation.remove()
-    if lines := [*lines, *(f"{name}: was written or removed while the tests ran" for name in changed)]:
+    lines = isolation.changes(BEFORE) if BEFORE is not None else []
+    if lines:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.section("outside of the tests' folders (tests/watch)")
+        reporter.section("outside of the tests' folders (tests/isolation.py)")
         reporter.write_line("\n".join(lines))
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -98,16 +91,6 @@ def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
     if "reporting" not in request.path.parts:
         monkeypatch.setattr("duetgan.reporting.pictures._svg", no_curves)
-
-
-@pytest.fixture(autouse=True)
-def in_its_folder() -> Iterator[None]:
-    """A test neither reads nor writes runs/, the home folder or the user's caches, and no process that it starts."""
-    file = Path(sitecustomize.records(str(FOLDER)))
-    before = file.stat().st_size if file.is_file() else 0
-    yield
-    records = file.read_bytes()[before:].decode(errors="replace") if file.is_file() else ""
-    assert records == ""
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from tests.inference.conftest import R3, gan_run, styled, without_w
 from tests.metrics.conftest import CLASSES, TINY, classifier_run
-from tests.watch.isolation import on_path
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("utils", "models", "data", "metrics", "inference", "training")
@@ -55,7 +54,7 @@ def run(project, body, *, checks=True):
     parts = ["import json, os, sys", "import torch"]
     parts += [before, mine, f"REPO = {str(ROOT)!r}", body, after, "assert sys.path == PATH"] if checks else [body]
     script.write_text("\n".join(parts))
-    environment = os.environ | {"PYTHONPATH": on_path(), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::SyntaxWarning", str(script)]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

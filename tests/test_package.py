@@ -28,7 +28,6 @@ from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
 from tests.test_project import LINKS, ROOT, project_files
-from tests.watch.isolation import on_path
 
 OURS = ("commands", "data", "extras", "inference", "metrics", "models", "reporting", "training", "utils")
 
@@ -69,7 +68,7 @@ def mine(tmp_path):
 
 def python(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the user's folder, with the installed package beside the packages of the tests."""
-    environment = os.environ | {"PYTHONPATH": on_path(site), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 

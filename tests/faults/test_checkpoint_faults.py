@@ -1,12 +1,9 @@
-"""Checkpoints that are cut short, damaged or not what they seem, by number in the project's table of faults (1, 2, 10
+"""Checkpoints that are cut short, damaged or not what they seem, by number in the project's table of faults (2, 10
 to 13): the newest good one is used, loudly, and nothing in a file is ever executed.
 """
 
-import json
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +11,9 @@ import pytest
 import torch
 
 from duetgan.utils.checkpoint import file_sha256, load, newest_first, step_of
-from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import last, log_of, status
 from tests.faults import inject
-from tests.faults.conftest import ENVIRONMENT, Command, Outcome, own_process, with_mounts
+from tests.faults.conftest import Command, Outcome, own_process, with_mounts
 from tests.utils.checkpoint.files import damage
 
 SLOW = pytest.mark.slow
@@ -35,20 +31,7 @@ def strangers(run: Path) -> list[str]:
     return sorted(names - whole - {f"{name}.sha256" for name in whole} - {"last.json", "best.json"})
 
 
-# --- 1 and 2: killed while writing
-
-
-@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=SLOW)])
-def test_fault_01_killed_while_writing(tmp_path, kills):
-    command = [sys.executable, "-m", "tests.faults.killed_writes", str(tmp_path), str(kills), "1"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert len(rows) == kills
-    assert [row for row in rows if not row["whole"] or row["warnings"] or row["swept"]] == []
-    assert [row for row in rows if row["found"] < row["told"]] == []  # what was once on the disk is never lost
-    for asynchronous in (True, False):
-        assert any(row["leftovers"] for row in rows if row["asynchronous"] is asynchronous), "never hit a write"
+# --- 2: killed while writing
 
 
 @pytest.mark.parametrize("kind", ["kill-before-write", "kill-before-rename"])

@@ -3,6 +3,7 @@
 import ast
 import copy
 import hashlib
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,10 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotIn: ast.In, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt,
 }  # fmt: skip
 COPIES = {"detach", "clone"}
-# Nodes whose contents are types, messages to people, or checks of our own invariants.
-SKIPPED_STATEMENTS = (ast.Assert, ast.Import, ast.ImportFrom, ast.Raise)
+# Nodes that are no code, messages to people, or checks of our own invariants. Positions inside of an f-string are wrong
+# before Python 3.12.
+SKIPPED = (ast.Assert, ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)
+SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "bases", "keywords", "target", "targets")
 
 
 @dataclass(frozen=True)
@@ -152,68 +155,38 @@ class _Finder:
         self.mutants: list[Mutant] = []
 
     def find(self) -> list[Mutant]:
-        self._visit_body(self.tree.body, [])
+        for statement in self.tree.body:
+            self._visit(statement, [])
         return self.mutants
 
-    def _visit_body(self, body: Sequence[ast.stmt], scope: list[str]) -> None:
-        for statement in body:
-            self._visit_statement(statement, scope)
-
-    def _visit_statement(self, node: ast.stmt, scope: list[str]) -> None:
-        if isinstance(node, SKIPPED_STATEMENTS) or _is_docstring(node) or _is_type_checking(node):
+    def _visit(self, node: ast.AST, scope: list[str]) -> None:
+        if isinstance(node, SKIPPED) or _is_docstring(node) or _is_type_checking(node):
             return
-        self.lines = _lines(node)
+        if isinstance(node, ast.stmt):
+            self.lines = _lines(node)
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            inner = [*scope, node.name]
-            if isinstance(node, ast.FunctionDef):
-                for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
-                    self._visit_expression(default, inner)
-            self._visit_body(node.body, inner)
-            return
+            scope = [*scope, node.name]
+        elif isinstance(node, ast.stmt):
+            for replacement, kind in self._statements(node):
+                self._add(node, replacement, kind, scope)
+        elif isinstance(node, ast.expr):
+            for replacement, kind in self._replacements(node):
+                self._add(node, replacement, kind, scope)
+        conditions = [node.test] if isinstance(node, ast.If | ast.While) else getattr(node, "ifs", [])
+        for condition in conditions:
+            self._add(condition, ast.UnaryOp(ast.Not(), condition), "negated condition", scope)
+        for child in _children(node):
+            lines = self.lines
+            self._visit(child, scope)
+            self.lines = lines
+
+    def _statements(self, node: ast.stmt) -> Iterator[tuple[ast.stmt, str]]:
         if _is_removable(node):
-            self._add(node, ast.Pass(), "removed statement", scope)
+            yield ast.Pass(), "removed statement"
         if isinstance(node, ast.AugAssign) and type(node.op) in ARITHMETIC:
             changed = copy.copy(node)
             changed.op = ARITHMETIC[type(node.op)]()
-            self._add(node, changed, "arithmetic", scope)
-        if isinstance(node, ast.If | ast.While):
-            self._add(node.test, ast.UnaryOp(ast.Not(), node.test), "negated condition", scope)
-        for name, value in ast.iter_fields(node):
-            if name in ("annotation", "target", "targets"):
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.stmt):
-                    self._visit_statement(child, scope)
-                elif isinstance(child, ast.expr):
-                    self.lines = _lines(node)
-                    self._visit_expression(child, scope)
-                elif isinstance(child, ast.ExceptHandler | ast.match_case):
-                    self._visit_body(child.body, scope)
-                elif isinstance(child, ast.withitem):
-                    self._visit_expression(child.context_expr, scope)
-
-    def _visit_expression(self, node: ast.expr, scope: list[str], inside: ast.JoinedStr | None = None) -> None:
-        for replacement, kind in self._replacements(node):
-            self._add(node, replacement, kind, scope, inside)
-        if isinstance(node, ast.Call) and _name(node.func) in NEUTRAL_CALLS:
-            return
-        if isinstance(node, ast.JoinedStr):
-            inside = inside or node
-        for child in ast.iter_child_nodes(node):
-            if isinstance(node, ast.Call) and child is node.func and isinstance(child, ast.Attribute):
-                self._visit_expression(child.value, scope, inside)  # a method's name is no field
-            elif isinstance(child, ast.keyword):
-                if child.arg not in NEUTRAL_KEYWORDS:
-                    self._visit_expression(child.value, scope, inside)
-            elif isinstance(child, ast.comprehension):
-                self._visit_expression(child.iter, scope, inside)
-                for condition in child.ifs:
-                    self._add(condition, ast.UnaryOp(ast.Not(), condition), "negated condition", scope, inside)
-                    self._visit_expression(condition, scope, inside)
-            elif isinstance(child, ast.expr):
-                is_format = isinstance(node, ast.FormattedValue) and child is node.format_spec
-                if not is_format:
-                    self._visit_expression(child, scope, inside)
+            yield changed, "arithmetic"
 
     def _replacements(self, node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
         if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC and not _is_text(node):
@@ -293,45 +266,29 @@ class _Finder:
                 names |= {n for n, a in fields.items() if a == annotation and n != node.attr}
         return sorted(names)[:3]
 
-    def _add(
-        self, node: ast.expr | ast.stmt, replacement: ast.AST, kind: str, scope: list[str],
-        inside: ast.JoinedStr | None = None,
-    ) -> None:  # fmt: skip
-        target: ast.expr | ast.stmt = node
-        if inside is not None and node is not inside:  # positions inside an f-string are wrong before Python 3.12
-            replacement = _Swap(node, replacement).visit(_shallow(inside))
-            target = inside
-        try:
-            text = ast.unparse(replacement)
-        except ValueError:  # an f-string whose quotes cannot be nested
-            return
-        if isinstance(target, ast.expr) and not isinstance(replacement, ast.Constant | ast.JoinedStr | ast.Name):
+    def _add(self, node: ast.expr | ast.stmt, replacement: ast.AST, kind: str, scope: list[str]) -> None:
+        text = ast.unparse(replacement)
+        if isinstance(node, ast.expr) and not isinstance(replacement, ast.Constant | ast.Name):
             text = f"({text})"
-        start = self.line_starts[target.lineno - 1] + target.col_offset
-        end = self.line_starts[(target.end_lineno or target.lineno) - 1] + (target.end_col_offset or 0)
+        start = self.line_starts[node.lineno - 1] + node.col_offset
+        end = self.line_starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         before = self.source[start:end].decode()
         self.mutants.append(Mutant(self.path, *self.lines, kind, start, end, text, before, ".".join(scope)))
 
 
-class _Swap(ast.NodeTransformer):
-    def __init__(self, target: ast.AST, replacement: ast.AST) -> None:
-        self.target = target
-        self.replacement = replacement
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if node is self.target:
-            return self.replacement
-        copied = _shallow(node)
-        return self.generic_visit(copied)
-
-
-def _shallow(node: ast.AST) -> ast.AST:
-    """Return a copy of the node whose lists are copies, with the same children."""
-    copied = copy.copy(node)
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a node that are run: no types, no names that are assigned, and no method's name."""
+    if isinstance(node, ast.Call):
+        if _name(node.func) in NEUTRAL_CALLS:
+            return
+        yield node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        yield from node.args
+        yield from (keyword.value for keyword in node.keywords if keyword.arg not in NEUTRAL_KEYWORDS)
+        return
     for name, value in ast.iter_fields(node):
-        if isinstance(value, list):
-            setattr(copied, name, list(value))
-    return copied
+        children = value if isinstance(value, list) else [value]
+        if name not in SKIPPED_FIELDS:
+            yield from (child for child in children if isinstance(child, ast.AST))
 
 
 def _name(node: ast.expr) -> str:
@@ -347,11 +304,11 @@ def _lines(node: ast.stmt) -> tuple[int, int]:
     return node.lineno, max(node.lineno, last)
 
 
-def _is_docstring(node: ast.stmt) -> bool:
+def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _is_type_checking(node: ast.stmt) -> bool:
+def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING"
 
 
@@ -392,40 +349,16 @@ def sample(
 ) -> list[Mutant]:
     """Draw n valid mutants without replacement, half of them hand-over faults.
 
-    Folders, and within a folder the kinds of a half, are drawn in proportion to the square root of their number of
-    mutants, so that frequent ones do not crowd out rare ones.
+    Folders and kinds take turns, so that frequent ones do not crowd out rare ones.
     """
     draw = random.Random(seed)
-    halves: tuple[dict[str, dict[str, list[Mutant]]], ...] = ({}, {})
+    groups: dict[tuple[bool, str, str], list[Mutant]] = defaultdict(list)
     for mutant in mutants:
-        half = halves[mutant.kind in HAND_OVER]
-        half.setdefault(folder_of(mutant.path), {}).setdefault(mutant.kind, []).append(mutant)
+        groups[mutant.kind in HAND_OVER, folder_of(mutant.path), mutant.kind].append(mutant)
     chosen: list[Mutant] = []
-    for is_hand_over, half in enumerate(halves):
-        quota = n - n // 2 if is_hand_over else n // 2
-        for folder, count in _quotas(half, quota).items():
-            by_kind = half[folder]
-            for kind in sorted(by_kind):
-                draw.shuffle(by_kind[kind])
-            kinds = sorted(by_kind)
-            weights = [len(by_kind[kind]) ** 0.5 for kind in kinds]
-            drawn: list[Mutant] = []
-            while len(drawn) < count and any(by_kind.values()):
-                (kind,) = draw.choices(kinds, weights)
-                if by_kind[kind] and is_valid(by_kind[kind][-1]):
-                    drawn.append(by_kind[kind][-1])
-                del by_kind[kind][-1:]
-            chosen += drawn
+    for is_hand_over, count in ((False, n // 2), (True, n - n // 2)):
+        queues = [draw.sample(groups[key], len(groups[key])) for key in sorted(groups) if key[0] is is_hand_over]
+        draw.shuffle(queues)
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+        chosen += itertools.islice((m for m in turns if m is not None and is_valid(m)), count)
     return chosen
-
-
-def _quotas(half: dict[str, dict[str, list[Mutant]]], n: int) -> dict[str, int]:
-    sizes = {folder: sum(map(len, kinds.values())) for folder, kinds in sorted(half.items())}
-    roots = {folder: size**0.5 for folder, size in sizes.items()}
-    total = sum(roots.values())
-    exact = {folder: n * root / total for folder, root in roots.items()}
-    quotas = {folder: int(value) for folder, value in exact.items()}
-    by_remainder = sorted(exact, key=lambda folder: quotas[folder] - exact[folder])
-    for folder in by_remainder[: n - sum(quotas.values())]:
-        quotas[folder] += 1
-    return {folder: min(quota, sizes[folder]) for folder, quota in quotas.items()}

@@ -34,7 +34,6 @@ from duetgan.utils.files import replace_file
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import save, source_at, succeed
-from tests.watch.isolation import on_path
 
 RNG = np.random.default_rng(0)
 
@@ -179,7 +178,7 @@ sys.exit(run_cli(lambda argv: pack(Numbers(1000, before), "x.lmdb", size=8, chan
 def test_ctrl_c_is_quick_and_quiet(tmp_path: Path) -> None:
     how: dict[str, Any] = {
         "cwd": tmp_path,
-        "env": {**os.environ, "PYTHONPATH": on_path(ROOT)},
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
         "stderr": -1,
         "text": True,
     }

@@ -12,7 +12,6 @@ from duetgan.utils.distributed.launch import launch, parse_gpus, under_launcher
 from duetgan.utils.distributed.process import SAME, STOP_SIGNALS, leaving_on_signals, run_cli
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
-from tests.watch.isolation import on_path
 
 # Python 3.12 warns of a fork where torch has threads; train.py launches before it imports torch
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -147,7 +146,7 @@ def started(script):
 
     def start(text):
         command = [sys.executable, "-c", CALLER, *script(text)]
-        environment = os.environ | {"PYTHONPATH": on_path(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return processes[-1]
 

@@ -16,14 +16,13 @@ from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
-from tests.watch.isolation import on_path
 
 FULL = "error: standard output: No space left on device; the output is incomplete\n"
 
 
 def script(*command: str | Path, streams: str = "", path: str = "", **options: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `python command...`, started by a shell with its `streams` redirected."""
-    environment = {**os.environ, "PYTHONPATH": on_path(path)}
+    environment = {**os.environ, "PYTHONPATH": path}
     line = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, *map(str, command)]
     done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     return done.returncode, done.stdout, done.stderr

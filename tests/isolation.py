@@ -4,24 +4,18 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
-SITE = Path(__file__).parent
+REPOSITORY = Path(__file__).parents[1]
 HOME = Path.home()
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or HOME / ".cache")
-FOLDER = "DUET_TESTS"  # as in sitecustomize.py, which must not be imported before the folder is there
+FOLDER = "DUET_TESTS"  # the environment's variable for the folder of a session, which holds the tests' home
 PLACES = ("XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME", "MPLCONFIGDIR", "DUET_CACHE", "DUET_RUNS")
 PRIVATE = tuple(Path(os.environ[name]) for name in PLACES if os.environ.get(name))  # as the user has set them
 MOVED = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "DUET_WEIGHTS")
-OURS = ("runs", "datasets", "weights", "build")  # of the checkout: what a user has there is not for tests
-TOOLS = ("build/pycache", ".pytest_cache", ".hypothesis")
 BYTECODE = (REPOSITORY / "build", REPOSITORY / "build" / "pycache")
 CACHES = ("duet", "torch", "matplotlib", "huggingface")
-SYSTEM = ("/dev", "/proc", "/sys")
 
 
 def isolate() -> dict[str, float] | None:
@@ -33,8 +27,6 @@ def isolate() -> dict[str, float] | None:
     home = folder / "home"
     home.mkdir()
     (home / ".gitconfig").write_text("[safe]\n\tdirectory = *\n")  # whoever the checkout belongs to
-    lines = [f"{rights}\t{path}\n" for path, rights in rules(folder / "runs")]
-    (folder / "rules").write_text("".join(lines))
     if (HOME / ".npmrc").is_file():  # how this machine reaches npm, for a test that does
         os.environ.setdefault("NPM_CONFIG_USERCONFIG", str(HOME / ".npmrc"))
     for name in (*PLACES, *MOVED):
@@ -44,30 +36,8 @@ def isolate() -> dict[str, float] | None:
         "HOME": str(home),
         "DUET_RUNS": str(folder / "runs"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "PYTHONPATH": on_path(os.environ.get("PYTHONPATH", "")),
     }
     return before
-
-
-def on_path(*folders: str | Path) -> str:
-    """Return a PYTHONPATH of these folders for a process that is watched, too."""
-    return os.pathsep.join(filter(None, [str(SITE), *map(str, folders)]))
-
-
-def rules(runs: Path) -> Iterator[tuple[str, str]]:
-    """Yield folders and what may be done there: r, rw or nothing; of two rules for a folder the first counts.
-
-    The default `runs` must not be used either: one test would see what another has left there.
-    """
-    temporary = (tempfile.gettempdir(), os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir())
-    writable = [Path(path) for path in (*temporary, *SYSTEM)] + [REPOSITORY / name for name in TOOLS]
-    python = [Path(path) for path in (sys.prefix, sys.base_prefix, *filter(None, sys.path))]
-    readable = [REPOSITORY, REPOSITORY.parent / "shared", *python]
-    forbidden = [runs, *(REPOSITORY / name for name in OURS), *PRIVATE, *([HOME] if Path("/") != HOME else [])]
-    for paths, rights in ((writable, "rw"), (readable, "r"), (forbidden, "")):
-        for path in paths:
-            yield os.path.abspath(path), rights
-            yield os.path.realpath(path), rights
 
 
 def names() -> dict[str, float]:
@@ -84,6 +54,9 @@ def names() -> dict[str, float]:
     return {str(path): mode.st_mtime if stat.S_ISREG(mode.st_mode) else 0.0 for path, mode in modes.items()}
 
 
-def remove() -> None:
-    """Remove the folder of the session."""
+def changes(before: dict[str, float]) -> list[str]:
+    """Return a line for each file that was written or removed since `before`, and remove the session's folder."""
+    after = names()
     shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+    changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
+    return [f"{name}: was written or removed while the tests ran" for name in changed]
