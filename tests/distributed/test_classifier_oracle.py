@@ -41,13 +41,17 @@ worker.TREES["classifier-airbench"] = SMALL | {
     "augment": {"flip": "alternating"},
     "finetune": {"stage_lr": {"head": 2.0}, "freeze_at": {"stem": 1}},
 }
+# BatchNorm not synchronised: a rank's statistics are those of its part, as a micro-batch's are in one process
+worker.TREES["classifier-local"] = worker.TREES["classifier-everything"] | {"sync_bn": "off"}
+LOCAL = ("classifier-local:4", "classifier-local:0")  # in one process, on two ranks
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 BOTH = ("everything", "average", "airbench")
 MIXTURES = ["classifier-mixture:0", "classifier-fresh:0", "gan-mixture:0"]
 VARIANTS = {
-    1: [f"classifier-{name}:0" for name in (*BOTH, "fixed", "plain")] + ["classifier-fixed:3", *MIXTURES],
-    2: [f"classifier-{name}:0" for name in BOTH] + ["classifier-fixed:3", *MIXTURES],
+    1: [f"classifier-{name}:0" for name in (*BOTH, "fixed", "plain")] + ["classifier-fixed:3", LOCAL[0], *MIXTURES],
+    2: [f"classifier-{name}:0" for name in BOTH] + ["classifier-fixed:3", LOCAL[1], *MIXTURES],
 }
-SPLITS = [(1, "classifier-fixed:3"), *((2, variant) for variant in VARIANTS[2])]
+SPLITS = [(1, "classifier-fixed:3"), *((2, variant) for variant in VARIANTS[2] if variant not in LOCAL)]
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux"),
     pytest.mark.timeout(900),  # the records of all variants are made at once
@@ -73,6 +77,22 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 @pytest.mark.parametrize(("processes", "variant"), SPLITS)
 def test_every_split_gives_one_process_result(records: Records, processes: int, variant: str, part: str) -> None:
     assert records.differ(processes, variant, part) < TOLERANCE
+
+
+def without_statistics(record: dict[str, Any]) -> dict[str, Any]:
+    """Without BatchNorm's running statistics: rank 0's are of its own images only."""
+    parts = ("weights", "average")
+    kept = {part: {k: v for k, v in record[part].items() if not k.endswith(STATISTICS)} for part in parts}
+    return record | kept
+
+
+@pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
+def test_unsynchronised_statistics_are_those_of_micro_batches(records: Records, part: str) -> None:
+    whole, ranks = (
+        [without_statistics(record) for record in records[processes][LOCAL[processes - 1]]] for processes in (1, 2)
+    )
+    assert largest_difference(whole, ranks, part) < TOLERANCE
+    assert largest_difference(records[1]["classifier-everything:0"], records[1][LOCAL[0]], "gradients") > 1e-6
 
 
 def test_the_comparison_is_of_something_and_a_schedule_free_network_its_own(records: Records) -> None:

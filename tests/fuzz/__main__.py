@@ -41,18 +41,12 @@ class Fuzzer:
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
             raise RuntimeError((scratch / "corpus.log").read_text()[-2000:])
 
-    def case(self, kind: str, seed: int) -> tuple[list[str], sandbox.Outcome, Path]:
-        """Its command, how that ended, and the folder in which it ran."""
-        folder = self.scratch / "case"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        draw = random.Random(f"{kind} {seed}")
-        argv, outcome = sandbox.run(lambda: KINDS[kind](draw, self.corpus, folder), folder)
-        return argv, outcome, folder
-
     def attempt(self, kind: str, seed: int) -> dict[str, Any] | None:
         """None if the promise is kept; otherwise what was wrong and where the case is kept."""
-        argv, outcome, folder = self.case(kind, seed)
+        draw, folder = random.Random(f"{kind} {seed}"), self.scratch / "case"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        argv, outcome = sandbox.run(lambda: KINDS[kind](draw, self.corpus, folder), folder)
         faults = outcome.faults()
         if not faults:
             return None
@@ -61,7 +55,7 @@ class Fuzzer:
         shutil.copytree(folder, kept, symlinks=True)
         head = asdict(outcome) | {"argv": argv, "faults": faults, "out": "", "err": ""}
         (kept / "case.txt").write_text(f"{json.dumps(head, indent=1)}\n{outcome.err[-20_000:]}")
-        return {"kind": kind, "seed": seed, "faults": faults, "kept": str(kept), "argv": argv}
+        return {"kind": kind, "seed": seed, "faults": faults, "kept": str(kept)}
 
 
 def search(fuzzer: Fuzzer, cases: Iterable[tuple[str, int]], seconds: float) -> dict[str, Any]:

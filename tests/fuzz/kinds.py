@@ -207,7 +207,6 @@ KINDS: dict[str, Make] = {
     "zip": sources.archive,
     "parquet": sources.parquet,
     "tar": sources.tar,
-    "arrow": sources.arrow,
     "manifest": sources.manifest,
     "idx": sources.idx,
     "image": sources.image,

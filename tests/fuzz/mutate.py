@@ -48,28 +48,16 @@ def mutated_bytes(draw: random.Random, content: bytes, most: int = 4) -> bytes:
 
 
 def mutated_text(draw: random.Random, text: str) -> str:
-    """Lines that are dropped, repeated, moved, indented or cut; characters that are replaced."""
-    lines = text.splitlines()
+    """Lines that are dropped, repeated, indented or cut; characters that are replaced."""
+    lines = text.splitlines() or [""]
     for _ in range(draw.randint(1, 3)):
-        at = draw.randrange(len(lines)) if lines else 0
-        line = lines[at] if lines else ""
-        match draw.randrange(7):
-            case 0:
-                lines[at : at + 1] = []
-            case 1:
-                lines.insert(draw.randint(0, len(lines)), line)
-            case 2:
-                lines[at : at + 1] = [" " * draw.choice((1, 2, 4)) + line]
-            case 3:
-                lines[at : at + 1] = [line[: draw.randint(0, len(line))]]
-            case 4:
-                place = draw.randint(0, len(line))
-                lines[at : at + 1] = [line[:place] + draw.choice(TEXTS) + line[place:]]
-            case 5:
-                place, odd = draw.randint(0, len(line)), draw.choice("'\"{}[]:,#&*!|>%@`?-\t\r\0\ufeff\u2028")
-                lines[at : at + 1] = [line[:place] + odd + line[place + 1 :]]
-            case 6:
-                lines[at : at + 1] = [line.strip() + draw.choice((": ", ",", ";", " ")) + line.strip()]
+        at = draw.randrange(len(lines))
+        line = lines[at]
+        place = draw.randint(0, len(line))
+        odd = draw.choice((*TEXTS, *"'\"{}[]:,#&*!|>%@`?-\t\r\0\ufeff\u2028"))
+        indented, replaced = " " * draw.choice((1, 2, 4)) + line, line[:place] + odd + line[place + 1 :]
+        lines[at : at + 1] = draw.choice(([], [line, line], [indented], [line[:place]], [replaced]))
+        lines = lines or [""]
     return "\n".join(lines) + "\n"
 
 

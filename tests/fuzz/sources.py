@@ -108,22 +108,6 @@ def tar(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     return packing("x.tar", *draw.choice(((), ("--on-error", "skip"), ("--label-column", "label"))))
 
 
-def arrow(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
-    """A folder of `save_to_disk`: damaged bytes, or another state."""
-    from tests.data.packing.sources.source_files import arrow as write_arrow
-
-    images = cells(corpus)
-    labels = [n % 3 if draw.random() < 0.95 else draw.choice((None, -1, 10**9)) for n in range(len(images))]
-    path, names = folder / "set" / "data-00000-of-00001.arrow", CLASSES if draw.random() < 0.8 else ()
-    write_arrow(path, {"image": images, "label": labels}, names=names, rows=draw.choice((1, 4, 100)))
-    state = {"_data_files": [{"filename": path.name}], "_split": "train"}
-    odd = draw.random() < 0.2
-    (folder / "set" / "state.json").write_bytes(mutated_json(draw, state) if odd else json.dumps(state).encode())
-    if not odd:
-        path.write_bytes(mutated_bytes(draw, path.read_bytes(), most=2))
-    return packing("set", *(["--on-error", "skip"] if draw.random() < 0.3 else []))
-
-
 def manifest(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A CSV file that names images, or StyleGAN's `dataset.json` beside them."""
     copy(corpus, "images", folder)
