@@ -5,7 +5,6 @@ chooses (anew in each repeat) and as `adapt` follows, in turn, each repeat begin
 all threads. Ratios are over the best number by hand, by the medians of the repeats.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -23,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.classifying.images import make
+from benchmarks.harness import parser_of, show
 from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.pace.pace import Adapt
 from duetgan.training.base.config import RunConfig
 from duetgan.training.engine import speed
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils import machine
-from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.config.cli import positive
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
 
@@ -107,11 +107,10 @@ def run(configs: dict[str, RunConfig], packed: Path, *, repeats: int, seconds: f
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="benchmarks/busy.py", description=__doc__)
+    parser = parser_of("busy", __doc__)
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--seconds", type=positive, default=10, help="of training, of each contender in a repeat")
     parser.add_argument("--config", action="append", help="recipes; default: the quickstart's two")
-    parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     folder = Path(__file__).parents[1] / "configs"
     files = options.config or [folder / "quickstart_gan.yaml", folder / "quickstart_classifier.yaml"]
@@ -123,10 +122,7 @@ def main(argv: list[str]) -> None:
         configs = {config.task: config for config in read}
         result = run(configs, packed, repeats=options.repeats, seconds=options.seconds)
     result |= {"repeats": options.repeats, "cores": machine.max_threads(), "load_1min_before": before}
-    for name, value in result.items():
-        print(f"{name:48} {value:,.4g}" if isinstance(value, float) else f"{name:48} {value}")
-    if options.json:
-        print(json.dumps(result))
+    show(result, as_json=options.json)
 
 
 if __name__ == "__main__":

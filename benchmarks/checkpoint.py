@@ -6,7 +6,6 @@ checkpoint is on the disk, so what a save costs is by how much the segment is lo
 ratio is the median of that over the time of `--every` steps. Checkpoints go to a folder of their own in `--folder`.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -21,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import duetgan.commands.pack
+from benchmarks.harness import parser_of, show
 from duetgan.data.reading.loader import Batch
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils import checkpoint as checkpoints
-from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -123,7 +122,7 @@ def _hash_ms(path: Path) -> float:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="benchmarks/checkpoint.py", description=__doc__)
+    parser = parser_of("checkpoint", __doc__)
     parser.add_argument("--config", default="configs/quickstart_gan.yaml")
     parser.add_argument("--every", type=int, default=500, help="steps from one checkpoint to the next")
     parser.add_argument("--repeats", type=int, default=7)
@@ -131,7 +130,6 @@ def main(argv: list[str]) -> None:
     where = "where a run would be: checkpoints are written to its disk"
     parser.add_argument("--folder", default=str(runs_folder()), help=where)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     if min(options.every, options.repeats, options.steps) < 1:
         raise UserError("--every, --repeats and --steps must be 1 or more")
@@ -149,10 +147,7 @@ def main(argv: list[str]) -> None:
         "load_1min_before": load,
         "load_1min": os.getloadavg()[0],
     }
-    for name, value in result.items():
-        print(f"{name:28} {value:.4g}" if isinstance(value, float) else f"{name:28} {value}")
-    if options.json:
-        print(json.dumps(result))
+    show(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Each contender lives in a process of its own, with memory settings of its own, a
 `_data_share` is the share of time that reading, decoding and augmenting take (with workers: that the step waits).
 """
 
-import json
 import multiprocessing
 import os
 import statistics
@@ -38,9 +37,10 @@ import torch
 
 from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm, import_timm
+from benchmarks.harness import parser_of, show
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.tasks import build_run_config
-from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.config.cli import positive
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -167,14 +167,13 @@ def run(config: ClassifierConfig, work: Path, *, count: int, repeats: int, steps
 
 def main(argv: list[str]) -> None:
     """The command line."""
-    parser = Parser(prog="benchmarks/classifier.py", description=__doc__)
+    parser = parser_of("classifier", __doc__)
     parser.add_argument("--config", default=str(Path(__file__).parents[1] / "configs" / "bench_classifier.yaml"))
     parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--steps", type=positive, default=10, help="in a repeat")
     parser.add_argument("--images", type=positive, default=2560, help="that everyone trains on, of the sample")
     parser.add_argument("--threads", type=positive, default=cores(), help="of each contender; default: the cores")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where files are made; default: the system's folder")
-    parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     import_timm()
     config = build_run_config(read_yaml(options.config), [], options.config)
@@ -187,10 +186,7 @@ def main(argv: list[str]) -> None:
     sizes = {"count": options.images, "repeats": options.repeats, "steps": options.steps, "threads": options.threads}
     with tempfile.TemporaryDirectory(prefix="classifier-", dir=options.work) as work:
         result = run(config, Path(work), **sizes)
-    for name, value in result.items():
-        print(f"{name:28} {value:,.4g}" if isinstance(value, float) else f"{name:28} {value}")
-    if options.json:
-        print(json.dumps(result))
+    show(result, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ trainings of the same recipe, with random weights and images of noise, take an e
 cache, and the median of those that follow. `repaid_epochs`: after how many the cache has paid for itself.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -21,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from benchmarks.harness import parser_of, show
 from duetgan.data.packing.records import pack_arrays
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
-from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.machine import tune_malloc
@@ -92,14 +91,13 @@ def measure(options: Any, folder: Path, device: torch.device) -> dict[str, float
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="benchmarks/frozen.py", description=__doc__)
+    parser = parser_of("frozen", __doc__)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--side", type=int, default=128, help="px of the images")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--unfreeze", nargs="*", default=[], help="stages that train besides the head, such as layer4")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device")
-    parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     device, load = choose_device(options.device), os.getloadavg()[0]
     if device.type == "cpu":
@@ -107,10 +105,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         result: dict[str, Any] = measure(options, Path(folder), device)
     result |= {"images": options.images, "device": str(device), "threads": torch.get_num_threads(), "load_before": load}
-    for name, value in result.items():
-        print(f"{name:22} {value:.4g}" if isinstance(value, float) else f"{name:22} {value}")
-    if options.json:
-        print(json.dumps(result | {"model": options.model, "side": options.side}))
+    show(result | {"model": options.model, "side": options.side}, as_json=options.json)
 
 
 if __name__ == "__main__":

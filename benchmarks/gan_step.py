@@ -8,7 +8,6 @@ take it) over the time of the steps.
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
 import statistics
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
+from benchmarks.harness import median_ratio, parser_of, show
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader
@@ -32,7 +32,6 @@ from duetgan.training.base.phases import UNMARKED, PhaseClock, listening, phase
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.task import GanTask
-from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -98,7 +97,7 @@ class Timed:
         flop = flops(self.calls)
         found: Result = {
             f"{name}_images_per_second": self.config.batch_size / statistics.median(self.seconds),
-            f"{name}_conv_share": statistics.median(b / s for b, s in zip(self.bare, self.seconds, strict=True)),
+            f"{name}_conv_share": median_ratio(self.bare, self.seconds),
             f"{name}_gflops": flop / statistics.median(self.seconds) / 1e9,
             f"{name}_bare_gflops": flop / statistics.median(self.bare) / 1e9,
             f"{name}_bare_ms": 1000 * statistics.median(self.bare),
@@ -177,8 +176,7 @@ def measure(config: GanConfig, reader: Dataset, device: torch.device, repeats: i
         found |= each.result(name)
     baseline = timed["fp32_nchw"].seconds
     for name in ("bf16", "fp32"):
-        ratios = [b / a for a, b in zip(timed[name].seconds, baseline, strict=True)]
-        found[f"{name}_vs_fp32_nchw_ratio"] = statistics.median(ratios)
+        found[f"{name}_vs_fp32_nchw_ratio"] = median_ratio(baseline, timed[name].seconds)
     task = timed["bf16"].task
     return found | {
         "generator_parameters": sum(p.numel() for p in task.generator.parameters()),
@@ -187,7 +185,7 @@ def measure(config: GanConfig, reader: Dataset, device: torch.device, repeats: i
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="benchmarks/gan_step.py", description=__doc__)
+    parser = parser_of("gan_step", __doc__)
     parser.add_argument("--config", default="configs/bench_gan_step.yaml")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16, help="a repeat; a multiple of the penalties' intervals")
@@ -195,7 +193,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--channels", type=int, default=3)
     parser.add_argument("--classes", type=int, default=0, help="of the random images; 0: unconditional")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     config = build_run_config(read_yaml(options.config), [], options.config)
     if not isinstance(config, GanConfig):
@@ -218,10 +215,7 @@ def main(argv: list[str]) -> None:
         "threads": torch.get_num_threads(),
         "load_1min": os.getloadavg()[0],
     }
-    for name, value in result.items():
-        print(f"{name:48} {value:.4g}" if isinstance(value, float) else f"{name:48} {value}")
-    if options.json:
-        print(json.dumps(result))
+    show(result, as_json=options.json)
 
 
 def check_steps(config: GanConfig, steps: int) -> None:

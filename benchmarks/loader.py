@@ -8,7 +8,6 @@ ImageFolder, webdataset, litdata and SPDL. pack: parallel packing against one pr
 peer runs with the best of 0, 1, 2 and 4 workers (SPDL: threads), searched for at the beginning.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from benchmarks.harness import parser_of, show
 from benchmarks.loading import first_batch, ours, packing, peers
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of, ratio, stream_rate
@@ -32,7 +32,6 @@ from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.packing.sources import open_source
-from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.machine import cores
@@ -229,11 +228,10 @@ def run(names: list[str], sizes: Sizes, work: Path) -> Result:
 
 def main(argv: list[str]) -> None:
     """The command line."""
-    parser = Parser(prog="benchmarks/loader.py", description=__doc__)
+    parser = parser_of("loader", __doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), metavar="NAME,...", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--repeats", type=int, default=Sizes.repeats)
     parser.add_argument("--work", type=Path, metavar="DIR", help="where files are made; default: the system's folder")
-    parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores: meant
     names = options.only.split(",")
@@ -245,10 +243,7 @@ def main(argv: list[str]) -> None:
     if options.work is not None and not options.work.is_dir():
         raise UserError(f"--work {options.work}: no such folder; make it first")
     result = run(names, Sizes(repeats=options.repeats), options.work)
-    for name, value in result.items():
-        print(f"{name:40} {value:,.4g}" if isinstance(value, float) else f"{name:40} {value}")
-    if options.json:
-        print(json.dumps(result))
+    show(result, as_json=options.json)
 
 
 if __name__ == "__main__":

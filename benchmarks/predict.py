@@ -7,7 +7,6 @@ published transform; they alternate. Ours is the loop of predict.py with its CSV
 """
 
 import csv
-import json
 import os
 import statistics
 import sys
@@ -25,11 +24,11 @@ from timm.data import create_transform, resolve_model_data_config
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
+from benchmarks.harness import median_ratio, parser_of, show
 from benchmarks.loading.images import write_jpeg_folder
 from duetgan.inference.inputs import Inputs
 from duetgan.inference.predictions import csv_file, predict
 from duetgan.models.restore import classifier_from, read
-from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.machine import cores
@@ -64,11 +63,10 @@ def theirs(folder: Path, model: torch.nn.Module, device: torch.device, classes: 
 
 def main(argv: list[str]) -> int:
     """Measure, print."""
-    options = Parser(prog="benchmarks/predict.py", description=__doc__)
+    options = parser_of("predict", __doc__)
     options.add_argument("--images", type=int, default=1000)
     options.add_argument("--model", default="resnet18", help="timm's name")
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--json", action="store_true", help="print one line of JSON")
     given = options.parse_args(argv)
     device = choose_device(None)
     rates: dict[str, list[float]] = {"ours": [], "timm": []}
@@ -88,12 +86,9 @@ def main(argv: list[str]) -> int:
                     theirs(folder, plain, device, checkpoint["classes"], Path(place) / "timm.csv")
                 rates[name].append(given.images / (time.perf_counter() - started))
     medians = {f"{name}_images_per_second": statistics.median(values) for name, values in rates.items()}
-    ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["timm"], strict=True))
+    ratio = median_ratio(rates["ours"], rates["timm"])
     result = medians | {"predict_vs_timm_ratio": ratio, "load": os.getloadavg()[0], "device": str(device)}
-    if given.json:
-        print(json.dumps(result))
-    else:
-        print("\n".join(f"{name}: {value}" for name, value in result.items()))
+    show(result, as_json=given.json)
     return 0
 
 

@@ -30,9 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import duetgan.commands.pack
+from benchmarks.harness import parser_of, show
 from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
 from duetgan.utils.checkpoint import file_name, load
-from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import save_yaml
 from duetgan.utils.distributed.process import die_with_parent, process_state, run_cli
 from duetgan.utils.errors import UserError
@@ -324,14 +324,13 @@ def with_own_disk(folder: Path, argv: Sequence[str]) -> int | None:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="benchmarks/soak.py", description=__doc__)
+    parser = parser_of("soak", __doc__)
     parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
     results = "logs and result (default: runs/soak)"
     parser.add_argument("--out", default=str(runs_folder() / "soak"), metavar="DIR", help=results)
     parser.add_argument("--no-mount", action="store_true", help="a limit of the size of files instead of a full disk")
-    parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     seconds = 60 * ((60 * options.hours + options.minutes) or DEFAULT_MINUTES)
     if not 0 < seconds < math.inf:
@@ -349,12 +348,9 @@ def main(argv: list[str]) -> int:
     for task in TASKS:
         soak.run(task)
     result = summary(soak, time.monotonic() - started) | {"seed": options.seed, "mounted": int(own)}
-    for name, value in result.items():
-        print(f"{name:40} {value:.4g}" if isinstance(value, float) else f"{name:40} {value}")
     for finding in soak.findings:
         print(f"FOUND {finding}")
-    if options.json:
-        print(json.dumps(result))
+    show(result, as_json=options.json)
     return 1 if soak.findings else 0
 
 

@@ -41,18 +41,3 @@ def test_pgd_finds_the_worst_case_of_a_linear_classifier():
         sure = left.abs() > 1e-4
         assert np.array_equal(right[sure], (left > 0)[sure].numpy())
     assert found["0/255"].sum() > found["4/255"].sum() > found["16/255"].sum() > 0
-
-
-def test_effects_are_those_of_a_study():
-    random = np.random.default_rng(0)
-
-    def seeds(share: float):
-        rows = [{"1/255": random.random(400) < share, "spoiled": random.normal(share, 0.01, 1)} for _ in range(5)]
-        return rows
-
-    rows = robust.effects({"base": seeds(0.5), "better": seeds(0.7), "same": seeds(0.5)}, "base")
-    assert [row["arm"] for row in rows] == ["better", "same"] * 2
-    found = {(row["arm"], row["column"]): row for row in rows}
-    assert max(found["better", column]["p"] for column in ("1/255", "spoiled")) < 0.01
-    assert found["same", "1/255"]["p"] > 0.05
-    assert 0.1 < found["better", "1/255"]["difference"] < 0.3

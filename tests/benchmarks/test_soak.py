@@ -1,7 +1,6 @@
 """The soak: what its verdict finds, and a very short one."""
 
 import json
-import random
 from typing import Any
 
 import pytest
@@ -9,30 +8,7 @@ import torch
 
 from benchmarks import soak
 from benchmarks.soaking import verdict
-from benchmarks.soaking.verdict import trend, trends, unequal
-
-
-def wandering(seed: int, n: int = 400) -> list[float]:
-    """A stationary figure whose neighbours resemble each other (r = 0.9)."""
-    draws, value, found = random.Random(seed), 0.0, []
-    for _ in range(n):
-        value = 0.9 * value + draws.gauss(0, 1)
-        found.append(100 + value)
-    return found
-
-
-def test_the_line_is_that_of_least_squares_and_its_error_as_wide_as_slopes_vary():
-    times = [0.0, 1.0, 2.0, 4.0]
-    found = trend(times, [1.0, 3.0, 5.0, 9.0])
-    assert found == pytest.approx((2.0, 0.0, 4.5, 4.0))
-    noisy = trend(times, [1.0, 3.5, 4.0, 9.5])
-    matrix = torch.tensor([[t, 1.0] for t in times], dtype=torch.float64)
-    values = torch.tensor([1.0, 3.5, 4.0, 9.5], dtype=torch.float64)
-    assert noisy.slope == pytest.approx(float(torch.linalg.lstsq(matrix, values).solution[0]))
-    lines = [trend([float(i) for i in range(400)], wandering(seed)) for seed in range(60)]
-    varies = (sum(line.slope**2 for line in lines) / 60) ** 0.5
-    assert 0.6 < sum(line.error for line in lines) / 60 / varies < 1.5
-    assert sum(line.flat(0.0) for line in lines) >= 55
+from benchmarks.soaking.verdict import trends, unequal
 
 
 def row(second, saved, anon_mib, **more):
