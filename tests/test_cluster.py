@@ -157,22 +157,17 @@ def test_usr1_reaches_the_processes_and_the_job_queues_itself_again(cluster: Clu
 
 
 @pytest.mark.parametrize(
-    ("status", "code"),
+    ("earlier", "status", "code"),
     [
-        ({"state": "stopped", "reason": "SIGTERM", "exit_code": 3}, 3),  # scancel
-        ({"state": "failed", "reason": "memory", "exit_code": 4}, 1),
+        (None, {"state": "stopped", "reason": "SIGTERM", "exit_code": 3}, 3),  # scancel
+        (None, {"state": "failed", "reason": "memory", "exit_code": 4}, 1),
+        ({"state": "stopped", "reason": "SIGUSR1", "exit_code": 3}, None, 1),  # of an earlier job
     ],
 )
-def test_nothing_else_queues_it_again(cluster: Cluster, status: dict[str, Any], code: int) -> None:
+def test_nothing_else_queues_it_again(cluster: Cluster, earlier: Any, status: Any, code: int) -> None:
+    if earlier:
+        (cluster.run / "status.json").write_text(json.dumps(earlier))
     assert end(cluster.pretend(status=status)) == code
-    assert not cluster.requeued
-
-
-def test_the_status_of_an_earlier_job_does_not_count(cluster: Cluster) -> None:
-    """A job that fails before it begins would else queue itself again for ever."""
-    earlier = {"state": "stopped", "reason": "SIGUSR1", "exit_code": 3}
-    (cluster.run / "status.json").write_text(json.dumps(earlier))
-    assert end(cluster.pretend(status=None)) == 1
     assert not cluster.requeued
 
 

@@ -1,6 +1,7 @@
 """The project's own files: the locks, the import rule, make, CI and the container build."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -85,40 +86,52 @@ def test_dev_lock_contains_the_runtime_lock_with_accelerators_for_linux_only():
             assert not pin.marker.evaluate({"sys_platform": "darwin", "platform_machine": "arm64"}), pin
 
 
-def imported(source: str, within: str = "") -> set[str]:
-    """First names of all absolute imports in a source, those inside functions too; `within`: after this prefix."""
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; several tests read each one."""
+    return ast.parse(path.read_text())
+
+
+def modules_of(tree: ast.AST) -> set[str]:
+    """Return all absolute imports in a source, those inside functions too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@functools.cache
+def imported(path: Path, within: str = "") -> set[str]:
+    """First names of the absolute imports of a file; `within`: after this prefix."""
+    names = modules_of(tree_of(path))
     return {name.removeprefix(within).partition(".")[0] for name in names if name.startswith(within)}
 
 
 def test_our_packages_have_one_name_in_every_way_to_import():
     """A module that is imported as `data` and as `duetgan.data` exists twice, with two states."""
     source = "import a.b as c\ndef f():\n    from d.e import g\nfrom . import h\nfrom d import i"
-    assert imported(source) == {"a", "d"}
-    assert imported(source, "d.") == {"e", "i"}
+    assert modules_of(ast.parse(source)) == {"a.b", "d.e.g", "d.i"}
     wrong = {
         str(path.relative_to(ROOT)): bare
         for path in project_files()
-        if path.suffix == ".py" and (bare := imported(path.read_text()) & set(MAY_IMPORT))
+        if path.suffix == ".py" and (bare := imported(path) & set(MAY_IMPORT))
     }
     assert wrong == {}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_point_one_way(package):
-    outside, ours = {"tests", "benchmarks", "duetgan"}, {*MAY_IMPORT, "library", "hub"}
+    ours = {*MAY_IMPORT, "library", "hub"}
     files = [path for path in sorted((PACKAGE / package).rglob("*.py")) if path.name not in STARTERS]
     assert files
     wrong = {
         str(path.relative_to(ROOT)): forbidden
         for path in files
-        if (forbidden := imported(source := path.read_text(), "duetgan.") & ours - MAY_IMPORT[package])
-        or (forbidden := imported(source.replace("duetgan.", "own.")) & outside)
+        if (forbidden := imported(path, "duetgan.") & ours - MAY_IMPORT[package])
+        or (forbidden := imported(path) & {"tests", "benchmarks"})
     }
     assert wrong == {}
 
@@ -131,10 +144,11 @@ def test_the_package_is_plain_and_the_short_names_are_links():
         assert len(path.read_text().splitlines()) <= 10, path.name
     wrong = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:  # run on import
+        for node in tree_of(path).body:  # run on import
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
             text = ast.unparse(node)
-            is_code = not isinstance(node, ast.FunctionDef | ast.ClassDef)
-            if is_code and re.search(r"(?<!\.)__path__|sys\.(path|exit)", text):
+            if re.search(r"(?<!\.)__path__|sys\.(path|exit)", text):
                 wrong.append(f"{path.relative_to(ROOT)}: {text}")
     assert wrong == []
 
@@ -146,7 +160,7 @@ def test_no_module_imports_itself_by_a_circle():
     targets: dict[str, set[str]] = {}
     for name, path in names.items():
         found: set[str] = set()
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ImportFrom):
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
             elif isinstance(node, ast.Import):
@@ -361,7 +375,7 @@ def test_imports_within_a_wing_point_one_way(wing, room):
     wrong = {
         str(path.relative_to(ROOT)): forbidden
         for path in files
-        if (forbidden := imported(path.read_text(), f"duetgan.{wing}.") - allowed)
+        if (forbidden := imported(path, f"duetgan.{wing}.") - allowed)
     }
     assert wrong == {}
 
@@ -386,7 +400,7 @@ def test_utils_has_four_floors_and_eight_leaves():
     for floor in FLOORS:
         for name in floor:
             for path in (place / name).rglob("*.py") if name in packages else [place / f"{name}.py"]:
-                if upward := imported(path.read_text(), "duetgan.utils.") - below - {name}:
+                if upward := imported(path, "duetgan.utils.") - below - {name}:
                     wrong[path.name] = upward
         below |= floor
     assert wrong == {}
@@ -405,7 +419,7 @@ def test_no_file_is_longer_than_580_lines_no_function_than_112_no_folder_fuller_
     for path in product_files():
         source, name = path.read_text(), path.relative_to(ROOT)
         long += [f"{name}: {length} lines"] if (length := len(source.splitlines())) > 580 else []
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 long += [f"{name}, {node.name}: {length} lines"] if length > 112 else []
@@ -450,7 +464,7 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 def test_identifiers_are_nouns_and_docstrings_begin_with_a_verb_or_a_noun():
     names, starts = [], []
     for path in product_files():
-        tree, place = ast.parse(path.read_text()), path.relative_to(ROOT)
+        tree, place = tree_of(path), path.relative_to(ROOT)
         allowed = ALLOWED.get(str(place).removeprefix("duetgan/"), set()) | {"which"}
         vague = {name for name in identifiers(tree) if name.strip("_").lower() in VAGUE - allowed}
         names += [f"{place}: {name}" for name in sorted(vague)]

@@ -2,7 +2,6 @@
 them; oracles by the pixel.
 """
 
-import dataclasses
 import re
 from functools import partial
 from itertools import product
@@ -12,28 +11,23 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from duetgan.data.images.values import native
 from duetgan.inference.inputs import Input
 from duetgan.inference.predictions import sorter
 from duetgan.metrics.features.extractors import (
     Extractor,
-    classifier_features,
     classifier_input,
     photographs,
     pixel_features,
 )
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.gan import generate
 from duetgan.models.registry import ARCHITECTURES
-from duetgan.models.restore import generator_from
 from duetgan.models.weights import fit_first
 from duetgan.training.gan.ada import Ada, AdaConfig
 from duetgan.training.gan.ada import operations as ops
 from duetgan.utils.errors import UserError
-from duetgan.utils.image_spec import RANGES, ImageSpec
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import DARK, LIGHT, grid, save_image, visible
 from tests.conftest import assert_raises
 from tests.end_to_end.test_rectangles import SMALL
@@ -294,72 +288,3 @@ def test_a_generator_multiplies_its_own_colours_by_alpha(architecture):
     found, straight = outcomes
     torch.testing.assert_close(found, torch.cat([straight[:, :3] * straight[:, 3:], straight[:, 3:]], 1))
     assert not torch.allclose(found, straight)
-
-
-def seen_through(images, spec):
-    """Stored colours times alpha, by which they were divided: of what is nearly transparent they are hardly known."""
-    images = images.float()
-    colours, alpha = images[:, :-1], images[:, -1:]
-    return torch.cat([colours * alpha / RANGES[spec.depth][1], alpha], 1) if spec.alpha else images
-
-
-@pytest.mark.slow
-@settings(max_examples=14, deadline=None)
-@example("stylegan2", 4, True, "uint16", (12, 8), False)
-@given(
-    architecture=st.sampled_from(sorted(SMALL)),
-    channels=st.integers(1, 6),
-    alpha=st.booleans(),
-    depth=st.sampled_from(["uint8", "uint16", "float32"]),
-    size=st.sampled_from([(8, 8), (8, 16), (12, 8)]),
-    several=st.booleans(),
-)
-def test_a_step_a_sample_an_export_and_an_import(tmp_path_factory, architecture, channels, alpha, depth, size, several):
-    from safetensors.torch import load_file
-
-    from duetgan.inference.export.weights import interface, write_weights
-    from duetgan.models.restore import read_weights
-
-    spec = dataclasses.replace(spec_of(channels + alpha, alpha, depth), height=size[0], width=size[1])
-    shape: dict[str, Any] = {"channels": spec.channels, "classes": 3, "resolution": spec.resolution}
-    shape |= {} if spec.pixel_format is None else {"pixel_format": spec.pixel_format}
-    torch.manual_seed(0)
-    generator, discriminator = (
-        ARCHITECTURES[architecture].build(section, config, **shape)
-        for section, config in zip(("generator", "discriminator"), SMALL[architecture], strict=True)
-    )
-    assert generator.spec == discriminator.spec == spec
-    sets = [[0, 2], [], [1]] if several else None
-    generator.label_sets = sets
-    labels = generator.conditions(torch.tensor([0, 1, 2, 0]))
-    drawn = generator(torch.randn(4, 4), labels, noise=[torch.randn(4, *each) for each in generator.noise_shapes()])
-    images, ada = stored(spec), ada_of(spec, 0.8)
-    real = spec.to_float(images).requires_grad_()
-    assert real.amin() >= -1
-    assert real.amax() <= 1
-    seen = [ada.apply(x, ada.draw(0, "real", spec.size, 4), slice(0, 4)) for x in (drawn, real)]
-    (slope,) = torch.autograd.grad(discriminator(seen[1], labels).sum(), real, create_graph=True)
-    (discriminator(seen[0], labels).sum() + slope.square().sum()).backward()
-    for network in (generator, discriminator):
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
-    generator.eval().requires_grad_(False)
-    samples = generate(generator, labels=labels, indices=range(4), seed=1)
-    assert (str(samples.dtype), samples.shape) == (f"torch.{depth}", (4, *spec.shape))
-    assert pixel_features(spec)(samples).isfinite().all()
-    network = classifier_of(spec)
-    assert classifier_features(network, name="x")(samples).isfinite().all()
-    content = {
-        **{"schema": 1, "task": "gan", "step": 1, "classes": ["a", "b", "c"], "shape": shape},
-        "config": {"architecture": architecture, "generator": SMALL[architecture][0]},
-        "state": {"generator_ema": generator.state_dict()},
-    } | ({"sets": sets} if several else {})
-    path = tmp_path_factory.mktemp("kinds") / "w.safetensors"
-    write_weights(path, content)
-    assert load_file(path).keys() == generator.state_dict().keys()
-    assert spec.words in interface(content)["output"]
-    again = generator_from(read_weights(path), several=True)
-    assert (again.spec, again.label_sets) == (spec, sets)
-    repeated = generate(again, labels=labels, indices=range(4), seed=1)
-    found, expected = seen_through(repeated, spec), seen_through(samples, spec)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1 if depth != "float32" else 1e-4)
-    assert_raises(UserError, "needed here", generator_from, read_weights(path)) if several else None

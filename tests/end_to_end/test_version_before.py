@@ -14,7 +14,7 @@ from duetgan.models.layers import convolution
 from duetgan.utils.distributed.process import run_cli
 from tests import slim
 from tests.end_to_end.helpers import rows, state_of, train_in_process
-from tests.fixtures.before import ARCHIVE, RECIPES, STEPS, STOPPED, machine
+from tests.fixtures.before import ARCHIVE, RUNS, STEPS, STOPPED, machine
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def old(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("run", RECIPES)
+@pytest.mark.parametrize("run", RUNS)
 def test_an_old_run_goes_on_as_the_old_version_did(old, run, monkeypatch):
     """To the bit where the torch and the CPU are those that made the fixture; elsewhere within rounding.
 

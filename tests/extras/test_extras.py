@@ -50,7 +50,7 @@ print(*COMMANDS)
 def test_an_extra_is_light_and_declares_what_exists():
     assert len(EXTRAS) > 5
     for package in EXTRAS.values():
-        assert imported(Path(str(package.__file__)).read_text()) == set(), package.__name__
+        assert imported(Path(str(package.__file__))) == set(), package.__name__
         for module, _ in getattr(package, "COMMANDS", {}).values():
             assert importlib.util.find_spec(module)
         for registry, module in getattr(package, "ATTACHES", {}).items():
