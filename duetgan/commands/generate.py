@@ -283,7 +283,7 @@ def add_dataset_options(add: Add) -> None:
 
 def write_dataset(options: Namespace) -> str:
     check_target(options.out, options.overwrite)
-    sampler, checkpoint, path = open_sampler(options)
+    sampler, checkpoint, path = open_sampler(options, every_class=True)
     from duetgan.inference import dataset
 
     source = dataset.provenance(path, checkpoint, sampler)
@@ -338,6 +338,7 @@ OUTPUTS = {
         write_dataset,
         add_dataset_options,
         suffixes=(".lmdb",),
+        sources={"seeds": "samples of each class, without files"},
     ),
 }
 

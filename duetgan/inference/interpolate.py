@@ -66,7 +66,7 @@ class Journey:
         if self.space == "w":
             with_styles(sampler.generator, "interpolate --space w")
         else:
-            self.sampler.need_z()
+            self.sampler.refuse_latents("leave out --space z")
 
     def __len__(self) -> int:
         return self.keyframes * self.frames

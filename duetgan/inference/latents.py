@@ -70,7 +70,7 @@ def read_latents(source: str, generator: StyledGenerator, names: Sequence[str]) 
     file, _, space = source.rpartition(":") if source.endswith((":w", ":w+")) else (source, "", "")
     tensors, metadata = read_tensors(Path(file), REMEDY)
     faults = (KeyError, TypeError, ValueError, RecursionError)
-    with explained(faults, f"{file}: is no file of latents; {REMEDY}"):
+    with explained(faults, f"{file}: contains no saved latents; {REMEDY}"):
         entry = dict(json.loads(metadata[ENTRY]))
     name = "-".join(filter(None, (Path(file).stem, space)))
     space = space or ("w+" if "w+" in tensors else "w")

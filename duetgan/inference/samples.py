@@ -27,7 +27,7 @@ from duetgan.models.gan import (
 )
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
-from duetgan.utils.errors import UserError, refuse
+from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.images import PADDING, save_captioned, save_image, save_table
 from duetgan.utils.machine import upload
 from duetgan.utils.runlog.progress import Bar
@@ -113,10 +113,10 @@ class Sampler:
         sources = enumerate(self.sources[number] for number in numbers if self.sources)
         return {row: source for row, source in sources if isinstance(source, Latents)}
 
-    def need_z(self) -> None:
-        """Raise UserError if a source is saved latents."""
+    def refuse_latents(self, remedy: str) -> None:
+        """Raise UserError, which ends with `remedy`, if a source is saved latents."""
         for latents in self.saved(range(len(self.sources))).values():
-            raise UserError(f"{latents.name}: holds a w, and no z leads to it; leave out --space z")
+            raise UserError(f"{latents.name}: is a saved w, which has no seed and no z; {remedy}")
 
     def indices(self, numbers: Sequence[int]) -> list[int]:
         """Return the last part of each sample's random key."""
@@ -486,7 +486,9 @@ def load_sources(
             refuse((shape != expected, f"{source.name}: w is {shape}, not {expected} as here"))
             result.append(source)
         else:  # NumPy's integers are no keys of seeds.
-            result += [operator.index(source)] * max(times, 1)
+            message = f"seeds: {source!r} is neither a whole number, a file name nor a projection"
+            with explained(TypeError, f"{message}; give these"):
+                result += [operator.index(source)] * max(times, 1)
     if times > 1:
         result.sort(key=lambda source: isinstance(source, Latents))
     return result

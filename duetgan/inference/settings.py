@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -62,6 +62,17 @@ def numbers(text: str, high: int) -> list[int]:
     return result
 
 
+def ranges(seeds: Iterable[int]) -> str:
+    """Return seeds as a text that `numbers` parses."""
+    spans: list[list[int]] = []
+    for seed in seeds:
+        if spans and seed == spans[-1][1] + 1:
+            spans[-1][1] = seed
+        else:
+            spans.append([seed, seed])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
 def sources(text: str) -> list[int | str]:
     """Parse seeds and files of latents, such as `2,3,10-80,found.safetensors`, as the type of an
     option.
@@ -75,7 +86,7 @@ def sources(text: str) -> list[int | str]:
             result += numbers(part, MAX_SEED)
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no seed, range of seeds or file of latents; write them like "
+                f"{part!r} is not a seed, a range of seeds or a .safetensors file; write them like "
                 "2,3,10-80,found.safetensors"
             ) from None
     return result

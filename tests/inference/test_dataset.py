@@ -2,7 +2,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from duetgan.commands import generate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference import dataset
 from duetgan.inference.dataset import provenance, write_dataset
@@ -86,6 +88,22 @@ def test_it_has_a_passport(generator, checkpoint, tmp_path):
     other = sampler_of(without_w(), seed=2**70)
     with pytest.raises(UserError, match=r"provenance cannot be written: seed is .*give another value"):
         write_dataset(other, checkpoint, tmp_path / "z.lmdb", source="", count=3)
+
+
+def test_seeds_are_drawn_for_each_class_as_a_grid_draws_them(runs, tmp_path):
+    base = ["--checkpoint", str(runs["grey"]), "--classes", "light,dark", "--seeds", "3,7-9", "--noise-mode", "const"]
+    path, folder = tmp_path / "x.lmdb", tmp_path / "grid"
+    assert generate.main(["dataset", *base, "--out", str(path)]) == 0
+    assert generate.main(["grid", *base, "--out", str(folder)]) == 0
+    with Dataset(path) as reader:
+        images, labels = reader.read(np.arange(len(reader)))
+        assert ", seeds 3,7-9, psi 1, noise const" in reader.meta.source
+        assert reader.meta.passport["seed"] == 3
+    assert labels.tolist() == [2, 0] * 4
+    for number, image in enumerate(images):
+        name = f"seed000{(3, 7, 8, 9)[number // 2]}-{('light', 'dark')[number % 2]}.png"
+        with Image.open(folder / name) as file:
+            np.testing.assert_array_equal(np.asarray(file), image[0])
 
 
 def test_fewer_images_than_classes_are_refused(generator, checkpoint, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import duetgan
+from duetgan.commands import evaluate
 from duetgan.commands import export as script
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export import check
@@ -237,6 +238,11 @@ def test_a_temperature_stays_in_every_export_and_changes_no_predicted_class(run,
     told = json.loads(capsys.readouterr().out)
     temperature = told["temperature"]["value"]
     assert (told["temperature"]["n"], told["rows"][1]["largest_difference"]) == (60, 0)
+    assert evaluate.main(["--checkpoint", str(run), "--out", str(tmp_path / "eval"), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["temperature"]
+    assert evaluated.keys() == told["temperature"].keys() > {"nll_before", "ece_before", "nll_after", "ece_after"}
+    for key, value in evaluated.items():
+        assert told["temperature"][key] == pytest.approx(value, rel=1e-6), key
     cold, warm = (duetgan.load_classifier(path, device="cpu") for path in (run, out))
     assert cold.network.temperature is None
     with Dataset(run.parent / "test.lmdb") as images:

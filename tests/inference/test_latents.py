@@ -125,21 +125,22 @@ def test_files_that_do_not_fit_are_refused_with_one_line(runs, found, generator,
     assert_raises(UserError, "is of another network", read_latents, str(saved), styled(seed=1), CLASSES)
     for metadata in (None, {"projection": "{"}, {"projection": "[1]"}, {"projection": "null"}):
         save_file({"w": torch.zeros(8)}, file, metadata=metadata)
-        assert_raises(UserError, "is no file of latents; write it with", read_latents, str(file), generator, [])
+        assert_raises(UserError, "contains no saved latents; write it with", read_latents, str(file), generator, [])
     file.write_bytes(b"x" * 100)
     assert_raises(UserError, "x.safetensors cannot be read", read_latents, str(file), generator, [])
     save_file({"w": torch.zeros(8)}, file, metadata={"projection": "{}"})  # as written before it had more entries
     assert read_latents(str(file), generator, []).noise == "const"
 
     for command, run, options, told in (
-        ("interpolate", "grey", ["--seeds", f"1,{saved}", "--space", "z"], "const: holds a w, and no z leads to it"),
+        ("interpolate", "grey", ["--seeds", f"1,{saved}", "--space", "z"], "const: is a saved w, which has no seed and no z; leave"),
         ("interpolate", "grey", ["--seeds", "1"], "give two or more"),
-        ("grid", "grey", ["--seeds", "5-2"], "argument --seeds: '5-2' is no seed, range"),
+        ("grid", "grey", ["--seeds", "5-2"], "argument --seeds: '5-2' is not a seed, a range"),
+        ("dataset", "grey", ["--seeds", f"1,{saved}"], "const: is a saved w, which has no seed and no z; give seeds"),
         ("grid", "grey", ["--seeds", "5", "--n", "2"], "--seeds names the samples: leave out --seed and --n"),
         ("grid", "grey", ["--seeds", "5", "--seed", "0"], "--seeds names the samples: leave out --seed and --n"),
         ("grid", "r3", ["--seeds", saved], "const.safetensors works on w, which this generator does not have"),
     ):
-        suffix = ".gif" if command == "interpolate" else ".png"
+        suffix = {"interpolate": ".gif", "dataset": ".lmdb"}.get(command, ".png")
         out = ["--out", tmp_path / "out" / f"x{suffix}"]
         assert told in refused(generate.main, command, "--checkpoint", runs[run], *out, *options)
     assert not (tmp_path / "out").exists()
@@ -156,6 +157,7 @@ def test_a_program_draws_by_seeds_files_and_projections(runs, found, tmp_path):
     assert generator.sample(seeds=[projection]).images[0].equal(projection.image)
     cut = replace(projection, ws=projection.ws[:2])
     assert_raises(UserError, r"w is \[2, 8\], not \[4, 8\]", generator.sample, seeds=[cut])
+    assert_raises(UserError, "seeds: 1.5 is neither a whole number", generator.sample, seeds=[1.5])
     another = duetgan.load_generator(runs["r3"], device="cpu")
     assert_raises(UserError, "works on w", another.sample, seeds=[projection])
     assert samples.labels[:2] == ["grey", "light"]

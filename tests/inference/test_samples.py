@@ -173,7 +173,7 @@ def test_seeds_and_files_are_parsed(generator):
     ]
     assert sources(str(2**32 - 1)) == [2**32 - 1]
     for text in ("", "1,", "5-2", "a", "-1", "1-", "1.5", "x.pt", "4294967296", "0-100000", "1" * 5000, "1--2"):
-        assert_raises(argparse.ArgumentTypeError, "is no seed, range of seeds or file of latents", sources, text)
+        assert_raises(argparse.ArgumentTypeError, "is not a seed, a range of seeds or a .safetensors", sources, text)
     # as in NVIDIA's programs: seed j of the option is their seed j
     found = sampler_of(generator, chosen=[1], sources=[7], numpy_latents=True).latents([0]).code[0].numpy()
     np.testing.assert_array_equal(found, np.random.RandomState(7).randn(generator.z_dim).astype(np.float32))

@@ -255,7 +255,15 @@ def test_a_classifiers_further_figures(tmp_path):
     (run / "eval").mkdir(parents=True)
     found = {"accuracy": 0.75, "balanced_accuracy": 0.5, "balanced_accuracy_interval": [0.4375, 0.5625]}
     found |= {"auroc": 0.875, "auroc_interval": [0.8125, 0.9375], "precision": "fp32"}
+    fitted = {"value": 0.7, "n": 60, "nll_before": 0.5, "nll_after": 0.375, "ece_before": 0.08, "ece_after": 0.018}
+    found["temperature"] = fitted | {"ece_interval_before": [0.069, 0.091], "ece_interval_after": [0.006, 0.029]}
     write(run / "eval" / "metrics.json", found)
+    written = html.unescape(write_report(run).read_text())
+    rows = [re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", written)]
+    cells = ["8.0 % (95 % interval 6.9 to 9.1)", "1.8 % (95 % interval 0.6 to 2.9)"]
+    assert ["temperature", "1", "0.7"] in rows
+    assert ["negative log-likelihood", "0.5", "0.375"] in rows
+    assert ["calibration error (ECE)", *cells] in rows
     text = page(write_report(run)).text
     shown = ["rare and frequent classes count equally (95 % interval 43.8 to 56.2 %)"]
     shown += ["averaged over the classes (95 % interval 0.812 to 0.938)"]

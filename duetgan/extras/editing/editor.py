@@ -89,7 +89,7 @@ class Editor:
         """Return samples by number: z, or truncated styles if the space is w."""
         if self.space == "w":
             return truncated_styles(sampler, numbers)
-        sampler.need_z()
+        sampler.refuse_latents("leave out --space z")
         return sampler.latents(numbers)
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
