@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train.py", "evaluate.py", "generate.py", "predict.py", "export.py"]
 EXTRAS = [name for name in ("influence", "study") if name in TABLE]
-COMMANDS = [*EXTRAS, "data.pack", "data.inspect", "data.duplicates", "compare"]
+COMMANDS = [*EXTRAS, "data.pack", "data.inspect", "data.duplicates"]
 NOWHERE = ["--checkpoint", "nowhere/nothing-here"]
 OUT = ["--out", os.path.join(tempfile.gettempdir(), "x.png")]
 MISSING = {

@@ -33,7 +33,6 @@ COMMANDS = {
         "train a GAN or a classifier, or resume; --list prints the recipes",
     ),
     "evaluate": ("duetgan.commands.evaluate", "evaluate a checkpoint"),
-    "compare": ("duetgan.reporting.compare", "write a page that compares evaluated runs"),
     "compare-images": (
         "duetgan.commands.compare_images",
         "compare two sets of images: distances, precision, recall, copies",

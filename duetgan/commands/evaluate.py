@@ -236,9 +236,8 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         print(f"wrote {kind.file}, {', '.join(document['images'])} into {out}", file=sys.stderr)
         run = run_folder(path)
         if options.out is None and (run / "config.yaml").is_file():
-            from duetgan.reporting.report import show_images, write_report
+            from duetgan.reporting.report import write_report
 
-            show_images(run, checkpoint["step"], [out / name for name in document["images"]])
             print(f"report: {write_report(run)}", file=sys.stderr)
     return 0
 

@@ -74,25 +74,6 @@ def parser() -> Parser:
         help="largest number of images for the calibration of int8",
     )
     add(
-        "--batch-size",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="size of the larger batch of the timing",
-    )
-    add(
-        "--no-benchmark",
-        action="store_true",
-        help="skip the timing; the file is checked anyway",
-    )
-    add(
-        "--repeats",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="runs of the timing, whose median counts",
-    )
-    add(
         "--json",
         action="store_true",
         help="print one JSON document instead of a table; logs go to stderr",
@@ -107,12 +88,10 @@ def main(argv: list[str]) -> int:
     """
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
-    import torch  # takes seconds, so the options are checked first
-
+    # These imports take seconds, so the options are checked first.
     from duetgan.inference.export.check import CheckFailed, document, export, table
     from duetgan.metrics.tables import temperature_table
     from duetgan.models.restore import read
-    from duetgan.reporting.report import refresh
 
     machine.settle()
     checkpoint = read(path)
@@ -130,8 +109,6 @@ def main(argv: list[str]) -> int:
             "passed": failure is None,
             "reason": failure,
             "checked": checked,
-            "batch_size": options.batch_size,
-            "threads": torch.get_num_threads(),
         }
         head |= {"temperature": subject.temperature, "rows": document(rows)}
         print(json.dumps(head, indent=1, allow_nan=False))
@@ -139,13 +116,12 @@ def main(argv: list[str]) -> int:
         if subject.temperature is not None:
             header, cells = temperature_table({"temperature": subject.temperature})
             print(columns([header, *cells]))
-        print(f"checked on {checked} inputs; speeds with {torch.get_num_threads()} threads")
-        print(table(rows, batch=options.batch_size))
+        print(f"checked on {checked} inputs")
+        print(table(rows))
     if failure is not None:
         message = f"{options.out}: not written, {failure}; choose another --format"
         if FORMATS[options.format].quantized:
             message += ", or calibrate with more or other images (--calibration)"
         raise CheckFailed(message)
     print(f"wrote {options.out}, {rows[-1].bytes / 2**20:.2f} MiB", file=sys.stderr)
-    refresh(options.out)
     return 0

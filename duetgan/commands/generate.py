@@ -401,9 +401,6 @@ def open_sampler(
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     print(options.run(options))
-    from duetgan.reporting.report import refresh
-
-    refresh(options.out)
     return 0
 
 

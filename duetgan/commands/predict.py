@@ -74,7 +74,6 @@ def main(argv: list[str]) -> int:
     from duetgan.inference.inputs import Inputs
     from duetgan.models.fast import faster
     from duetgan.models.restore import classifier_from, read
-    from duetgan.reporting.report import refresh
     from duetgan.utils.distributed.collectives import choose_device
     from duetgan.utils.runlog.progress import Bar
 
@@ -129,9 +128,6 @@ def main(argv: list[str]) -> int:
         count = len(inputs)
     if not quiet:
         print(bar.text(), file=sys.stderr)
-    for kind in ("gradcam", *additions):
-        if folder := getattr(options, kind):
-            refresh(folder / "maps")
     for path in filter(None, (options.csv, options.errors)):
         print(f"wrote {path}", file=sys.stderr)
     for failure, names in failures.items():

@@ -28,7 +28,6 @@ from duetgan.metrics.features.extractors import classifier_input, shared_pass
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.figures import CLASSIFIER, LABELS, measured
 from duetgan.metrics.images import (
-    save_confused,
     save_confusion,
     save_evidence,
     save_mistakes,
@@ -290,9 +289,6 @@ def _write_evaluation(
     if not isinstance(answers, LabelAnswers):
         save_confusion(figures["confusion"], dataset.classes, out / "confusion.png")
         save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
-        if images:
-            save_confused(dataset, answers, figures["confused"], out / "confused.png")
-            images.append("confused.png")
         images = ["confusion.png", "reliability.png", *images]
     elif data_of(checkpoint, "val_path") == dataset.path:
         notes["thresholds"] = (

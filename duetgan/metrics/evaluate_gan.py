@@ -34,7 +34,7 @@ from duetgan.metrics.intervals import Measured
 from duetgan.metrics.lineage import leaks, load_judge, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED, Document
 from duetgan.metrics.samples import memorisation
-from duetgan.metrics.samples.judged import class_score, recognised
+from duetgan.metrics.samples.judged import recognised
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator
@@ -461,8 +461,8 @@ def judge_skills(
     """Measure how well each classifier predicts n real test images, at the samples' size.
 
     Returns:
-        For each classifier, `accuracy` with its interval, `majority_class_rate`, `is_weak`, `n` and
-        the `class_score` of the images; None if its classes are not the images'.
+        For each classifier, `accuracy` with its interval, `majority_class_rate`, `is_weak` and `n`;
+        None if its classes are not the images'.
     """
     chosen = select(dataset.label_numbers(), n=n, seed=options.seed, role="judge")
     skills: dict[int, Document] = {}
@@ -487,17 +487,14 @@ def _skill(
 ) -> Document:
     hits = recognised(probabilities, torch.from_numpy(dataset.meta.conditions(labels)), thresholds)
     majority = float(np.bincount(labels).max() / len(labels))
-    skilled, score = has_skill(hits, majority), Measured(None)
+    skilled = has_skill(hits, majority)
     if thresholds is None:
         answers = Answers(probabilities, torch.from_numpy(labels), dataset.classes)
         skilled = skilled or has_skill(balanced_accuracy(answers), 1 / len(np.unique(labels)))
-        score = class_score(probabilities)
     return {
         "accuracy": hits.value,
         "accuracy_interval": hits.interval,
         "majority_class_rate": majority,
         "is_weak": not skilled,
         "n": len(labels),
-        "class_score": score.value,
-        "class_score_interval": score.interval,
     }

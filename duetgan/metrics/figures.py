@@ -171,7 +171,6 @@ def _kernel(first: Tensor, samples: Samples) -> tuple[float, float]:
 
 TRAINING = {"training": ""}
 NAMES = {"names": ""}
-PROBABILITIES = {"probabilities": ""}
 JUDGED = {
     "names": "the generator is unconditional: no class was requested that could be recognised",
     "probabilities": "no classifier was given; --classifier RUN names one",
@@ -255,12 +254,6 @@ GAN = [
         "mean Frechet distance within the classes, which is large for a generator that ignores its labels",
         lambda s: intra_class_frechet(s.fake[: s.n], s.real[: s.n], s.labels[: s.n], len(s.names)),
         better="smaller", unit="", needs=NAMES, by_class="intra_class_frechet_by_class",
-    ),
-    Figure(
-        "class_score", "class score",
-        "class score: the Inception score with the judge in place of Inception; it ignores diversity within a class",
-        lambda samples: judged.class_score(samples.probabilities) if samples.thresholds is None else Measured(None),
-        better="larger", unit="", needs=PROBABILITIES, by_judge=True,
     ),
 ]  # fmt: skip
 # metrics of two sets of images that need neither classes, nor a judge, nor training images

@@ -16,7 +16,7 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building
-from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table, visible
+from duetgan.utils.images import drawable, families, save_captioned, save_rows, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,26 +91,6 @@ def save_mistakes(
         images = torch.from_numpy(dataset.read(records)[0])
         save_captioned(list(images), captions, path, spec=dataset.spec)
     return bool(wrong)
-
-
-def save_confused(
-    dataset: Dataset,
-    answers: Answers,
-    pairs: Sequence[Mapping[str, Any]],
-    path: Path,
-    *,
-    columns: int = 8,
-) -> None:
-    """Draw a row of mistakes, the most confident first, for each pair of `confused_pairs`."""
-    names = list(answers.names)
-    rows = []
-    for pair in pairs:
-        true, predicted = names.index(pair["true"]), names.index(pair["predicted"])
-        is_pair = (answers.labels == true) & (answers.predicted == predicted)
-        records = answers.record_numbers(surest(is_pair, answers)[:columns])
-        rows.append(list(dataset.read(records)[0]))
-    heads = [f"{pair['true']} as {pair['predicted']} ({pair['n']})" for pair in pairs]
-    save_table(rows, path, row_heads=heads, spec=dataset.spec)
 
 
 def save_evidence(

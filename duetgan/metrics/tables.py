@@ -114,8 +114,6 @@ def _context(document: Document, row: Figure) -> str:
         if "majority_class_rate" in judge:
             text += f", the most frequent class is {percent(judge['majority_class_rate'])} of them"
         context.append(text)
-    if row.key == "class_score" and judge.get("class_score") is not None:
-        context.append(f"real images: {plain(judge['class_score'])}")
     return f" ({'; '.join(context)})" if context else ""
 
 

@@ -1,16 +1,14 @@
-"""Images of a report, embedded in the page; links to other files of a run folder; and line charts
-as inline SVG, which matplotlib draws and the page's CSS colours for light and dark mode.
+"""Images of a report, embedded in the page, and line charts as inline SVG, which
+matplotlib draws and the page's CSS colours for light and dark mode.
 """
 
 import base64
 import io
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from markupsafe import Markup
 from PIL import Image
@@ -125,7 +123,6 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
 
 
 MOST_SAMPLES = 12  # largest number of a training's sample grids to embed
-MOST_OUTPUTS = 12  # largest number of other commands' images to embed
 # Exceptions that Pillow raises for bad images.
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 EMBED_WHOLE = 100_000  # bytes; larger images are shrunk before they are embedded
@@ -140,7 +137,6 @@ CAPTIONS = {  # stem of an image in eval/ -> caption
     "mixing": "Style mixing: A with the coarse styles (pose, shape) of B",
     "confusion": "Confusion matrix: true classes in rows, predicted classes in columns",
     "reliability": "Accuracy by confidence: a well calibrated classifier is on the diagonal",
-    "confused": "The most frequent confusions: true class as predicted class, number of images",
     "robustness": "A test image without and with each corruption, at each strength",
     "evidence": "The most confident mistakes, then correct predictions, each next to its evidence (Grad-CAM)",
     "mistakes": "The most confident mistakes: record and true class, predicted class",
@@ -173,24 +169,6 @@ def samples(run: Run) -> list[Picture]:
             caption = "the first training images, as the network sees them"
         grids.append(picture(path, caption))
     return grids
-
-
-def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
-    """Return the files that other commands have written into the run folder.
-
-    Returns:
-        Images to embed, at most MOST_OUTPUTS: Grad-CAM maps, grids, projections.
-        Links to the remaining files: (address relative to the page in `folder`, name, size).
-    """
-    embedded = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
-    links = []
-    for path in run.outputs:
-        if path in embedded:
-            continue
-        name, size = path.relative_to(folder).as_posix(), path.stat().st_size
-        words = f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
-        links.append((quote(os.fsencode(name)), name, words))
-    return [picture(path, str(path.relative_to(run.folder))) for path in embedded], links
 
 
 def picture(path: Path, caption: str) -> Picture:

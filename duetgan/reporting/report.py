@@ -7,13 +7,9 @@ because the run has not written them yet.
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-
-import numpy as np
-from PIL import Image
 
 from duetgan.metrics import tables
 from duetgan.reporting import figures, pictures
@@ -21,10 +17,7 @@ from duetgan.reporting.figures import headline
 from duetgan.reporting.pictures import Chart
 from duetgan.reporting.run_files import Run
 from duetgan.utils import files
-from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
-from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.runlog.run_log import Events
 from duetgan.utils.runlog.versions import environment
 from duetgan.utils.text import duration
 
@@ -93,17 +86,6 @@ def write_report(run_dir: str | Path) -> Path:
         commands=commands,
         answers=(),
     )
-
-
-def refresh(output: Path) -> None:
-    """Rewrite the report of the run whose folder or subfolder contains `output`, to show it.
-
-    Does nothing if there is no such run.
-    """
-    for folder in output.resolve().parents[:2]:
-        if (folder / "config.yaml").is_file():
-            print(f"report: {write_report(folder)}", file=sys.stderr)
-            return
 
 
 def write_quickstart_report(
@@ -188,21 +170,6 @@ def charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
         else:
             folded.append(chart)
     return (visible, folded) if visible else (folded, [])
-
-
-def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
-    """Add image files to the TensorBoard events of a run, if it has events and is not training.
-
-    TensorBoard reads only the newest file of a folder, and would miss the events of a training.
-    """
-    if not (run / "tensorboard").is_dir():
-        return
-    with suppress(UserError), closing(RunFolder(run)) as folder:
-        folder.open()  # raises UserError if the run trains, or its folder is not writable
-        with closing(Events(run / "tensorboard")) as events:
-            for file in files:
-                with Image.open(file) as image:
-                    events.image(step, f"evaluation/{file.stem}", np.asarray(image.convert("RGB")))
 
 
 VERDICT_CLASSES = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # CSS classes

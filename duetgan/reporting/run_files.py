@@ -11,11 +11,6 @@ from duetgan.utils import files
 
 MAX_VALUE = 1e100  # larger values would overflow the ticks of a chart
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves
-# Folders that the training or the evaluation writes; they hold no outputs of other commands.
-# Listing `heartbeat` might fail, because processes remove it when they end.
-RUN_FOLDERS = ("checkpoints", "eval", "samples", "tensorboard", "heartbeat")
-OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
-
 Record = dict[str, Any]  # a JSON object
 Document = Mapping[str, Any]  # a JSON object that is only read
 
@@ -46,19 +41,6 @@ class Run:
         if isinstance(order, list):  # Files that an earlier evaluation left are not listed in it.
             images = [path for path in self.images if path.name in order]
             self.images = sorted(images, key=lambda path: order.index(path.name))
-        self.outputs = self._outputs()
-
-    def _outputs(self) -> list[Path]:
-        """List the files that predict.py, generate.py and export.py wrote into the run folder."""
-        paths = list(self.folder.glob("*"))
-        for folder in list(paths):
-            if folder.name not in RUN_FOLDERS:
-                paths += folder.glob("*")
-        return sorted(
-            path
-            for path in paths
-            if path.suffix in OUTPUTS and path.is_file() and not path.name.startswith(".")
-        )
 
     def _text(self, name: str) -> str:
         """Return the text of a file; empty if it is missing, or unreadable, which adds a note."""

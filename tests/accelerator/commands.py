@@ -37,7 +37,7 @@ QUIET = ["--log.samples-every", "0", "--evaluation.every", "0"]
 BETWEEN = {"first": "Sandal", "last": "Sneaker"}  # classes that the classifier names, after its few steps
 GAN, CLASSIFIER = "--checkpoint {gan}", "--checkpoint {classifier}"
 FP32 = "--precision fp32"  # auto is another one on an accelerator
-FAST = "--repeats 1 --n 20 --json"  # of an export's check
+FAST = "--n 20 --json"  # of an export's check
 SEARCH = "--run-dir {out} --lr-find --lr-find-steps 16"
 
 # which device it was, when, and how fast

@@ -102,7 +102,6 @@ def test_figures_tell_what_was_recognised(folder, run, tmp_path, capsys):
     assert run_cli(evaluate.main, [*options, "--out", str(tmp_path / "eval")]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert list(figures["recognised_by_class"]) == CLASSES == list(figures["diversity_by_class"])
-    assert figures["class_score"] is None
     assert 0 <= figures["recognised"] <= 1
     assert figures["judge"]["n"] == 20
     assert {"samples.png", "real.png"} <= set(figures["images"])

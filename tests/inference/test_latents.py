@@ -132,10 +132,10 @@ def test_files_that_do_not_fit_are_refused_with_one_line(runs, found, generator,
     assert read_latents(str(file), generator, []).noise == "const"
 
     for command, run, options, told in (
-        ("interpolate", "grey", ["--seeds", f"1,{saved}", "--space", "z"], "const: is a saved w, which has no seed and no z; leave"),
+        ("interpolate", "grey", ["--seeds", f"1,{saved}", "--space", "z"], "const: is a saved w, which has no seed"),
         ("interpolate", "grey", ["--seeds", "1"], "give two or more"),
         ("grid", "grey", ["--seeds", "5-2"], "argument --seeds: '5-2' is not a seed, a range"),
-        ("dataset", "grey", ["--seeds", f"1,{saved}"], "const: is a saved w, which has no seed and no z; give seeds"),
+        ("dataset", "grey", ["--seeds", f"1,{saved}"], "no seed and no z; give seeds"),
         ("grid", "grey", ["--seeds", "5", "--n", "2"], "--seeds names the samples: leave out --seed and --n"),
         ("grid", "grey", ["--seeds", "5", "--seed", "0"], "--seeds names the samples: leave out --seed and --n"),
         ("grid", "r3", ["--seeds", saved], "const.safetensors works on w, which this generator does not have"),

@@ -203,7 +203,7 @@ def test_the_library(trained, files):
 def test_an_export(trained, call, tmp_path):
     """Its document's values, and that the file is of the checkpoint that was named."""
     out, path = tmp_path / "x.safetensors", trained["classifier"] / "checkpoints" / f"step-{BEST:08d}.pt"
-    options = f"--n 29 --data {trained['test.lmdb']} --repeats 1 --batch-size 5 --format safetensors --json"
+    options = f"--n 29 --data {trained['test.lmdb']} --format safetensors --json"
     document = json.loads(call(export, f"--checkpoint {trained['classifier']} {options} --out", out))
     records = numpy_generator(0, "eval", "export").permutation(COUNT)[:29]
     images, labels = to_float(trained.images["test"][records]), trained.labels["test"][records]
@@ -212,13 +212,8 @@ def test_an_export(trained, call, tmp_path):
     same = {"largest_difference": 0.0, "agreement": 1.0, "accuracy_change": 0.0}
     same["accuracy"] = float((logits.argmax(1).numpy() == labels).mean())
     first, *later_rows = document.pop("rows")
-    for row in (*later_rows, first):  # both speeds are against the first
-        assert row.pop("batch1_speedup") == pytest.approx(first["batch1_ms"] / row["batch1_ms"])
-        assert row.pop("batch_speedup") == pytest.approx(row["images_per_second"] / first["images_per_second"])
-        assert row.pop("batch1_ms") * row.pop("images_per_second") > 0
     size = sum(tensor.nbytes for tensor in trained.network.state_dict().values())
     assert first == {"name": "fp32 eager", "bytes": size} | same
     assert later_rows[-1] == {"name": "safetensors", "bytes": out.stat().st_size} | same
     head = {"checkpoint": str(path), "step": BEST, "task": "classifier", "format": "safetensors", "file": str(out)}
-    head |= {"temperature": None, "threads": 1}
-    assert document == head | {"passed": True, "reason": None, "checked": 29, "batch_size": 5}
+    assert document == head | {"temperature": None, "passed": True, "reason": None, "checked": 29}

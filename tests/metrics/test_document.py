@@ -185,11 +185,6 @@ def calibration(p: np.ndarray, labels: np.ndarray) -> Any:
     return lambda w: sum(abs((w * gaps)[place == k].sum()) for k in range(15)) / w.sum()
 
 
-def divergence(p: np.ndarray) -> Any:
-    """The class score as a function of the images' weights."""
-    return lambda w: np.exp(np.average((p * np.log(p / np.average(p, axis=0, weights=w))).sum(1), weights=w))
-
-
 def ranked(hot: np.ndarray, scores: np.ndarray) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Means over the classes, and the classes' values, of AUROC and average precision."""
     figures: Any = {"auroc": theirs.roc_auc_score, "average_precision": theirs.average_precision_score}
@@ -275,7 +270,7 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     sure = "training began with a logistic regression on the features, of accuracy 0.613 (0.504 to 0.711)"
     sure += " by cross-validation"
     expected |= {"probe": PROBE, "notes": {"n": few(expected["accuracy_interval"], "accuracy"), "probe": sure}}
-    names = ["confusion", "reliability", "mistakes", "confused", "evidence"]
+    names = ["confusion", "reliability", "mistakes", "evidence"]
     expected["majority_class_rate"] = np.bincount(labels).max() / N
     expected |= {"precision": "fp32", "fold": True, "tta": "flip", "images": [f"{name}.png" for name in names]}
     result.check(expected, columns, trained["test.lmdb"])
@@ -284,17 +279,11 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     words = [(f"{records[i]}: {true[i]}", f"named {named[i]} {columns['confidence'][i]:.2f}") for i in range(N)]
     order = np.argsort(-columns["confidence"])
     wrong, right = ([i for i in order if (true[i] != named[i]) == mistaken] for mistaken in (True, False))
-    chosen, confused = [*wrong[:4], *right[:4]], []
-    for pair in expected["confused"]:
-        confused += [i for i in wrong if (true[i], named[i]) == (pair["true"], pair["predicted"])][:8]
-    heads = ["{true} as {predicted} ({n})".format(**pair) for pair in expected["confused"]]
+    chosen = [*wrong[:4], *right[:4]]
     heats = image_heat(trained.network, images[chosen], torch.from_numpy(columns["prediction"][chosen]))
     maps = [overlay(images[i], heat) for i, heat in zip(chosen, heats, strict=True)]
     drawings: dict[str, Any] = {"mistakes.png": (images[wrong[:24]], flat(words[i] for i in wrong[:24]))}
-    drawings |= {
-        "confused.png": (images[confused], heads),
-        "evidence.png": (flat(maps), flat(words[i] for i in chosen)),
-    }
+    drawings["evidence.png"] = flat(maps), flat(words[i] for i in chosen)
     assert_pictures(pictures, drawings)
     assert charts["confusion.png"] == (expected["confusion"], NAMES)
     assert_document([*charts["reliability.png"]], [expected["reliability"], expected["ece"]])
@@ -410,7 +399,7 @@ def test_a_gan(trained, pictures, capsys):
         distances.append(row)
     columns = ("extractor", "weights", "frechet", "kernel", "floor")
     expected: dict[str, Any] = {key: value for key, value in distances[0].items() if not key.startswith(columns)}
-    expected |= keys(recognised=share(hits[:N]), class_score=jackknife(divergence(p[:N]), high=KINDS))
+    expected |= keys(recognised=share(hits[:N]))
     expected["recognised_by_class"] = by_name(hits[:N][first == label].mean() for label in range(KINDS))
     sizes = [min(per_class, n) for n in np.bincount(labels)]
     expected |= {"distances": distances, "diversity_images": min(sizes), "diversity_extractor": names[0]}
@@ -421,7 +410,7 @@ def test_a_gan(trained, pictures, capsys):
     pairs: list[Any] = [dict(zip(("sample", "label", "train", "distance"), part, strict=True)) for part in ends]
     lists = {"closest": sorted(pairs, key=lambda pair: pair["distance"])[:12], "first": pairs[:12]}
     expected["memorisation"] = copies | lists | {"extractor": "pixels", "weights": "", "searched": searched, "n": N}
-    of_judge = keys(accuracy=share(q.argmax(1) == judged.labels), class_score=jackknife(divergence(q), high=KINDS))
+    of_judge = keys(accuracy=share(q.argmax(1) == judged.labels))
     majority = np.bincount(judged.labels).max() / N
     assert of_judge["accuracy"] > 0.4 + 0.6 * majority
     expected["judge"] = of_judge | {"n": N, "majority_class_rate": majority, "is_weak": False}
@@ -482,7 +471,7 @@ def test_a_gan(trained, pictures, capsys):
 
     right = f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
     right += f", the most frequent class is {100 * majority:.1f} % of them"
-    result.check_figures({"recognised": right, "class_score": f"real images: {of_judge['class_score']:.3g}"})
+    result.check_figures({"recognised": right})
     for name in NAMES:
         of_class = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]
         result.check_row(name, of_class)

@@ -119,7 +119,6 @@ def test_unconditional_generator(test_reader, tmp_path, judge):
     found = evaluate(generator, test_reader, classifier=judge)
     assert found["diversity_ratio"] > 0
     assert found["diversity_by_class"] is found["recognised"] is found["intra_class_frechet"] is None
-    assert found["class_score"] >= 1
     assert "unconditional" in found["notes"]["recognised"]
 
 

@@ -131,7 +131,6 @@ class Stubs:
         patch.setattr("duetgan.metrics.images.save_figure", lambda figure, path: Path(path).write_bytes(b""))
         patch.setattr("duetgan.utils.config.plugins.load", lambda names=(): self.note("imported", *names))
         patch.setattr("duetgan.utils.distributed.launch.launch", self.launch)
-        patch.setattr("duetgan.inference.export.check.measure_speed", self.measure_speed)
         patch.setattr("duetgan.models.backbones.base.make", wide)
 
         patch.setattr("duetgan.training.engine.run._find_rate", self.find_rate)
@@ -180,11 +179,6 @@ class Stubs:
 
         self.note("launched", count, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         return 0
-
-    def measure_speed(self, rows: Any, runs: Any, subject: Any, *, batch: int, repeats: int) -> None:
-        self.note("timed", batch, repeats)
-        for row in rows:
-            row.batch1_ms = row.images_per_second = row.batch1_speedup = row.batch_speedup = 1.0
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 import base64
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -32,8 +33,8 @@ from duetgan.metrics.lineage import data_of
 from duetgan.models.gan import TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, read
 from duetgan.reporting import figures
-from duetgan.reporting.compare import shared_charts
-from duetgan.reporting.report import render
+from duetgan.reporting.pictures import Chart
+from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of, render
 from duetgan.reporting.run_files import Run
 from duetgan.utils.checkpoint import Checkpoint, resolve_for_people
 from duetgan.utils.errors import UserError, require_same_classes
@@ -143,7 +144,7 @@ def _open(path: Path, name: str, which: str, device: torch.device) -> LoadedRun:
 
 def compare_page(a: LoadedRun, b: LoadedRun) -> str:
     """Return the HTML of two runs of any tasks side by side: their metrics in a table, their curves
-    in common charts. Only `duet compare` shows whether differences are significant.
+    in common charts. Only `evaluate.py --compare` shows whether differences are significant.
     """
     names, runs = (a.name, b.name), (a.files(), b.files())
     by_name = dict(zip(names, runs, strict=True))
@@ -165,6 +166,23 @@ def compare_page(a: LoadedRun, b: LoadedRun) -> str:
         shared_charts=shared_charts(by_name),
         notes=notes,
     )
+
+
+def shared_charts(runs: Mapping[str, Run]) -> list[Chart]:
+    """Return a chart for each key of metrics.jsonl that all runs have, with a curve per run.
+
+    Keys that a report folds away, and keys without a finite value, have no chart.
+    """
+    series = {name: run.series for name, run in runs.items()}
+    charts = []
+    for key in next(iter(series.values())):
+        in_all_runs = all(key in curves for curves in series.values())
+        if not in_all_runs or key.split("/")[0] not in SHOWN_AT_ONCE:
+            continue
+        curves = {name: points[key] for name, points in series.items()}
+        if any(not math.isnan(y) for points in curves.values() for _, y in points):
+            charts.append(Chart(curves, title=key if "/" in key else chart_of(key)))
+    return charts
 
 
 CLASSES = 5  # most probable classes that the page lists

@@ -1,11 +1,9 @@
 """The export of a checkpoint with its checks: the file is written under a temporary name, loaded
-again, compared with the original network in outputs, accuracy and speed, and only then renamed.
+again, compared with the original network in outputs and accuracy, and only then renamed.
 """
 
 import math
-import statistics
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -38,7 +36,7 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import columns
 
 ACCURACY_LOSS = 0.01  # the largest loss of accuracy by int8: one percentage point
-SINGLE_CALLS = 10  # calls with batch size 1 for each one with the larger batch
+BATCH = 64  # size of the batches of the check
 
 
 class CheckFailed(TrainingHalted):
@@ -58,10 +56,6 @@ class Row:
     agreement: float | None = None  # fraction of images with the original's predicted class
     accuracy: float | None = None  # None if the true classes are unknown
     accuracy_change: float | None = None
-    batch1_ms: float | None = None  # median time of one image
-    images_per_second: float | None = None  # median, at the batch size of the export
-    batch1_speedup: float | None = None  # relative to the original
-    batch_speedup: float | None = None
 
 
 def outputs(run: Runner, batches: Sequence[Inputs]) -> Tensor:
@@ -106,29 +100,6 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
     return None
 
 
-def median_seconds(runs: Sequence[Runner], inputs: Inputs, *, repeats: int) -> list[float]:
-    """Return the median duration of each of `runs`, which take turns after a call to warm up."""
-    durations: list[list[float]] = [[] for _ in runs]
-    with torch.inference_mode():
-        for _ in range(repeats + 1):
-            for run, seconds in zip(runs, durations, strict=True):
-                started = time.perf_counter()
-                run(inputs)
-                seconds.append(time.perf_counter() - started)
-    return [statistics.median(seconds[1:]) for seconds in durations]
-
-
-def measure_speed(
-    rows: Sequence[Row], runs: Sequence[Runner], subject: Subject, *, batch: int, repeats: int
-) -> None:
-    """Write the speeds of `runs` into `rows`, whose first one is the original."""
-    singles = median_seconds(runs, subject.rows(1), repeats=SINGLE_CALLS * repeats)
-    batches = median_seconds(runs, subject.rows(batch), repeats=repeats)
-    for row, single, large in zip(rows, singles, batches, strict=True):
-        row.batch1_ms, row.batch1_speedup = 1000 * single, singles[0] / single
-        row.images_per_second, row.batch_speedup = batch / large, batches[0] / large
-
-
 def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as JSON objects, with null for differences that are not finite."""
     entries = [asdict(row) for row in rows]
@@ -138,11 +109,9 @@ def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return entries
 
 
-def table(rows: Sequence[Row], *, batch: int) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table of text."""
-    lines = [
-        ["", "MiB", "largest difference", "accuracy", "change", "batch 1", "", f"batch {batch}", ""]
-    ]
+    lines = [["", "MiB", "largest difference", "accuracy", "change"]]
     for row in rows:
         lines.append(
             [
@@ -151,10 +120,6 @@ def table(rows: Sequence[Row], *, batch: int) -> str:
                 f"{row.largest_difference:.3g}",
                 _cell("{:.4f}", row.accuracy),
                 _cell("{:+.4f}", row.accuracy_change),
-                _cell("{:.2f} ms", row.batch1_ms),
-                _cell("{:.2f}x", row.batch1_speedup),
-                _cell("{:,.0f}/s", row.images_per_second),
-                _cell("{:.2f}x", row.batch_speedup),
             ]
         )
     return columns(lines)
@@ -216,13 +181,13 @@ def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
     """Load the network, and read or draw the inputs to check its export with."""
     if checkpoint["task"] == "gan":
         return generator_subject(
-            checkpoint, batch_size=job.batch_size, psi=job.truncation_psi, mean=job.truncation_mean
+            checkpoint, batch_size=BATCH, psi=job.truncation_psi, mean=job.truncation_mean
         )
     trained, held_out = (data_of(checkpoint, key) for key in ("path", "val_path"))
     temperature = None
     if job.fit_temperature:
         with _opened("--data", job.data or held_out, checkpoint) as images:
-            temperature = calibrate(checkpoint, images, batch_size=job.batch_size)
+            temperature = calibrate(checkpoint, images, batch_size=BATCH)
     with ExitStack() as stack:
         images = stack.enter_context(_opened("--data", job.data or held_out or trained, checkpoint))
         calibration = None
@@ -233,7 +198,7 @@ def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
             checkpoint,
             images,
             count=job.n,
-            batch_size=job.batch_size,
+            batch_size=BATCH,
             calibration=calibration,
             calibrated=job.calibrated,
         )
@@ -298,7 +263,4 @@ def examine(subject: Subject, path: Path, job: Namespace) -> tuple[list[Row], st
         rows.append(
             compare(name, size, result, original, subject.labels, classes=subject.is_classifier)
         )
-    fault = judge(rows[1], form, original)
-    if fault is None and not job.no_benchmark:
-        measure_speed(rows, runs, subject, batch=job.batch_size, repeats=job.repeats)
-    return rows, fault
+    return rows, judge(rows[1], form, original)

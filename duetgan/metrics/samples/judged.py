@@ -1,4 +1,4 @@
-"""Recognised fraction, class score and diversity of a generator's samples."""
+"""Recognised fraction and diversity of a generator's samples."""
 
 import torch
 from torch import Tensor
@@ -27,21 +27,6 @@ def recognised(
     counts = zip((predicted & requested).sum(0).tolist(), requested.sum(0).tolist(), strict=True)
     by_class = [count / total if total else None for count, total in counts]
     return Measured.fraction((predicted == requested).all(1), by_class)
-
-
-def class_score(probabilities: Tensor) -> Measured:
-    """Return the Inception score from a classifier's probabilities, [n, K].
-
-    Salimans et al. 2016, 1606.03498, section 4: exp(mean over images of KL(p(y|x) || p(y))), over
-    all n images at once, not in splits. It lies between 1 (all predictions are the same, or none is
-    confident) and K (all are confident, and all classes equally frequent). Published Inception
-    scores come from another network and cannot be compared with this one. An image's influence on
-    the logarithm of the score is its divergence minus the mean divergence.
-    """
-    p = probabilities.detach().cpu().double()
-    divergences = torch.special.xlogy(p, p).sum(1) - torch.special.xlogy(p, p.mean(0)).sum(1)  # [n]
-    score = float(divergences.mean().exp())
-    return Measured.influenced(score, score * (divergences - divergences.mean()), high=p.shape[1])
 
 
 def mean_distances(features: Tensor) -> Tensor:

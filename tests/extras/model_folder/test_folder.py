@@ -203,7 +203,7 @@ def test_names_are_no_more_than_text(checkpoint):
 
 def test_the_command_makes_a_folder_where_there_is_none(runs, tmp_path, monkeypatch):
     out = tmp_path / "model"
-    command = ["--checkpoint", str(runs["dcgan"]), "--format", "folder", "--out", str(out), "--repeats", "1"]
+    command = ["--checkpoint", str(runs["dcgan"]), "--format", "folder", "--out", str(out)]
     with monkeypatch.context() as patch:
         spoilt("folder", patch)
         assert_raises(CheckFailed, "outputs differ", script.main, command)

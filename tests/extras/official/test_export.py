@@ -115,7 +115,7 @@ def test_the_state_dicts_are_as_long_as_nvidias(tmp_path):
 def test_export_checks_what_it_wrote(tmp_path, capsys, form):
     run = ours(tmp_path / "run", classes=0)
     out = tmp_path / f"network.{SUFFIX[form]}"
-    command = ["--checkpoint", str(run), "--format", form, "--out", str(out), "--repeats", "1", "--batch-size", "8"]
+    command = ["--checkpoint", str(run), "--format", form, "--out", str(out)]
     assert script.main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["passed"], told["rows"][-1]["largest_difference"]) == (True, 0)
@@ -137,7 +137,7 @@ def test_heads_of_the_discriminator_that_they_lack_are_left_out_and_told_of(tmp_
 def test_weights_alone_are_a_generator_alone(tmp_path):
     run = ours(tmp_path / "run")
     FORMATS["safetensors"].write(generator_subject(load(resolve(run)), batch_size=4), tmp_path / "w.safetensors")
-    command = ["--checkpoint", str(tmp_path / "w.safetensors"), "--format", "nvidia", "--repeats", "1"]
+    command = ["--checkpoint", str(tmp_path / "w.safetensors"), "--format", "nvidia"]
     assert script.main([*command, "--out", str(tmp_path / "n.safetensors")]) == 0
     assert list(read(tmp_path / "n.safetensors").state) == ["generator_ema"]
 

@@ -112,7 +112,7 @@ def sampled(folder, share=0.5, *, judge="sha256:1", frechet=3.0, width=0.2, weig
     distance = {"extractor": "classifier:x", "weights": weights, "frechet": frechet, "kernel": None}
     distance["frechet_interval"] = [frechet - width, frechet + width]
     distance |= {"clipped_density": share, "clipped_density_interval": [share - 0.05, share + 0.05]}
-    figures = {"recognised": share, "class_score": 7 * share, "class_score_interval": None, "distances": [distance]}
+    figures = {"recognised": share, "intra_class_frechet": share, "distances": [distance]}
     return written(folder, figures, {"label": label, "prediction": prediction}, "gan", 400, judge=judge, **about)
 
 
@@ -122,7 +122,7 @@ def test_gans_are_compared_by_sample_and_by_their_intervals(tmp_path):
     assert found["recognised"]["method"] == "McNemar"
     assert found["recognised"]["verdict"] == "better"
     assert found["clipped_density classifier w"]["verdict"] == "better"
-    assert found["class_score"]["verdict"] == "cannot tell"
+    assert found["intra_class_frechet"]["verdict"] == "cannot tell"
     row = found["frechet classifier w"]
     assert row["verdict"] == "better"  # smaller
     assert row["interval"] == pytest.approx([-0.5 - 0.2 * 2**0.5, -0.5 + 0.2 * 2**0.5])

@@ -5,13 +5,10 @@ Samples and real images are features of ten classes: what the figures see, whate
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import entropy
 
 from duetgan.metrics.figures import GAN, Samples, measured
-from duetgan.metrics.samples import judged
 from duetgan.metrics.samples.judged import recognised
 from duetgan.metrics.samples.memorisation import RealSet, memorisation
 
@@ -100,19 +97,6 @@ def test_the_distance_over_all_classes_misses_what_that_within_them_finds(best):
     found, good = figures(ignoring_labels()), best
     assert found["frechet_interval"][0] < good["frechet_interval"][1]  # the same, within chance
     assert found["intra_class_frechet_interval"][0] > 3 * good["intra_class_frechet_interval"][1]
-
-
-def class_score(probabilities) -> Any:
-    return judged.class_score(probabilities)
-
-
-def test_class_score_is_scipys_divergence():
-    p = torch.rand(200, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(1)
-    p[:40] = torch.eye(5, dtype=torch.float64)[0]  # sure of it: logarithms of 0
-    expected = np.exp(np.mean([entropy(row, p.mean(0).numpy()) for row in p.numpy()]))
-    score = class_score(p)
-    assert score.value == pytest.approx(expected, rel=1e-9)
-    assert score.interval[0] < score.value < score.interval[1]
 
 
 def test_recognised_is_by_class():
