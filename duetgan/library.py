@@ -149,7 +149,7 @@ class Classifier(nn.Module):
                 self.network, dataset, records=records, progress="images" if progress else ""
             )
             answers = answers_of(self.network, dataset, logits, records)
-        return Evaluation.of(document_of(answers, seed=seed)[0])
+        return Evaluation.of(document_of(answers, seed=seed))
 
 
 class Samples(NamedTuple):

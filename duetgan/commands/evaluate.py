@@ -212,6 +212,8 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         "data": data,
     }
     document = {**head, "seed": options.seed, **metrics}
+    document["data_hash"] = reader.meta.content_hash
+    document["training_seed"] = checkpoint["config"].get("seed")
     if history := describe_history(checkpoint):
         document["history"] = history
         say_main(history)

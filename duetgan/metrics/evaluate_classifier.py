@@ -18,12 +18,10 @@ from duetgan.metrics.classification.answers import (
     Answers,
     confused_pairs,
     judged_temperature,
-    negative_log_likelihood,
     per_class,
     reliability,
 )
 from duetgan.metrics.classification.labels import LabelAnswers, best_thresholds
-from duetgan.metrics.comparison.predictions import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input, shared_pass
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.figures import CLASSIFIER, LABELS, measured
@@ -236,49 +234,36 @@ def evaluate_classifier_run(
     return collectives.from_main_process(finish)
 
 
-def document_of(answers: Answers, *, seed: int) -> tuple[Document, dict[str, np.ndarray]]:
-    """Return a classifier's metrics, ready for JSON, and the results of each image to store.
-
-    The latter are columns [n] of `metrics.comparison.predictions`. `seed` draws the
-    halves of the images that the temperature is tested on.
+def document_of(answers: Answers, *, seed: int) -> Document:
+    """Return a classifier's metrics, ready for JSON. `seed` draws the halves of the images that the
+    temperature is tested on.
     """
     classes = per_class(answers)
     figures: Document = {"n": len(answers.labels)}
-    influences = {}
     for row in LABELS if isinstance(answers, LabelAnswers) else CLASSIFIER:
         result = row.measure(answers)
         figures |= row.keys(result, answers.names)
-        if result.influence is not None:
-            influences[row.key] = result.influence
         for values, value in zip(classes.values(), result.by_class, strict=False):
             values[row.key] = value
     figures["per_class"] = classes
     if isinstance(answers, LabelAnswers):
         for values, threshold in zip(classes.values(), answers.thresholds.tolist(), strict=True):
             values["threshold"] = threshold
-        return figures, influences
-    figures |= {
+        return figures
+    return figures | {
         "majority_class_rate": float(answers.confusion.sum(1).max() / len(answers.labels)),
         "reliability": reliability(answers),
         "confusion": answers.confusion.tolist(),
         "temperature": judged_temperature(answers, seed=seed),
         "confused": confused_pairs(answers),
     }
-    losses = negative_log_likelihood(answers.logits, answers.labels)
-    columns = {
-        "label": answers.labels,
-        "prediction": answers.predicted,
-        "confidence": answers.confidence,
-    }
-    arrays = {name: column.numpy() for name, column in (columns | {"loss": losses}).items()}
-    return figures, arrays | influences
 
 
 def _write_evaluation(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, answers: Answers, seed: int
 ) -> Document:
-    """Write predictions and pictures; return the results, which name them."""
-    figures, columns = document_of(answers, seed=seed)
+    """Write pictures; return the results, which name them."""
+    figures = document_of(answers, seed=seed)
     train, reason = training_images(checkpoint)
     with train or nullcontext():
         metric = "exact match" if isinstance(answers, LabelAnswers) else "accuracy"
@@ -294,8 +279,7 @@ def _write_evaluation(
         notes["thresholds"] = (
             "they were chosen on these images, which flatters F1 and exact match; give others"
         )
-    predictions = keep_predictions(out, columns, checkpoint, dataset, seed=seed)
-    return {**figures, **predictions, "notes": notes, "images": images}
+    return {**figures, "notes": notes, "images": images}
 
 
 extras.attach(__name__)

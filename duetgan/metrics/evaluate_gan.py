@@ -17,7 +17,6 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers, balanced_accuracy
-from duetgan.metrics.comparison.predictions import keep_predictions
 from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.features.extractors import (
     Extractor,
@@ -368,21 +367,12 @@ def evaluate_gan_run(
             )
             notes |= flattered(extractors, recorded(checkpoint), judge)
             notes |= weak_judges(judge_skill, extractor_skills)
-            columns = {"label": np.zeros(samples.n, np.int64)}
-            if one_label:
-                columns["label"] = samples.labels[: samples.n].numpy()
-                if samples.probabilities is not None:
-                    confidence, predicted = samples.probabilities.max(1)
-                    columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
-            source = None if judge is None else fingerprint(judge)
-            document |= keep_predictions(
-                out, columns, checkpoint, dataset, seed=options.seed, judge=source
-            )
             weak = [name for name, skill in extractor_skills.items() if skill["is_weak"]]
             size = f"{dataset.spec.width}x{dataset.spec.height}"
             document |= {"judge": judge_skill, "size": size, "weak_extractors": weak}
+            document["judge_weights"] = None if judge is None else fingerprint(judge)
             if one_label and names:
-                document |= samples_by_class(names, columns)
+                document |= samples_by_class(names, samples)
             return document | {"notes": notes, "images": images}
 
         return collectives.from_main_process(finish)
@@ -417,16 +407,15 @@ def flattered(
     return notes
 
 
-def samples_by_class(
-    names: Sequence[str], columns: Mapping[str, np.ndarray]
-) -> dict[str, dict[str, int]]:
+def samples_by_class(names: Sequence[str], samples: Samples) -> dict[str, dict[str, int]]:
     """Count the samples of each requested class and, if predicted, of each predicted class."""
-    result = {}
-    for key, column in (("samples_by_class", "label"), ("samples_predicted", "prediction")):
-        if column in columns:
-            counts = np.bincount(columns[column], minlength=len(names)).tolist()
-            result[key] = dict(zip(names, counts, strict=True))
-    return result
+    labels = {"samples_by_class": samples.labels[: samples.n]}
+    if samples.probabilities is not None:
+        labels["samples_predicted"] = samples.probabilities.argmax(1)
+    return {
+        key: dict(zip(names, rows.bincount(minlength=len(names)).tolist(), strict=True))
+        for key, rows in labels.items()
+    }
 
 
 def has_skill(fraction: Measured, chance: float) -> bool:

@@ -54,7 +54,7 @@ def test_the_majority_class_is_that_of_the_labels_and_not_of_the_predictions(tmp
     images = sample_images(12, 1, side=SIDE)
     pack_arrays(tmp_path / "x.lmdb", images, [0] * 9 + [1] * 3, CLASSES)
     with Dataset(tmp_path / "x.lmdb") as reader:
-        document, _ = document_of(answers_of(ByBrightness(), reader, classify(ByBrightness(), reader)), seed=0)
+        document = document_of(answers_of(ByBrightness(), reader, classify(ByBrightness(), reader)), seed=0)
     assert document["majority_class_rate"] == 0.75
 
 

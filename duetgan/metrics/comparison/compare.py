@@ -1,29 +1,35 @@
-"""Comparison of evaluated runs: by image, by intervals, or by training seed.
+"""Comparison of evaluated runs by their intervals, or by training seed.
 
 A group is one run, or several runs of the same config with different seeds. Each group is compared
 with the first one.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from duetgan.metrics.comparison import paired
-from duetgan.metrics.comparison.predictions import load_predictions
 from duetgan.metrics.figures import Figure, rows_of
 from duetgan.metrics.protocol import Document
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import TABLE, read_file, reading
 from duetgan.utils.text import columns, decimal
 
-HIT_RATES = ("accuracy", "recognised")  # fractions of correctly predicted images
-# options of a classifier's evaluation, with their defaults
-SPEED_OPTIONS = {"precision": "fp32", "fold": False, "tta": "off"}
+# key of what evaluations must have in common -> its name, and the value of documents without it
+CONDITIONS = {
+    "task": ("tasks", None),
+    "data_hash": ("test files", None),
+    "n": ("--n", None),
+    "seed": ("--seed", None),
+    "precision": ("--precision", "fp32"),
+    "fold": ("--fold", False),
+    "tta": ("--tta", "off"),
+}
 
 
 class Value(NamedTuple):
@@ -45,9 +51,10 @@ class Evaluated:
         with reading(path, f"evaluate it with evaluate.py --checkpoint {run}", *faults):
             self.document: Document = json.loads(read_file(path, TABLE))
             self.values = comparable(self.document)
-            sha256 = self.document["predictions"]["sha256"]
         self.name = run
-        self.metadata, self.columns = load_predictions(folder, sha256)
+        self.training_seed = self.document.get("training_seed")
+        # evaluations of older versions lack the fingerprint of the judge
+        self.judge = str(self.document.get("judge_weights") or self.document.get("judge"))
 
 
 def comparable(document: Document) -> dict[str, Value]:
@@ -90,10 +97,16 @@ def compare(groups: Sequence[str]) -> Document:
     loaded = []
     for group in groups:
         runs = [group] if Path(group).is_dir() else group.split(",")
-        loaded.append(_by_training_seed([Evaluated(run) for run in runs]))
-    first = loaded[0][0]
+        loaded.append([Evaluated(run) for run in runs])
+    first = loaded[0][0].document
     for run in chain(*loaded):
-        _check_same_evaluation(first, run)
+        for key, (name, default) in CONDITIONS.items():
+            expected, value = first.get(key, default), run.document.get(key, default)
+            if value != expected:
+                raise UserError(
+                    f"{loaded[0][0].name} and {run.name} were evaluated with different {name} "
+                    f"({str(expected)[:12]} and {str(value)[:12]}); evaluate both in the same way"
+                )
     tables = [_differences(loaded[0], group) for group in loaded[1:]]
     for name in dict.fromkeys(chain(*tables)):
         rows = [table[name] for table in tables if name in table]
@@ -101,14 +114,11 @@ def compare(groups: Sequence[str]) -> Document:
         for row in rows:
             row["verdict"] = "cannot tell"
             if row["p"] is not None and row["p"] < paired.LEVEL:
-                larger_is_better = first.values[name].figure.better == "larger"
+                larger_is_better = loaded[0][0].values[name].figure.better == "larger"
                 is_better = (row["difference"] > 0) == larger_is_better
                 row["verdict"] = "better" if is_better else "worse"
     return {
-        "task": first.metadata.task,
-        "n": first.metadata.n,
-        "seed": first.metadata.seed,
-        "data_hash": first.metadata.data,
+        **{name: first.get(name) for name in ("task", "n", "seed", "data_hash")},
         "runs": list(groups),
         "comparisons": [
             {"run": group, "figures": list(table.values())}
@@ -118,55 +128,23 @@ def compare(groups: Sequence[str]) -> Document:
     }
 
 
-def _check_same_evaluation(first: Evaluated, second: Evaluated) -> None:
-    """Raise UserError unless two evaluations differ in nothing but the run."""
-    for name, value in _conditions(second).items():
-        expected = _conditions(first)[name]
-        if value != expected:
-            raise UserError(
-                f"{first.name} and {second.name} were evaluated with different {name} "
-                f"({str(expected)[:12]} and {str(value)[:12]}); evaluate both in the same way"
-            )
-
-
-def _conditions(run: Evaluated) -> dict[str, object]:
-    """Return what runs must have in common to be compared, by name."""
-    metadata = run.metadata
-    conditions: dict[str, object] = {
-        "tasks": metadata.task,
-        "test files": metadata.data,
-        "--n": metadata.n,
-        "--seed": metadata.seed,
-        "classes": metadata.classes,
-    }
-    if metadata.task == "classifier":
-        for option, default in SPEED_OPTIONS.items():
-            conditions[f"--{option}"] = run.document.get(option, default)
-    return conditions
-
-
-def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:
-    """Sort the runs of a group by training seed; raise UserError unless the seeds differ."""
-    seeds = [run.metadata.training_seed for run in group]
-    if len(group) > 1 and (None in seeds or len(set(seeds)) < len(seeds)):
-        names = ", ".join(f"{run.name} ({run.metadata.training_seed})" for run in group)
-        raise UserError(
-            f"runs of a group must be trained with different seeds, not {names}; change --seed"
-        )
-    return sorted(group, key=lambda run: run.metadata.training_seed or 0)
-
-
 def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, Document]:
     """Compare the metrics that all runs of both groups have; return a row for each, by name."""
-    seeds, second_seeds = (
-        [run.metadata.training_seed for run in group] for group in (first, second)
-    )
-    if len(first) != len(second) or (len(first) > 1 and seeds != second_seeds):
+    by_seed = [{run.training_seed: run for run in group} for group in (first, second)]
+    seeds = list(by_seed[0])
+    if len(first) != len(second) or (
+        len(first) > 1
+        and (None in seeds or len(seeds) < len(first) or by_seed[0].keys() != by_seed[1].keys())
+    ):
+        told = [[run.training_seed for run in group] for group in (first, second)]
         raise UserError(
-            f"the groups have the training seeds {seeds} and {second_seeds}; give runs of equal seeds"
+            f"the groups have the training seeds {told[0]} and {told[1]}; give runs of equal seeds, "
+            "each seed once"
         )
+    if len(first) > 1:
+        second = [by_seed[1][seed] for seed in seeds]
     runs = [*first, *second]
-    has_one_judge = len({run.metadata.judge for run in runs}) == 1
+    has_one_judge = len({run.judge for run in runs}) == 1
     rows = {}
     for name, value in first[0].values.items():
         is_measured = all(name in run.values for run in runs)
@@ -177,7 +155,7 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, D
         if len(first) > 1:
             difference = paired.by_seeds(first_values, second_values)
         else:
-            difference = _difference(name, first[0], second[0])
+            difference = paired.independent_figures(*value[1:], *second[0].values[name][1:])
         rows[name] = {
             "figure": name,
             "first": float(np.mean(first_values)),
@@ -188,21 +166,6 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, D
     return rows
 
 
-def _difference(name: str, first: Evaluated, second: Evaluated) -> paired.Difference:
-    """Compare a metric of two runs: by image if both stored its column, else by intervals."""
-    results = first.columns, second.columns
-    if name in HIT_RATES and all("prediction" in columns for columns in results):
-        hits = [columns["prediction"] == columns["label"] for columns in results]
-        return paired.paired_fractions(*hits)
-    _, value, interval = first.values[name]
-    _, second_value, second_interval = second.values[name]
-    if all(name in columns for columns in results):
-        return paired.paired_figures(second_value - value, *(columns[name] for columns in results))
-    if interval is not None and second_interval is not None:
-        return paired.independent_figures(value, interval, second_value, second_interval)
-    return paired.Difference(second_value - value, None, None, "no interval")
-
-
 def _notes(groups: list[list[Evaluated]]) -> dict[str, str]:
     notes = {}
     if len(groups[0]) == 1:
@@ -210,7 +173,7 @@ def _notes(groups: list[list[Evaluated]]) -> dict[str, str]:
             "one training of each: the intervals cover the choice of test images, not the chance of training; for that "
             "give groups of runs with other seeds, RUN,RUN RUN,RUN"
         )
-    if len({run.metadata.judge for run in chain(*groups)}) > 1:
+    if len({run.judge for run in chain(*groups)}) > 1:
         notes["recognised"] = (
             "the runs were evaluated with different judges; evaluate them with the same --classifier"
         )
@@ -221,23 +184,23 @@ def _notes(groups: list[list[Evaluated]]) -> dict[str, str]:
     return notes
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Format first value, second value, difference, interval and p of a comparison."""
-    interval, p = row["interval"], row["p"]
-    return [
-        decimal(row["first"]),
-        decimal(row["second"]),
-        f"{row['difference']:+.4f}",
-        "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}",
-        "<0.0001" if p is not None and p < 1e-4 else decimal(p),
-    ]
-
-
 def comparison_table(document: Document) -> str:
     """Format a comparison as text, with a table for each group after the first."""
     parts = [f"{document['task']}, {document['n']} images, seed {document['seed']}"]
     for pair in document["comparisons"]:
-        rows = [[row["figure"], *cells(row), row["verdict"]] for row in pair["figures"]]
-        head = ["", "first", "second", "difference", "95 % interval", "p", "the second is"]
-        parts += ["", f"{document['runs'][0]} and {pair['run']}", columns([head, *rows], "<>>>>><")]
+        rows = [["", "first", "second", "difference", "95 % interval", "p", "the second is"]]
+        for row in pair["figures"]:
+            interval, p = row["interval"], row["p"]
+            rows.append(
+                [
+                    row["figure"],
+                    decimal(row["first"]),
+                    decimal(row["second"]),
+                    f"{row['difference']:+.4f}",
+                    "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}",
+                    "<0.0001" if p is not None and p < 1e-4 else decimal(p),
+                    row["verdict"],
+                ]
+            )
+        parts += ["", f"{document['runs'][0]} and {pair['run']}", columns(rows, "<>>>>><")]
     return "\n".join([*parts, "", *(f"{key}: {note}" for key, note in document["notes"].items())])

@@ -8,16 +8,14 @@ import pytest
 
 from duetgan.commands import evaluate
 from duetgan.metrics.comparison.compare import compare, comparison_table
-from duetgan.metrics.comparison.predictions import save_predictions
 from duetgan.metrics.evaluate_classifier import document_of
 from duetgan.metrics.figures import CLASSIFIER
+from duetgan.metrics.intervals import wilson
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.metrics.classification.test_answers import answers, given
 from tests.metrics.conftest import classifier_run, read_json
 from tests.metrics.test_scripts import call
-
-NAMES = [f"c{label}" for label in range(7)]
 
 
 def classified(folder, *, better=0.0, seed=0, n=500, noise=0):
@@ -26,15 +24,13 @@ def classified(folder, *, better=0.0, seed=0, n=500, noise=0):
     other, _ = answers(n=n, seed=100 + noise)
     logits = logits + (0.5 * other if noise else 0)
     logits[np.arange(n), labels] += better
-    return written(folder, *document_of(given(logits, labels), seed=0), "classifier", n, training_seed=seed)
+    return written(folder, document_of(given(logits, labels), seed=0), "classifier", n, training_seed=seed)
 
 
-def written(folder, figures, kept, task, n, **about):
-    told = {"task": task, "data": "ab12", "n": n, "seed": 0, "training_seed": 0, "classes": NAMES, "judge": None}
+def written(folder, figures, task, n, **about):
+    head = {"task": task, "data_hash": "ab12", "n": n, "seed": 0, "training_seed": 0}
     folder.mkdir()
-    predictions = save_predictions(folder, told | about, kept)
-    document = figures | {"task": task, "n": n, "seed": 0, "predictions": predictions}
-    (folder / "metrics.json").write_text(json.dumps(document))
+    (folder / "metrics.json").write_text(json.dumps(figures | head | about))
     return str(folder)
 
 
@@ -55,25 +51,17 @@ def test_a_better_classifier_is_better_and_the_reverse_is_worse(tmp_path):
         assert forward[name]["difference"] == pytest.approx(forward[name]["second"] - forward[name]["first"])
         assert back[name]["difference"] == -forward[name]["difference"]
         assert back[name]["p"] == pytest.approx(forward[name]["p"])
-    assert forward["accuracy"]["method"] == "McNemar"
-    assert forward["top5_accuracy"]["method"] == "intervals of each"
-
-
-def test_pairing_sees_what_two_intervals_do_not(tmp_path):
-    """Half a hundred images more are right, the others are the same: the two intervals overlap."""
-    plain, better = classified(tmp_path / "a"), classified(tmp_path / "b", better=0.2)
-    intervals = [read_json(f"{run}/metrics.json")["accuracy_interval"] for run in (plain, better)]
-    assert intervals[0][1] > intervals[1][0]
-    assert rows_of(compare([plain, better]))["accuracy"]["verdict"] == "better"
+    assert {row["method"] for row in forward.values()} == {"intervals of each"}
 
 
 def test_a_figure_without_an_interval_gets_no_verdict(tmp_path):
     runs = [classified(tmp_path / name, better=better) for name, better in (("a", 0.0), ("b", 0.6))]
     for run in runs:
-        document = read_json(f"{run}/metrics.json") | {"top5_accuracy_interval": None, "nll_interval": None}
+        document = read_json(f"{run}/metrics.json") | {"top5_accuracy_interval": None}
         (Path(run) / "metrics.json").write_text(json.dumps(document))
     found = rows_of(compare(runs))
     assert (found["top5_accuracy"]["verdict"], found["nll"]["verdict"]) == ("cannot tell", "better")
+    assert found["top5_accuracy"]["method"] == "no interval"
 
 
 def test_several_are_compared_with_the_first_and_corrected(tmp_path):
@@ -102,24 +90,22 @@ def test_groups_are_paired_by_their_training_seeds(tmp_path):
     assert row["first"] == pytest.approx(np.mean([read_json(f"{run}/metrics.json")["accuracy"] for run in first]))
     assert "seeds" not in found["notes"]
     unpaired = rows_of(compare([first[0], second[0]]))["accuracy"]
-    assert unpaired["method"] == "McNemar"
+    assert unpaired["method"] == "intervals of each"
 
 
 def sampled(folder, share=0.5, *, judge="sha256:1", frechet=3.0, width=0.2, weights="w", **about):
     """An evaluated GAN of which a share of 400 samples is recognised."""
-    label = np.arange(400) % 7
-    prediction = np.where(np.arange(400) < share * 400, label, (label + 1) % 7)
     distance = {"extractor": "classifier:x", "weights": weights, "frechet": frechet, "kernel": None}
     distance["frechet_interval"] = [frechet - width, frechet + width]
     distance |= {"clipped_density": share, "clipped_density_interval": [share - 0.05, share + 0.05]}
-    figures = {"recognised": share, "intra_class_frechet": share, "distances": [distance]}
-    return written(folder, figures, {"label": label, "prediction": prediction}, "gan", 400, judge=judge, **about)
+    figures = {"recognised": share, "recognised_interval": wilson(round(400 * share), 400)}
+    figures |= {"intra_class_frechet": share, "distances": [distance]}
+    return written(folder, figures, "gan", 400, judge_weights=judge, **about)
 
 
-def test_gans_are_compared_by_sample_and_by_their_intervals(tmp_path):
+def test_gans_are_compared_by_their_intervals(tmp_path):
     first, second = sampled(tmp_path / "a", 0.5), sampled(tmp_path / "b", 0.75, frechet=2.5)
     found = rows_of(compare([first, second]))
-    assert found["recognised"]["method"] == "McNemar"
     assert found["recognised"]["verdict"] == "better"
     assert found["clipped_density classifier w"]["verdict"] == "better"
     assert found["intra_class_frechet"]["verdict"] == "cannot tell"
@@ -151,18 +137,17 @@ def test_classifiers_that_were_evaluated_by_other_options_are_refused(tmp_path, 
 def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):
     first = classified(tmp_path / "a")
     for name, about, told in (
-        ("data", {"data": "cd34"}, r"different test files \(ab12 and cd34\)"),
+        ("data", {"data_hash": "cd34"}, r"different test files \(ab12 and cd34\)"),
         ("seed", {"seed": 1}, r"different --seed \(0 and 1\)"),
-        ("classes", {"classes": NAMES[::-1]}, "different classes"),
     ):
-        other = written(tmp_path / name, {}, {"label": np.zeros(500)}, "classifier", 500, **about)
+        other = written(tmp_path / name, {}, "classifier", 500, **about)
         assert_raises(UserError, f"{told}.*evaluate both in the same way", compare, [first, other])
     second = classified(tmp_path / "second", seed=1)
     for runs, told in (
         ([first, classified(tmp_path / "n", n=400)], r"different --n \(500 and 400\)"),
         ([first, sampled(tmp_path / "gan", 0.5)], "different tasks"),
         ([first], "two runs or more"),
-        ([f"{first},{first}"] * 2, "must be trained with different seeds"),
+        ([f"{first},{first}"] * 2, r"training seeds \[0, 0\] and \[0, 0\]; give runs of equal seeds, each seed once"),
         ([first, f"{first},{second}"], r"training seeds \[0\] and \[0, 1\]"),
     ):
         assert_raises(UserError, told, compare, runs)
@@ -175,8 +160,7 @@ def test_damaged_evaluations_are_refused_in_one_line(tmp_path):
     for change, told in (
         ({"accuracy": "high"}, "cannot be read"),
         ({"accuracy_interval": [0.1]}, "cannot be read"),
-        ({"predictions": None}, "cannot be read"),
-        ({"predictions": {"sha256": "0"}}, "is not of the evaluation"),
+        ({"distances": 3}, "cannot be read"),
     ):
         (other / "metrics.json").write_text(json.dumps(good | change))
         with pytest.raises(UserError, match=told) as caught:
