@@ -20,7 +20,7 @@ from duetgan.utils.text import number
 Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
 SIZE = 4.4, 2.2  # width and height in inches of 100 CSS px
-MOST_POINTS = 300  # largest number of points of a curve; the chart is too small to show more
+MOST_POINTS = 300  # largest number of points of a curve, evenly spaced; a chart shows no more
 DOT = 5.0  # diameter in points (1/72 inch) of the dot for a value without a line
 # The y axis is logarithmic if the largest value is at least this many times the smallest.
 LOG_FROM = 100.0
@@ -47,20 +47,6 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Reduce a curve to at most `most` points by averaging neighbours; a mean that includes a
-    non-finite value is not finite.
-    """
-    size = math.ceil(len(points) / most)
-    if size <= 1:
-        return points
-    means = []
-    for start in range(0, len(points), size):
-        x, y = zip(*points[start : start + size], strict=True)
-        means.append((sum(x) / len(x), sum(y) / len(y)))
-    return means
-
-
 class Chart:
     """A line chart of one or several curves. If all values are positive, the y axis may be
     logarithmic (LOG_FROM).
@@ -80,7 +66,10 @@ class Chart:
         log = min(values) > 0 and max(values) / min(values) >= LOG_FROM
         self.title = f"{title} (log scale)" if log else title
         # Markup is not escaped: the drawing contains only numbers and "step", no text of the run.
-        self.svg = Markup(_svg([thin(points) for points in series.values()], log=log))
+        curves = [
+            points[:: math.ceil(len(points) / MOST_POINTS) or 1] for points in series.values()
+        ]
+        self.svg = Markup(_svg(curves, log=log))
 
 
 def _svg(curves: Sequence[Points], *, log: bool) -> str:
