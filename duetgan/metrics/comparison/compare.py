@@ -136,10 +136,12 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, D
         len(first) > 1
         and (None in seeds or len(seeds) < len(first) or by_seed[0].keys() != by_seed[1].keys())
     ):
-        told = [[run.training_seed for run in group] for group in (first, second)]
+        first_seeds, second_seeds = (
+            [run.training_seed for run in group] for group in (first, second)
+        )
         raise UserError(
-            f"the groups have the training seeds {told[0]} and {told[1]}; give runs of equal seeds, "
-            "each seed once"
+            f"the groups have the training seeds {first_seeds} and {second_seeds}; give runs of "
+            "equal seeds, each seed once"
         )
     if len(first) > 1:
         second = [by_seed[1][seed] for seed in seeds]

@@ -74,7 +74,7 @@ def test_undefined_figures_are_none():
     two, three = torch.tensor([[1.0, 0], [1, 0], [0, 1]]), torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0]])
     labels = torch.tensor([0, 1, 1])
     without, with_one = (balanced_accuracy(given(logits, labels)) for logits in (two, three))
-    assert (without.value, without.influence.tolist()) == (with_one.value, with_one.influence.tolist())
+    assert (without.value, without.interval) == (with_one.value, with_one.interval)
     probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.6, 0.2, 0.2]]).double()
     record = given(probabilities.log(), torch.tensor([0, 1, 1, 0]))
     assert auroc(record).by_class == [0.875, 0.875, None]

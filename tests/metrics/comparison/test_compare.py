@@ -99,7 +99,7 @@ def sampled(folder, share=0.5, *, judge="sha256:1", frechet=3.0, width=0.2, weig
     distance["frechet_interval"] = [frechet - width, frechet + width]
     distance |= {"clipped_density": share, "clipped_density_interval": [share - 0.05, share + 0.05]}
     figures = {"recognised": share, "recognised_interval": wilson(round(400 * share), 400)}
-    figures |= {"intra_class_frechet": share, "distances": [distance]}
+    figures |= {"distances": [distance | {"intra_class_frechet": share}]}
     return written(folder, figures, "gan", 400, judge_weights=judge, **about)
 
 
@@ -108,7 +108,7 @@ def test_gans_are_compared_by_their_intervals(tmp_path):
     found = rows_of(compare([first, second]))
     assert found["recognised"]["verdict"] == "better"
     assert found["clipped_density classifier w"]["verdict"] == "better"
-    assert found["intra_class_frechet"]["verdict"] == "cannot tell"
+    assert found["intra_class_frechet classifier w"]["verdict"] == "cannot tell"
     row = found["frechet classifier w"]
     assert row["verdict"] == "better"  # smaller
     assert row["interval"] == pytest.approx([-0.5 - 0.2 * 2**0.5, -0.5 + 0.2 * 2**0.5])
