@@ -132,7 +132,7 @@ def test_from_training_to_the_hub(name, packed, tmp_path, monkeypatch, capsys):
     files = [str(tmp_path / "image.png"), "--json", "--gradcam", str(tmp_path / "maps")]
     assert run_cli(predict.main, ["--checkpoint", str(straight), *files]) == 0
     assert (tmp_path / "maps" / "image-gradcam.png").is_file()
-    quick = ["--n", "40", "--batch-size", "8", "--repeats", "1", "--json"]
+    quick = ["--n", "40", "--json"]
     capsys.readouterr()
     out = ["--format", "safetensors", "--out", str(tmp_path / "x.safetensors")]
     assert run_cli(export.main, ["--checkpoint", str(straight), *out, *quick]) == 0

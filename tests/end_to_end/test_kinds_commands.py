@@ -84,7 +84,7 @@ def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
         assert difference.abs().max() <= (1e-4 if spec.depth == "float32" else 1)
     for task in ("gan", "classifier"):
         hub = ["--checkpoint", str(tmp_path / task), "--format", "folder", "--out", str(tmp_path / f"{task}-hub")]
-        hub += ["--n", "8", "--batch-size", "4", "--repeats", "1"]
+        hub += ["--n", "8"]
         assert run_cli(export.main, hub) == (2 if spec.alpha or spec.deep else 0)
     sample = next((tmp_path / "one").iterdir())
     if name == "RGBA":

@@ -111,7 +111,7 @@ def test_predictions_are_sets(folder, run, tmp_path, capsys):
 
 def test_an_export_carries_the_thresholds(folder, run, tmp_path):
     out = tmp_path / "x.safetensors"
-    job = ["--checkpoint", str(run), "--format", "safetensors", "--out", str(out), "--n", "8", "--repeats", "1"]
+    job = ["--checkpoint", str(run), "--format", "safetensors", "--out", str(out), "--n", "8"]
     assert export.main(job) == 0
     theirs, ours = (classifier_from(read(path), several=True).thresholds for path in (out, resolve(run)))
     assert theirs is not None

@@ -93,7 +93,7 @@ def test_resumed_equals_straight_and_says_from_which_step_on_which_images(begun,
     assert run_cli(evaluate.main, ["--checkpoint", str(straight), *small]) == 0
     assert line in capsys.readouterr().err.splitlines()
     file = tmp_path / "x.safetensors"
-    arguments = ["--format=safetensors", f"--out={file}", "--n=4", "--no-benchmark"]
+    arguments = ["--format=safetensors", f"--out={file}", "--n=4"]
     assert run_cli(export.main, ["--checkpoint", str(straight), *arguments]) == 0
     assert line in capsys.readouterr().err.splitlines()
     assert "<th>training images</th>" in (straight / "report.html").read_text()
