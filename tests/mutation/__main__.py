@@ -92,7 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(mark, end="", flush=True)
 
     path.unlink(missing_ok=True)
-    runner.run(mutants, report)
+    runner.run(mutants, report, set())
+    failing = set(runner.failures_unchanged([r.test for r in results.values() if "::" in r.test]))
+    again = [result.mutant for result in results.values() if result.test in failing]
+    if again:
+        print(f"\n{len(failing)} tests fail without a change; {len(again)} mutants again without them")
+        runner.run(again, report, failing)
     print("\n\n" + table(list(results.values()), options.only))
     counts = Counter(result.status for result in results.values())
     print(", ".join(f"{status}: {count}" for status, count in counts.items()))

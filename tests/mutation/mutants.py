@@ -3,7 +3,6 @@
 import ast
 import copy
 import hashlib
-import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +28,9 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotIn: ast.In, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt,
 }  # fmt: skip
 COPIES = {"detach", "clone"}
-# Nodes that are no code, messages to people, or checks of our own invariants. Positions inside of an f-string are wrong
-# before Python 3.12.
-SKIPPED = (ast.Assert, ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr)
-SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "bases", "keywords", "target", "targets")
+# Nodes that are no code, messages to people, or checks of our own invariants.
+SKIPPED = (ast.Assert, ast.Import, ast.ImportFrom, ast.Raise)
+SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "bases", "keywords", "target", "targets", "format_spec")
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class _Finder:
             self._visit(statement, [])
         return self.mutants
 
-    def _visit(self, node: ast.AST, scope: list[str]) -> None:
+    def _visit(self, node: ast.AST, scope: list[str], inside: ast.JoinedStr | None = None) -> None:
         if isinstance(node, SKIPPED) or _is_docstring(node) or _is_type_checking(node):
             return
         if isinstance(node, ast.stmt):
@@ -171,13 +169,15 @@ class _Finder:
                 self._add(node, replacement, kind, scope)
         elif isinstance(node, ast.expr):
             for replacement, kind in self._replacements(node):
-                self._add(node, replacement, kind, scope)
+                self._add(node, replacement, kind, scope, inside)
+        if isinstance(node, ast.JoinedStr):
+            inside = inside or node
         conditions = [node.test] if isinstance(node, ast.If | ast.While) else getattr(node, "ifs", [])
         for condition in conditions:
-            self._add(condition, ast.UnaryOp(ast.Not(), condition), "negated condition", scope)
+            self._add(condition, ast.UnaryOp(ast.Not(), condition), "negated condition", scope, inside)
         for child in _children(node):
             lines = self.lines
-            self._visit(child, scope)
+            self._visit(child, scope, inside)
             self.lines = lines
 
     def _statements(self, node: ast.stmt) -> Iterator[tuple[ast.stmt, str]]:
@@ -266,14 +266,45 @@ class _Finder:
                 names |= {n for n, a in fields.items() if a == annotation and n != node.attr}
         return sorted(names)[:3]
 
-    def _add(self, node: ast.expr | ast.stmt, replacement: ast.AST, kind: str, scope: list[str]) -> None:
-        text = ast.unparse(replacement)
-        if isinstance(node, ast.expr) and not isinstance(replacement, ast.Constant | ast.Name):
+    def _add(
+        self, node: ast.expr | ast.stmt, replacement: ast.AST, kind: str, scope: list[str],
+        inside: ast.JoinedStr | None = None,
+    ) -> None:  # fmt: skip
+        target: ast.expr | ast.stmt = node
+        if inside is not None and node is not inside:  # positions inside an f-string are wrong before Python 3.12
+            replacement = _Swap(node, replacement).visit(_shallow(inside))
+            target = inside
+        try:
+            text = ast.unparse(replacement)
+        except ValueError:  # an f-string whose quotes cannot be nested
+            return
+        if isinstance(target, ast.expr) and not isinstance(replacement, ast.Constant | ast.JoinedStr | ast.Name):
             text = f"({text})"
-        start = self.line_starts[node.lineno - 1] + node.col_offset
-        end = self.line_starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        start = self.line_starts[target.lineno - 1] + target.col_offset
+        end = self.line_starts[(target.end_lineno or target.lineno) - 1] + (target.end_col_offset or 0)
         before = self.source[start:end].decode()
         self.mutants.append(Mutant(self.path, *self.lines, kind, start, end, text, before, ".".join(scope)))
+
+
+class _Swap(ast.NodeTransformer):
+    def __init__(self, target: ast.AST, replacement: ast.AST) -> None:
+        self.target = target
+        self.replacement = replacement
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is self.target:
+            return self.replacement
+        copied = _shallow(node)
+        return self.generic_visit(copied)
+
+
+def _shallow(node: ast.AST) -> ast.AST:
+    """Return a copy of the node whose lists are copies, with the same children."""
+    copied = copy.copy(node)
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            setattr(copied, name, list(value))
+    return copied
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
@@ -349,16 +380,40 @@ def sample(
 ) -> list[Mutant]:
     """Draw n valid mutants without replacement, half of them hand-over faults.
 
-    Folders and kinds take turns, so that frequent ones do not crowd out rare ones.
+    Folders, and within a folder the kinds of a half, are drawn in proportion to the square root of their number of
+    mutants, so that frequent ones do not crowd out rare ones.
     """
     draw = random.Random(seed)
-    groups: dict[tuple[bool, str, str], list[Mutant]] = defaultdict(list)
+    halves: tuple[dict[str, dict[str, list[Mutant]]], ...] = ({}, {})
     for mutant in mutants:
-        groups[mutant.kind in HAND_OVER, folder_of(mutant.path), mutant.kind].append(mutant)
+        half = halves[mutant.kind in HAND_OVER]
+        half.setdefault(folder_of(mutant.path), {}).setdefault(mutant.kind, []).append(mutant)
     chosen: list[Mutant] = []
-    for is_hand_over, count in ((False, n // 2), (True, n - n // 2)):
-        queues = [draw.sample(groups[key], len(groups[key])) for key in sorted(groups) if key[0] is is_hand_over]
-        draw.shuffle(queues)
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
-        chosen += itertools.islice((m for m in turns if m is not None and is_valid(m)), count)
+    for is_hand_over, half in enumerate(halves):
+        quota = n - n // 2 if is_hand_over else n // 2
+        for folder, count in _quotas(half, quota).items():
+            by_kind = half[folder]
+            for kind in sorted(by_kind):
+                draw.shuffle(by_kind[kind])
+            kinds = sorted(by_kind)
+            weights = [len(by_kind[kind]) ** 0.5 for kind in kinds]
+            drawn: list[Mutant] = []
+            while len(drawn) < count and any(by_kind.values()):
+                (kind,) = draw.choices(kinds, weights)
+                if by_kind[kind] and is_valid(by_kind[kind][-1]):
+                    drawn.append(by_kind[kind][-1])
+                del by_kind[kind][-1:]
+            chosen += drawn
     return chosen
+
+
+def _quotas(half: dict[str, dict[str, list[Mutant]]], n: int) -> dict[str, int]:
+    sizes = {folder: sum(map(len, kinds.values())) for folder, kinds in sorted(half.items())}
+    roots = {folder: size**0.5 for folder, size in sizes.items()}
+    total = sum(roots.values())
+    exact = {folder: n * root / total for folder, root in roots.items()}
+    quotas = {folder: int(value) for folder, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda folder: quotas[folder] - exact[folder])
+    for folder in by_remainder[: n - sum(quotas.values())]:
+        quotas[folder] += 1
+    return {folder: min(quota, sizes[folder]) for folder, quota in quotas.items()}

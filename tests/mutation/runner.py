@@ -107,15 +107,19 @@ def order(tests: Sequence[str], path: str, recording: Recording, limit: float) -
 class _FirstFailure:
     def __init__(self) -> None:
         self.test = ""
+        self.failures: list[str] = []
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.test = self.test or report.nodeid
+            self.failures.append(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.test = self.test or report.nodeid
 
-    pytest_collectreport = pytest_runtest_logreport
 
-
-def _child(root: Path, tests: Sequence[str], token: str, output: Path, base: Path) -> None:
+def _child(root: Path, tests: Sequence[str], token: str, output: Path, stop: bool, base: Path) -> None:
     """Run the tests in this process, a fork, with temporary folders in `base`; write the first failure to `output`."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -132,8 +136,8 @@ def _child(root: Path, tests: Sequence[str], token: str, output: Path, base: Pat
     sys.path[:] = [str(root), *(p for p in sys.path if p not in ("", str(root)))]
     first = _FirstFailure()
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={base}", "-m", "not slow"]
-    code = pytest.main(["-x", *options, *tests], plugins=[first])
-    output.write_text(json.dumps({"code": int(code), "test": first.test}))
+    code = pytest.main([*(["-x"] if stop else []), *options, *tests], plugins=[first])
+    output.write_text(json.dumps({"code": int(code), "test": first.test, "failures": first.failures}))
 
 
 class Runner:
@@ -150,8 +154,8 @@ class Runner:
         loaded = [name for name in sys.modules if name == "duetgan" or name.startswith("duetgan.")]
         assert not loaded, "the product must be imported from the clones"
 
-    def run(self, mutants: Sequence[Mutant], report: Callable[[Result], None]) -> None:
-        """Run the tests of each mutant; report the results as they come."""
+    def run(self, mutants: Sequence[Mutant], report: Callable[[Result], None], excluded: set[str]) -> None:
+        """Run the tests of each mutant, but those that are excluded; report the results as they come."""
         waiting = list(reversed(mutants))
         free = list(self.clones)
         running: dict[int, tuple[Clone, Mutant, Path, float, float, int]] = {}
@@ -159,7 +163,7 @@ class Runner:
             while waiting and free:
                 mutant = waiting.pop()
                 tests = self.recording.tests_of(mutant.path, mutant.first_line, mutant.last_line)
-                tests = order(tests, mutant.path, self.recording, self.limit)
+                tests = order([t for t in tests if t not in excluded], mutant.path, self.recording, self.limit)
                 if not tests:
                     report(Result(mutant, UNTESTED, "", 0.0, 0))
                     continue
@@ -168,7 +172,7 @@ class Runner:
                 output = clone.root.parent / f"{clone.root.name}.json"
                 output.unlink(missing_ok=True)
                 seconds = sum(self.recording.seconds[t] for t in tests)
-                pid = self._fork(clone.root, tests, mutant.key, output)
+                pid = self._fork(clone.root, tests, mutant.key, output, stop=True)
                 running[pid] = (clone, mutant, output, time.monotonic(), 120 + 4 * seconds, len(tests))
             time.sleep(0.05)
             for pid, (clone, mutant, output, start, allowed, count) in list(running.items()):
@@ -184,12 +188,24 @@ class Runner:
                 clone.write(mutant.path, (clone.root / mutant.path).read_bytes())
                 free.append(clone)
 
-    def _fork(self, root: Path, tests: Sequence[str], token: str, output: Path) -> int:
+    def failures_unchanged(self, tests: Sequence[str]) -> list[str]:
+        """Return those of the tests that fail in an unchanged clone: what they noticed counts for nothing."""
+        if not tests:
+            return []
+        clone = self.clones[0]
+        output = clone.root.parent / "unchanged.json"
+        pid = self._fork(clone.root, sorted(tests), "unchanged", output, stop=False)
+        os.waitpid(pid, 0)
+        _kill(pid, "unchanged", reap=False)
+        failures: list[str] = json.loads(output.read_text())["failures"]
+        return sorted(set(failures))
+
+    def _fork(self, root: Path, tests: Sequence[str], token: str, output: Path, *, stop: bool) -> int:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
             try:
-                _child(root, tests, token, output, Path(self.scratch.name, root.name))
+                _child(root, tests, token, output, stop, Path(self.scratch.name, root.name))
             finally:
                 os._exit(0)
         return pid

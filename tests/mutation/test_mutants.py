@@ -54,7 +54,7 @@ def changes(tmp_path, source):
         ("x = a.steps", {("other attribute", "x = (a.images)")}),
         ("x = a.steps()", set()),
         ("x = a.detach()", {("removed detach", "x = a")}),
-        ("x = f'{a + 1:.2f}'", set()),
+        ("x = f'{a + 1:.2f}'", {("arithmetic", "x = f'{a - 1:.2f}'"), ("constant", "x = f'{a + 2:.2f}'")}),
         ("assert a + 1", set()),
         ("raise Error(a + 1)", set()),
         ("x: Literal[3] = a", set()),
