@@ -87,8 +87,8 @@ def main(argv: list[str]) -> int:
                 rates[name].append(given.images / (time.perf_counter() - started))
     medians = {f"{name}_images_per_second": statistics.median(values) for name, values in rates.items()}
     ratio = median_ratio(rates["ours"], rates["timm"])
-    result = medians | {"predict_vs_timm_ratio": ratio, "load": os.getloadavg()[0], "device": str(device)}
-    show(result, as_json=given.json)
+    result: dict[str, float | str] = {"predict_vs_timm_ratio": ratio, "load": os.getloadavg()[0], "device": str(device)}
+    show(medians | result, as_json=given.json)
     return 0
 
 

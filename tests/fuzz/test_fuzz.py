@@ -44,9 +44,10 @@ import json, sys, types
 from pathlib import Path
 from duetgan.commands import COMMANDS
 from tests.fuzz import sandbox
-sandbox.WALL, sandbox.SECONDS, sandbox.MEMORY = 3, 1, 64 << 20
+sandbox.SECONDS, sandbox.MEMORY = 1, 64 << 20
 COMMANDS["case"] = ("case", "")
 for number, source in enumerate(json.loads(sys.argv[2])):
+    sandbox.WALL = 2 if "sleep" in source else 30
     module = sys.modules["case"] = types.ModuleType("case")
     exec("import os, time\\nfrom duetgan.utils.errors import UserError\\n" + source, module.__dict__)
     folder = Path(sys.argv[1], str(number))
@@ -59,7 +60,7 @@ BREAKING = [  # source of a command, its exit code, what is noticed
     ("def main(argv): raise UserError(argv[0])", 2, None),
     ("def main(argv): open('left', 'w').close(); raise UserError('x')", 2, "left behind: left"),
     ("def main(argv): bytearray(8 << 30)", 1, "traceback: MemoryError"),
-    ("def main(argv): time.sleep(60)", -9, "3 s"),
+    ("def main(argv): time.sleep(60)", -9, "2 s"),
     ("def main(argv):\n while True: pass", -24, "exit code -24"),
 ]
 

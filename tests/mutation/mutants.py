@@ -5,7 +5,7 @@ import copy
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,13 +162,15 @@ class _Finder:
             return
         if isinstance(node, ast.stmt):
             self.lines = _lines(node)
+        replacements: Iterable[tuple[ast.AST, str]] = ()
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             scope = [*scope, node.name]
         elif isinstance(node, ast.stmt):
-            for replacement, kind in self._statements(node):
-                self._add(node, replacement, kind, scope)
+            replacements = self._statements(node)
         elif isinstance(node, ast.expr):
-            for replacement, kind in self._replacements(node):
+            replacements = self._replacements(node)
+        if isinstance(node, ast.stmt | ast.expr):
+            for replacement, kind in replacements:
                 self._add(node, replacement, kind, scope, inside)
         if isinstance(node, ast.JoinedStr):
             inside = inside or node
