@@ -231,19 +231,6 @@ def test_fault_20_held_out_classes_of_a_gan(tmp_path):
     gan.GanTask(config, made["train"], None, torch.device("cpu"))
 
 
-def test_what_the_report_says_of_the_images(folder):
-    """U9: count, classes, size and content of both files, as plain data."""
-    training, held_out = opened(config_of(folder, val_path=str(folder / "test.lmdb")))
-    facts = data.facts(training, held_out)
-    assert facts.keys() == {"training", "held-out"}
-    assert facts["training"]["by_class"] == dict(zip(CLASSES, (6, 3, 1), strict=True))
-    assert facts["held-out"] == {
-        **{"path": str(folder / "test.lmdb"), "count": 4, "channels": 3, "resolution": 8, "encoding": "raw"},
-        **{"by_class": dict(zip(CLASSES, (2, 1, 1), strict=True)), "content_hash": held_out.meta.content_hash},
-    }
-    assert data.facts(training, None).keys() == {"training"}
-
-
 @pytest.mark.parametrize("tokens", [[], ["--data.class_rates", "{1: 2.0}"]])
 def test_a_class_that_yaml_reads_as_a_number(tmp_path, tokens):
     """J31: it is the class of that name."""

@@ -45,18 +45,6 @@ def test_when_it_stops(figures, config, stops):
     assert watch([-figure for figure in figures], lower=True, **config) == stops
 
 
-def test_its_state_goes_on():
-    first, second = (EarlyStopping(EarlyStoppingConfig(patience=3), "x", lower_is_better=False) for _ in range(2))
-    for figure in (0.5, 0.4):
-        first.see(figure)
-    second.load_state_dict(first.state_dict())
-    second.see(0.45)
-    assert second.waited == 2
-    second.see(0.5)
-    assert second.reached
-    assert second.reason == "early stopping: 3 evaluations without x better than 0.5"
-
-
 def test_it_needs_images_to_evaluate_with(packed):
     tree = {"task": "classifier", "early_stopping": {"patience": 1}}
     config: Any = build_run_config(tree | {"data": {"path": str(packed / "train.lmdb")}}, [], "x")

@@ -118,13 +118,6 @@ def seen(config: RunConfig, count: int) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
-def test_each_batch_has_its_share_until_the_end_of_the_mixture(folder):
-    config = config_of(folder, until=0.1)
-    loader = data.make_loader(config, opened(config), CPU)
-    counts = [int(batch.synthetic.sum()) for batch in (next(loader) for _ in range(14)) if batch.synthetic is not None]
-    assert counts == [2] * 10 + [0] * 4
-
-
 def test_fill_brings_rare_classes_up_to_the_largest(folder):
     """6, 3 and 1 real images lack 0, 3 and 5: of 18 images 8 are synthetic."""
     config = config_of(folder, share=None, balance="fill", batch_size=9)

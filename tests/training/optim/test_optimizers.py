@@ -182,19 +182,6 @@ def test_what_is_frozen_is_its_own_average():
     assert plain.average(other.parameters()) is None
 
 
-def test_it_is_a_copy_in_evaluation_mode_without_gradients():
-    model = nn.Linear(2, 2)
-    ema = EMA(model, buffers="copy")
-    assert not ema.model.training
-    assert model.training
-    assert not any(p.requires_grad for p in ema.model.parameters())
-    with torch.no_grad():
-        model.weight.add_(1)
-    assert not torch.equal(ema.model.weight, model.weight)
-    ema.update(model, 0.5)
-    assert ema.model.weight.grad_fn is None
-
-
 @pytest.mark.parametrize("skipped", [0.0, 1.0])
 def test_the_average_moves_unless_the_step_was_masked(skipped):
     model, ema = nn.Linear(2, 2), EMA(nn.Linear(2, 2), buffers="copy")

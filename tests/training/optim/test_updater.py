@@ -216,13 +216,6 @@ def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
     assert flags == [0.0] * 16 + [1.0] * 4
 
 
-def test_the_norm_is_the_one_before_clipping():
-    model, updater = build(name="sgd", clip_norm=0.01)
-    set_gradients(model, 0)
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    assert updater.step(0).norm.item() == pytest.approx(expected.item())
-
-
 @pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_adaptive": 0.1}])
 def test_clipping_does_not_hide_what_is_not_finite(clip):
     model, updater = build(name="sgd", **clip)
