@@ -125,6 +125,7 @@ def transfer(
     Raises UserError if no weight of any network fits; then nothing is changed.
     """
     content = checkpoints.load(Path(file), verify=False)
+    lineage = inherited_lineage(content)  # of the donor's own tensors, before any is changed
     resolutions = (ImageSpec.read(content["shape"]).side, ImageSpec.of(1, resolution).side)
     networks: dict[str, nn.Module] = {}
     for name, part in registry.items():
@@ -162,7 +163,7 @@ def transfer(
             part.reset()  # A schedule-free optimizer holds a copy of the previous weights.
     if match := describe_match(classes, content["classes"]):
         lines.append(f"  {match}")
-    return "\n".join(lines), inherited_lineage(content)
+    return "\n".join(lines), lineage
 
 
 def plan(
