@@ -1,6 +1,5 @@
-"""Networks of other programs: `duet convert` reads them, two formats of export.py write them."""
+"""Networks of other programs, which `duet convert` reads."""
 
 COMMANDS = {
     "convert": ("duetgan.extras.official.convert", "convert StyleGAN checkpoints of other programs")
 }
-ATTACHES = {"duetgan.inference.export.formats": "duetgan.extras.official.formats"}
