@@ -1,7 +1,6 @@
 """Tiny runs and files that every option is tried on."""
 
 import importlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from tests.inference.conftest import sampler_of, styled
 from tests.metrics.conftest import CLASSES, SIDE, TINY, make_run, pack
 from tests.slim import make
 
-LISTS = ("comparisons", "controls", "pictures", "words", "notes", "tables", "arms")  # of study.json
 SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8, "minibatch_std_group": 1}
 
 
@@ -75,10 +73,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("gan", "classifier"):
         write_config(folder / f"{name}_recipe.yaml", name, folder)
     (folder / "plugin.py").write_text("")
-    for name in ("study_a", "study_b"):
-        found = {"subject": name, "title": name, "runs": {"done": 1, "planned": 2}, "seeds": [0]}
-        (folder / name).mkdir()
-        (folder / name / "study.json").write_text(json.dumps(found | {"choices": {}} | {key: [] for key in LISTS}))
     return {path.stem: path for path in folder.iterdir()} | {"world": folder}
 
 

@@ -1,8 +1,7 @@
 """Answer a question about GANs and classifiers with many runs, controls and confidence intervals.
 
 `duet study augment`: do generated images help a classifier? The results are study.json and a
-page, report.html. After an interruption the same command continues. `duet study page
-FOLDER...` prints the results of studies as Markdown.
+page, report.html. After an interruption the same command continues.
 """
 
 import json
@@ -13,13 +12,11 @@ from typing import Any
 
 from duetgan.extras.studies.subjects import SUBJECTS, load_subject
 from duetgan.utils.config.build import build, to_tree
-from duetgan.utils.config.cli import Parser, UnknownKey, entry, number, positive
+from duetgan.utils.config.cli import Parser, UnknownKey, entry, positive
 from duetgan.utils.config.recipes import CONFIGS, recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import StoppedBySignal, explained
 from duetgan.utils.runlog.run_folder import runs_folder
-
-WEEK = 7 * 24 * 60  # minutes
 
 
 def parser() -> Parser:
@@ -42,12 +39,6 @@ def parser() -> Parser:
         help="apply the section quick of the recipe: a first answer, with wide intervals",
     )
     add(
-        "--minutes",
-        type=number(float, 0.01, WEEK),
-        metavar="M",
-        help="stop after M minutes; the same command continues",
-    )
-    add(
         "--device", metavar="cpu|cuda[:i]", help="device (default: the accelerator if there is one)"
     )
     add(
@@ -62,17 +53,6 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Run the missing parts of a study and print the result."""
-    if argv[:1] == ["page"]:
-        from duetgan.extras.studies.verdicts import verdicts
-
-        folders = Parser(
-            prog="duet study page", description="Print the results of studies as Markdown."
-        )
-        folders.add_argument(
-            "folders", metavar="FOLDER", type=Path, nargs="+", help="folders of studies"
-        )
-        print(verdicts(folders.parse_args(argv[1:]).folders))
-        return 0
     options, overrides = parser().parse_known(argv)
     entry(SUBJECTS, options.subject, "study")
     file = CONFIGS / f"study_{options.subject}.yaml"
@@ -101,7 +81,7 @@ def main(argv: list[str]) -> int:
         config=to_tree(config),
     )
     try:
-        document = study.run(options.minutes)
+        document = study.run()
     except StoppedBySignal:
         write(study.write())
         raise

@@ -18,7 +18,6 @@ from duetgan.extras.studies.images import (
     write_subset,
 )
 from duetgan.extras.studies.results import Comparison, Result
-from duetgan.extras.studies.samples import Drawing
 from duetgan.extras.studies.subject import Job, Settings, Subject
 from duetgan.utils.config.model import PositiveInt, Probability
 
@@ -62,8 +61,7 @@ class Distil(Subject):
         sources = {SAMPLES: generator, NOISE: untrained, UNSEEN: self.part(HELD_BACK)}
         files = {}
         for name, source in sources.items():
-            drawing = None if name == UNSEEN else Drawing()
-            place = self.add(Job(name, name), self._draw, source=source, drawing=drawing)
+            place = self.add(Job(name, name), self._draw, source=source)
             files[name] = place / "images.lmdb"
             self.captions[name] = f"{name}, a row for each class"
         job = Job(FEW, f"{count} of each class, with labels", "without")
@@ -81,57 +79,57 @@ class Distil(Subject):
         def against(*controls: str) -> list[Comparison]:
             return [Comparison(BASE, controls=controls, asked=True), gap]
 
-        def arm(job: Job, overrides: Settings, source: str = "", *, alone: bool = False) -> None:
-            if source and not alone:
-                mixing = {
-                    "data.synthetic.path": files[source],
-                    "data.synthetic.share": config.share,
-                }
-                overrides = {**overrides, **mixing}
-            self.training(job, student, overrides, images=files[source] if alone else few)
-
-        nothing, nothing_alone = f"{NOISE}, taught", f"{NOISE} alone, taught"
-        arm(Job(f"{FEW}, taught", "by the teacher", "without"), taught)
-        arm(
-            Job(f"{FEW}, mixups taught", "mixed in pairs", "without"),
-            taught | {"augment.mixup": 1.0},
-        )
-        arm(
-            Job(SAMPLES, "and samples with the labels asked for", "samples", against(nothing)),
-            {},
-            SAMPLES,
-        )
-        arm(Job(f"{SAMPLES}, taught", "and samples", "samples", against(nothing)), taught, SAMPLES)
-        job = Job(
-            f"{SAMPLES} alone, taught", "samples, no real image", "samples", against(nothing_alone)
-        )
-        arm(job, taught, SAMPLES, alone=True)
+        mixed: dict[str, Settings] = {"": {}}
+        for kind, file in files.items():
+            mixed[kind] = {"data.synthetic.path": file, "data.synthetic.share": config.share}
         content = Comparison(
             FEW, expected="not helps", why="samples without any content must not help"
         )
-        arm(
-            Job(NOISE, "and untrained samples with the labels asked for", "control", [content]),
-            {},
-            NOISE,
+        nothing, nothing_alone = f"{NOISE}, taught", f"{NOISE} alone, taught"
+        # arm, overrides, images that are mixed in
+        arms: list[tuple[Job, Settings, str]] = [
+            (Job(f"{FEW}, taught", "by the teacher", "without"), taught, ""),
+            (
+                Job(f"{FEW}, mixups taught", "mixed in pairs", "without"),
+                taught | {"augment.mixup": 1.0},
+                "",
+            ),
+            (
+                Job(SAMPLES, "and samples with the labels asked for", "samples", against(nothing)),
+                {},
+                SAMPLES,
+            ),
+            (
+                Job(f"{SAMPLES}, taught", "and samples", "samples", against(nothing)),
+                taught,
+                SAMPLES,
+            ),
+            (
+                Job(NOISE, "and untrained samples with the labels asked for", "control", [content]),
+                {},
+                NOISE,
+            ),
+            (Job(nothing, "and samples of the untrained generator", "control"), taught, NOISE),
+            (
+                Job(f"{UNSEEN}, taught", "and others without labels", "control", [must_help]),
+                taught,
+                UNSEEN,
+            ),
+        ]
+        for arm, overrides, mixed_in in arms:
+            self.training(arm, student, {**overrides, **mixed[mixed_in]}, images=few)
+        job = Job(
+            f"{SAMPLES} alone, taught", "samples, no real image", "samples", against(nothing_alone)
         )
-        arm(Job(nothing, "and samples of the untrained generator", "control"), taught, NOISE)
-        arm(
-            Job(nothing_alone, "samples of the untrained generator", "control"),
-            taught,
-            NOISE,
-            alone=True,
-        )
-        arm(
-            Job(f"{UNSEEN}, taught", "and others without labels", "control", [must_help]),
-            taught,
-            UNSEEN,
-        )
+        self.training(job, student, taught, images=files[SAMPLES])
+        job = Job(nothing_alone, "samples of the untrained generator", "control")
+        self.training(job, student, taught, images=files[NOISE])
 
     # --- functions that make jobs and arms
 
-    def _draw(self, place: Path, seed: int, source: Path, drawing: Drawing | None) -> Settings:
+    def _draw(self, place: Path, seed: int, source: Path) -> Settings:
         counts = np.minimum(self.counts(TRAIN), self.counts(HELD_BACK)).tolist()
-        self.draw({place / "images.lmdb": counts}, source, drawing, seed, None)
+        self.draw({place / "images.lmdb": counts}, source, seed)
         self.show(place.name, place / "images.lmdb")
         return {}
 

@@ -23,7 +23,7 @@ from duetgan.metrics.protocol import Document
 from duetgan.training.base.config import RunConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.build import with_value
-from duetgan.utils.config.model import Config, InnerFraction, NonNegativeInt, PositiveInt
+from duetgan.utils.config.model import Config, InnerFraction, PositiveInt
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError, refuse, require_same_classes
@@ -60,12 +60,10 @@ class StudyData(Config):
 
 
 class Recipe(Config):
-    """The source of a trained network: a recipe of configs/ with overrides, or an existing run."""
+    """A recipe of configs/ with overrides."""
 
     config: str = ""  # recipe for train.py
     overrides: dict[str, Any] = {}  # dotted key -> value, such as optimizer.lr: 0.1
-    # run folder to use instead of a training; trained on exactly the study's training images
-    run: str | None = None
 
     @property
     def file(self) -> Path:
@@ -89,10 +87,6 @@ class StudyConfig(Config):
     """The config keys that all studies have."""
 
     seeds: PositiveInt = 5  # trainings of each arm, with successive seeds
-    first_seed: NonNegativeInt = 0
-    # patterns of names of arms to run, such as "*readout of D", together with the arms that they
-    # are compared with; empty: all arms
-    only: list[str] = []
     # true: keep the checkpoints of finished arms; a run without checkpoints takes kilobytes
     keep_runs: bool = False
     data: StudyData = StudyData()
@@ -113,11 +107,8 @@ class StudyConfig(Config):
                 "data.path and data.test_path: give both, the packed training and test images",
             ),
         )
-        for name, recipe in vars(self).items():
-            if isinstance(recipe, Recipe) and recipe.run is not None and name != "gan":
-                raise UserError(f"{name}.run: only gan.run may name a trained run; leave it out")
         for name, recipe in (("classifier", self.classifier), ("gan", self.gan)):
-            if not recipe.config and recipe.run is None:
+            if not recipe.config:
                 raise UserError(
                     f"{name}.config is not set; name a recipe, such as configs/quickstart_{name}.yaml"
                 )
@@ -314,12 +305,11 @@ def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> No
         write_subset(dataset, np.sort(np.concatenate(chosen)), out)
 
 
-def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[int]]:
-    """Return name -> labels, first for groups of classes, then for each single class.
+def groups_of(counts: Sequence[int]) -> dict[str, list[int]]:
+    """Return name -> labels of groups of classes, by their numbers of training images `counts`.
 
     The groups are `all` and, unless the classes are `even`, `many`, `medium` and `few`: a third of
-    the classes each, by their training images `counts`. A class with the name of a group is called
-    "class NAME".
+    the classes each.
     """
     groups = {"all": list(range(len(counts)))}
     order = sorted(groups["all"], key=lambda label: (-counts[label], label))
@@ -330,9 +320,7 @@ def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[i
             "medium": order[third : len(order) - third],
             "few": order[-third:],
         }
-    return groups | {
-        f"class {name}" if name in groups else name: [label] for label, name in enumerate(classes)
-    }
+    return groups
 
 
 def even(counts: Sequence[int]) -> bool:

@@ -125,9 +125,7 @@ class Labels(Subject):
             [by_chance] if is_control else [],
         )
         for arm, file in ((pseudo, "guessed.lmdb"), (random, "wrong.lmdb")):
-            self.training(
-                arm, self.config.classifier, images=first / file, used=(first, "pseudo_labels")
-            )
+            self.training(arm, self.config.classifier, images=first / file)
 
     def _from_discriminator(
         self, count: int, first: Path, run: Path, images: Path, suffix: str = ""

@@ -9,17 +9,16 @@ import numpy as np
 
 from duetgan.extras.studies.images import HELD_OUT, TEST
 from duetgan.extras.studies.seeds_and_images import by_seeds_and_images
-from duetgan.metrics.comparison.paired import LEVEL, Difference, by_seeds, holm
+from duetgan.metrics.comparison.paired import LEVEL, Difference, holm
 from duetgan.metrics.protocol import Document
 from duetgan.reporting.figures import change
 
-GROUPS, CLASSES = "each group", "each class"  # values of Comparison.group
+GROUPS = "each group"  # value of Comparison.group
 HELPS, HURTS = "helps", "hurts"
-OPEN, EMPTY = "cannot tell", "not tried"
+OPEN = "cannot tell"
 # Comparison.expected -> the verdicts with which a control passes
-ACCEPTED = {"helps": (HELPS,), "not helps": (HURTS, OPEN), "same": (OPEN,)}
+ACCEPTED = {"helps": (HELPS,), "not helps": (HURTS, OPEN)}
 MIN_SEEDS = 5  # smallest number of seeds for the verdict `helps`
-MIN_USED = 0.05  # fraction of its samples or labels below which an arm counts as not tried
 
 
 @dataclass(frozen=True)
@@ -27,20 +26,17 @@ class Comparison:
     """A test of whether the second arm is better than the first one and than all `controls`.
 
     A comparison with `expected` is a control of the study, which is void unless the second arm is
-    significantly better (`helps`), is not significantly better (`not helps`), or is neither
-    significantly better nor worse (`same`).
+    significantly better (`helps`) or is not significantly better (`not helps`).
     """
 
     first: str
     second: str = ""  # the arm that declares this comparison
-    # a group of classes, a class, or GROUPS or CLASSES for a comparison of each; not for a `figure`
+    # a group of classes, or GROUPS for a comparison of each
     group: str = "all"
     controls: Sequence[str] = ()  # arms that lack the supposed cause of the effect
-    figure: str | None = None  # metric to compare; None: mean recall of the group's classes
-    larger_is_better: bool = True
     family: str = "main"  # Holm's correction is over all comparisons of a family
     asked: bool = False  # True if the result is a verdict of the study
-    expected: Literal["helps", "not helps", "same"] | None = None
+    expected: Literal["helps", "not helps"] | None = None
     why: str = ""  # the purpose of a control, for the report
 
 
@@ -61,20 +57,17 @@ class Results:
     by_arm: dict[str, list[Result]]  # arm -> results in the order of the seeds
     # split -> labels of its images, int64 [n]
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
-    # name -> labels, first for groups of classes, then for single classes
+    # name -> labels of groups of classes
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def hits(self, arm: str, split: str = TEST) -> np.ndarray:
         """Return True for each correct prediction, bool [seeds, n]."""
         return np.stack([result.hits[split] for result in self.by_arm[arm]])
 
-    def figures(self, arm: str, name: str) -> list[float | None]:
-        """Return the metric `name` of an arm for each seed."""
-        return [result.figures.get(name) for result in self.by_arm[arm]]
-
     def mean_figure(self, arm: str, name: str) -> float | None:
-        """Return the mean of a metric over the seeds that have it."""
-        values = _without_none(self.figures(arm, name))
+        """Return the mean of an arm's metric over the seeds that have it."""
+        figures = [result.figures.get(name) for result in self.by_arm[arm]]
+        values = [value for value in figures if value is not None]
         return float(np.mean(values)) if values else None
 
     def weights(self, group: str, split: str = TEST) -> np.ndarray:
@@ -103,43 +96,24 @@ class Results:
         )
 
 
-def difference(
-    results: Results, first: str, second: str, group: str, figure: str | None
-) -> Difference | None:
-    """Return the second arm's metric `figure` (None: mean recall of the group's classes) minus the
-    first one's; None if a value is missing.
-    """
-    if figure is None:
-        return by_seeds_and_images(
-            results.hits(first), results.hits(second), results.weights(group)
-        )
-    first_values = _without_none(results.figures(first, figure))
-    second_values = _without_none(results.figures(second, figure))
-    if len(first_values) + len(second_values) < 2 * len(results.seeds):
-        return None
-    if len(first_values) > 1:
-        return by_seeds(first_values, second_values)
-    return Difference(second_values[0] - first_values[0], None, None, "one seed")
+def difference(results: Results, first: str, second: str, group: str) -> Difference:
+    """Return the second arm's mean recall of the group's classes minus the first one's."""
+    return by_seeds_and_images(results.hits(first), results.hits(second), results.weights(group))
 
 
-def _without_none(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def answer(value: float, p: float | None, *, larger_is_better: bool = True) -> str:
+def answer(value: float, p: float | None) -> str:
     """Return the verdict `helps`, `hurts` or `cannot tell` on a difference and its p-value."""
     if p is None or p >= LEVEL:
         return OPEN
-    return HELPS if (value > 0) == larger_is_better else HURTS
+    return HELPS if value > 0 else HURTS
 
 
 def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Document]:
-    """Test each comparison whose metrics are present.
+    """Test each comparison.
 
     The p-value of an improvement is the largest one of the tests against the first arm and against
     each control, an intersection-union test (Berger 1982). With fewer than MIN_SEEDS seeds the
-    verdict is never `helps`. An arm whose metric `used` is below MIN_USED is not tested; its
-    verdict is `not tried`.
+    verdict is never `helps`.
 
     Returns:
         For each comparison its fields, `first_value`, `second_value`, `difference`, its 95 %
@@ -149,27 +123,18 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Docume
     rows: list[Document] = []
     for comparison in comparisons:
         first, second = comparison.first, comparison.second
-        group, figure = comparison.group, comparison.figure
-        sign = 1 if comparison.larger_is_better else -1
-        effect = difference(results, first, second, group, figure)
-        if effect is None:
-            continue
+        group = comparison.group
+        effect = difference(results, first, second, group)
         row = asdict(comparison) | asdict(effect)
         row |= {"controls": list(comparison.controls), "unbeaten": []}
         del row["expected"], row["why"]
-        row["first_value"], row["second_value"] = (
-            results.mean(arm, group) if figure is None else results.mean_figure(arm, figure)
-            for arm in (first, second)
-        )
-        used = results.mean_figure(second, "used")
-        if used is not None and used < MIN_USED:
-            row |= {"p": None, "verdict": EMPTY}
-        elif sign * effect.difference > 0 and effect.p is not None:
+        row["first_value"] = results.mean(first, group)
+        row["second_value"] = results.mean(second, group)
+        if effect.difference > 0 and effect.p is not None:
             row["p"] = effect.p
             for name in comparison.controls:
-                test = difference(results, name, second, group, figure)
-                is_better = test is not None and sign * test.difference > 0
-                p = test.p if test is not None and is_better else None
+                test = difference(results, name, second, group)
+                p = test.p if test.difference > 0 else None
                 if p is None or p >= LEVEL:
                     row["unbeaten"].append(name)
                 row["p"] = max(row["p"], 1.0 if p is None else p)
@@ -177,10 +142,10 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Docume
     for family in dict.fromkeys(row["family"] for row in rows):
         holm(row for row in rows if row["family"] == family)
     for row in rows:
-        verdict = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
+        verdict = answer(row["difference"], row["p"])
         if verdict == HELPS and len(results.seeds) < MIN_SEEDS:
             verdict = OPEN
-        row.setdefault("verdict", verdict)
+        row["verdict"] = verdict
     return rows
 
 
@@ -189,52 +154,42 @@ def checked(results: Results, controls: Sequence[Comparison]) -> list[Document]:
 
     Returns:
         For each control its fields, `difference`, `interval`, `p` (not corrected), the verdict
-        `found`, and `ok`: True if it passed, None if one seed is too few to tell. A control whose
-        metrics are missing has failed.
+        `found`, and `ok`: True if it passed, None if one seed is too few to tell.
     """
     rows = []
     for control in controls:
-        effect = difference(results, control.first, control.second, control.group, control.figure)
-        values: Document = {"difference": None, "interval": None, "p": None}
-        verdict = ""
-        if effect is not None:
-            values = asdict(effect)
-            verdict = answer(effect.difference, effect.p, larger_is_better=control.larger_is_better)
+        effect = difference(results, control.first, control.second, control.group)
+        verdict = answer(effect.difference, effect.p)
         ok: bool | None = verdict in ACCEPTED[control.expected or "helps"]
-        if control.expected == "helps" and effect is not None and effect.p is None:
+        if control.expected == "helps" and effect.p is None:
             ok = None
         row = {
             "arm": control.second,
             "against": control.first,
-            "found": verdict or OPEN,
+            "found": verdict,
             "ok": ok,
             "expected": control.expected,
             "why": control.why,
             "group": control.group,
-            "figure": control.figure,
-            "larger_is_better": control.larger_is_better,
         }
-        rows.append(row | values)
+        rows.append(row | asdict(effect))
     return rows
 
 
 def in_words(row: Document) -> str:
     """Return one line of text about a comparison that `compared` tested."""
-    name = row["figure"]
-    scale, unit = 1, ""
-    if name is None:
-        name = f"{row['group']} classes"
-        scale, unit = 100, " points"
-    effect = f"{change(scale * row['difference'])}{unit}"
+    effect = f"{change(100 * row['difference'])} points"
     if row["interval"]:
-        effect += f", 95 % interval {' to '.join(change(scale * end) for end in row['interval'])}"
+        ends = " to ".join(change(100 * end) for end in row["interval"])
+        effect += f", 95 % interval {ends}"
     p = "not known" if row["p"] is None else f"{row['p']:.2g}"
     if row["p"] is not None and row["p"] < 1e-4:
         p = "below 0.0001"
     effect += f", p {p}"
     if row["unbeaten"]:
         effect += f"; no better than {', '.join(row['unbeaten'])}"
-    return f"{name}: {row['verdict']} ({row['second']} against {row['first']}: {effect})"
+    arms = f"{row['second']} against {row['first']}"
+    return f"{row['group']} classes: {row['verdict']} ({arms}: {effect})"
 
 
 def packed(result: Result) -> Document:

@@ -5,20 +5,14 @@ study.json does not depend on how often the study was interrupted.
 
 import hashlib
 import json
-import math
-import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from duetgan.extras.studies.images import TEST
 from duetgan.extras.studies.results import (
     Result,
     Results,
@@ -32,42 +26,29 @@ from duetgan.extras.studies.subject import Job, Subject, of_seed, record
 from duetgan.metrics.protocol import Document
 from duetgan.reporting.figures import percent, plain
 from duetgan.utils.distributed.process import handling, obeyed_signals
-from duetgan.utils.errors import StoppedBySignal, UserError, explained
-from duetgan.utils.files import as_json, check_writable, hold, write_atomic
+from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
 SCHEMA = 1
-LEFT_OUT = (
-    "a part of the study: `only` excludes these arms, which were neither run nor compared: {}"
-)
 VOID = "void: a control came out wrong, so the metrics below prove nothing"
 
 
-def means(subject: Subject, results: Results) -> Document:
+def means(results: Results) -> Document:
     """Return a table with a row for each arm and means over the seeds.
 
-    The columns are the mean recall of each group of classes on each split, the recall of each class
-    on the test images, and the other metrics.
+    The columns are the mean recall of each group of classes on the test images, and the metrics.
     """
-    first_runs = [runs[0] for runs in results.by_arm.values()]
-    recalls: list[tuple[str, str]] = []  # (split, group)
-    for split in subject.splits:
-        if all(split in run.hits for run in first_runs):
-            groups = results.groups if split == TEST else subject.class_groups(results)
-            recalls += [(split, group) for group in groups]
-    figures = list(dict.fromkeys(chain(*(run.figures for run in first_runs))))
-    for split in subject.splits:
-        if f"{split}_accuracy" in figures:
-            figures.remove(f"{split}_accuracy")
-    head = ["", *(f"{split}, {group}" for split, group in recalls), *figures]
+    runs = [run for runs in results.by_arm.values() for run in runs]
+    figures = list(dict.fromkeys(chain(*(run.figures for run in runs))))
     rows = []
     for arm in results.by_arm:
-        row = [arm, *(percent(results.mean(arm, group, split)) for split, group in recalls)]
+        row = [arm, *(percent(results.mean(arm, group)) for group in results.groups)]
         rows.append(row + [plain(results.mean_figure(arm, name)) for name in figures])
     return {
-        "title": "Mean recall of the classes and means of metrics, over the seeds",
-        "header": head,
+        "title": "Mean recall of the classes of a group, and means of metrics, over the seeds",
+        "header": ["", *results.groups, *figures],
         "rows": rows,
     }
 
@@ -96,8 +77,8 @@ def document(
             choice: table.choose(choice, subject.of_family(family))
             for choice, family in subject.choices.items()
         }
-        tables.append(means(subject, table))
-        declared = subject.compared(table)
+        tables.append(means(table))
+        declared = subject.compared()
         comparisons = compared(table, [row for row in declared if not row.expected])
         controls = checked(table, [row for row in declared if row.expected])
     main_rows = [row for row in comparisons if row["asked"]]
@@ -125,8 +106,6 @@ def document(
             pictures.append({"file": f"pictures/{file.name}", "caption": caption})
     # The subject's notes read the divided images, which may not exist before.
     notes = list(subject.notes) if complete_seeds else []
-    if subject.left_out:
-        notes.append(LEFT_OUT.format("; ".join(subject.left_out)))
     return {
         "schema": SCHEMA,
         "subject": name,
@@ -140,8 +119,7 @@ def document(
         "controls": controls,
         "void": bool(failed) if complete_seeds else None,
         "verdicts": [
-            {key: row[key] for key in ("first", "second", "group", "figure", "verdict")}
-            for row in main_rows
+            {key: row[key] for key in ("first", "second", "group", "verdict")} for row in main_rows
         ],
         "words": words,
         "tables": tables,
@@ -151,12 +129,6 @@ def document(
 
 
 DISCARDED = "checkpoints"  # folders of a run that are removed after its evaluation
-
-# Adding seeds because of earlier results makes wrong verdicts more likely than p says.
-SEEDS_CHANGED = (
-    "Results were made when the study was of {} seeds; now it is of {}. If that was changed because of them, p is too "
-    "small. A study in earnest fixes its seeds before."
-)
 
 
 class Study:
@@ -170,31 +142,24 @@ class Study:
         self.name = name
         self.subject = subject
         self.folder = subject.folder
-        self.end = math.inf  # time.monotonic() at which the study stops
-        first = subject.config.first_seed
-        self.seeds = list(range(first, first + subject.config.seeds))
+        self.seeds = list(range(subject.config.seeds))
 
-    def run(self, minutes: float | None = None) -> Document:
+    def run(self) -> Document:
         """Make all missing runs, write study.json after each, and return its content.
 
-        Stops after `minutes`, if given. Raises StoppedBySignal after a signal, when all is saved.
+        Raises StoppedBySignal after a signal, when a training has saved a checkpoint.
         """
+
+        def leave(signum: int, _frame: FrameType | None) -> NoReturn:
+            raise StoppedBySignal(f"{signal.Signals(signum).name}; the same command goes on")
+
         check_writable(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        with self._locked(), _stopping(minutes):
-            try:
-                runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms]
-                for number, (arm, seed) in enumerate(runs, 1):
-                    if self._perform(
-                        arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"
-                    ):
-                        self.write()
-            except StoppedBySignal:
-                self.write()
-                if time.monotonic() < self.end:
-                    raise
-                say(f"the {minutes:g} minutes are over; the same command goes on")
+        runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms]
+        with handling(leave, obeyed_signals()):
+            for number, (arm, seed) in enumerate(runs, 1):
+                if self._perform(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"):
+                    self.write()
         return self.write()
 
     # --- jobs and runs
@@ -219,9 +184,6 @@ class Study:
             return False
         for needed in job.needs:
             self._perform(self.subject.jobs[needed], seed)
-        # A training that is in its last step when the signal comes ends normally.
-        if time.monotonic() > self.end:
-            raise StoppedBySignal("the minutes are over")
         place.mkdir(parents=True, exist_ok=True)
         write_atomic(note, key.encode())
         start = time.monotonic()
@@ -233,7 +195,7 @@ class Study:
             figures = [f"{k} {v:.4g}" for k, v in outcome.figures.items() if v is not None]
             say(f"{title}: {', '.join(figures)} ({duration(seconds)})")
             outcome = packed(outcome)
-        content = {"told": outcome, "seeds": len(self.seeds), "seconds": round(seconds, 1)}
+        content = {"told": outcome, "seconds": round(seconds, 1)}
         write_atomic(file, as_json(content))
         is_needed = any(job.place in dependent.needs for dependent in self.subject.jobs.values())
         if place != job.place and not (is_needed or self.subject.config.keep_runs):
@@ -252,58 +214,11 @@ class Study:
     def write(self) -> Document:
         """Write study.json from the existing results, and return its content."""
         results: dict[str, dict[int, Result]] = {}
-        seed_counts = set()
         for arm in self.subject.arms:
             results[arm.name] = {}
             for seed in self.seeds:
-                if (file := record(of_seed(arm.place, seed))).is_file():
-                    tree = _read(file)
-                    results[arm.name][seed] = unpacked(tree["told"])
-                    seed_counts.add(tree["seeds"])
+                if outcome := self.subject.outcome(of_seed(arm.place, seed)):
+                    results[arm.name][seed] = unpacked(outcome)
         content = document(self.name, self.subject, results, self.seeds)
-        if previous := sorted(seed_counts - {len(self.seeds)}):
-            note = SEEDS_CHANGED.format(" and ".join(map(str, previous)), len(self.seeds))
-            content["notes"].insert(0, note)
         write_atomic(self.folder / "study.json", as_json(content))
         return content
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self.folder / ".lock").open("w") as lock:
-            if not hold(lock):
-                raise UserError(
-                    f"{self.folder}: another process makes this study; wait, or choose another --out"
-                )
-            yield
-
-
-@contextmanager
-def _stopping(minutes: float | None) -> Iterator[None]:
-    """Raise StoppedBySignal in the block after a signal or `minutes` (None: no limit).
-
-    A training saves a checkpoint first.
-    """
-
-    def leave(signum: int, _frame: FrameType | None) -> NoReturn:
-        raise StoppedBySignal(f"{signal.Signals(signum).name}; the same command goes on")
-
-    timer = threading.Timer(60 * (minutes or 0), os.kill, (os.getpid(), signal.SIGTERM))
-    timer.daemon = True
-    with handling(leave, obeyed_signals()):
-        try:
-            if minutes is not None:
-                timer.start()
-            yield
-        finally:
-            timer.cancel()
-
-
-def _read(file: Path) -> Document:
-    """Read a file that `_perform` has written; raise UserError if it is damaged."""
-    remedy = "remove it, and it is made again"
-    with explained(
-        (ValueError, KeyError, TypeError),
-        lambda error: f"{file}: cannot be read ({error}); {remedy}",
-    ):
-        tree = json.loads(file.read_text())
-        return {key: tree[key] for key in ("told", "seeds")}

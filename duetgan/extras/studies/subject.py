@@ -4,7 +4,6 @@ A subject is the definition of a study: it declares jobs, arms and comparisons o
 class divides the images, trains networks, and evaluates classifiers.
 """
 
-import fnmatch
 import json
 import re
 from abc import ABC, abstractmethod
@@ -34,8 +33,8 @@ from duetgan.extras.studies.images import (
     tokens,
     write_first,
 )
-from duetgan.extras.studies.results import CLASSES, GROUPS, Comparison, Result, Results
-from duetgan.extras.studies.samples import Drawing, draw_samples
+from duetgan.extras.studies.results import GROUPS, Comparison, Result
+from duetgan.extras.studies.samples import draw_samples
 from duetgan.metrics.evaluate_classifier import answers_of, classify
 from duetgan.metrics.protocol import Document
 from duetgan.models.restore import classifier_from
@@ -43,12 +42,9 @@ from duetgan.training.engine.run import train
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import Config
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import is_finished
 
 GENERATOR, UNTRAINED = "generator", "untrained generator"  # jobs
-SELECTOR = "selector"
-SELECTOR_SEED = 1000  # above the seeds of the arms, so that no arm is trained as the selector is
 SEED = 0  # seed of jobs that are made once
 # Suffix of an arm's folder. Settings contain it as it is; `of_seed` inserts a seed.
 OF_SEED = "-s{seed}"
@@ -83,7 +79,6 @@ class Subject(ABC):
     title: str
     splits: tuple[str, ...] = (TEST,)  # parts of the images on which classifiers are evaluated
     notes: Sequence[str] = ()  # remarks on the method, for the report
-    left_out: Sequence[str] = ()  # names of arms that `only` excludes
 
     def __init__(self, config: Any, folder: Path, device: str | None = None) -> None:
         self.config = config
@@ -100,10 +95,6 @@ class Subject(ABC):
             data=config.data,
         )
         self.declare()
-        included = self._included()
-        self.left_out = [arm.name for arm in self.arms if arm.name not in included]
-        self.comparisons = [row for row in self.comparisons if row.second in included]
-        self.choices = {name: family for name, family in self.choices.items() if name in included}
 
     @abstractmethod
     def declare(self) -> None:
@@ -111,54 +102,17 @@ class Subject(ABC):
 
     @property
     def arms(self) -> list[Job]:
-        return [job for job in self.jobs.values() if job.family and job.name not in self.left_out]
-
-    def _included(self) -> set[str]:
-        """Return the names of the arms to run.
-
-        These are the arms that match `only`, the controls that must help or be the same, and all
-        arms that these are compared with. A best arm (see `best`) with comparisons of its own is
-        included if an arm of its family matches; one without includes its whole family.
-
-        Raises UserError for a pattern that matches no arm.
-        """
-        arms = [arm.name for arm in self.arms]
-        requested = set()
-        for pattern in self.config.only or ["*"]:
-            if not (names := fnmatch.filter(arms, pattern)):
-                raise UserError(f"only: no arm is called {pattern!r}; there are: {'; '.join(arms)}")
-            requested.update(names)
-        compared = {row.second for row in self.comparisons}
-        controls = [row.second for row in self.comparisons if row.expected in ("helps", "same")]
-        queue = [*requested, *controls]
-        for name in self.choices.keys() & compared:
-            if requested & set(self.of_family(self.choices[name])):
-                queue.append(name)
-        included: set[str] = set()
-        while queue:
-            included.add(name := queue.pop())
-            needed: set[str] = set()
-            for row in self.comparisons:
-                if row.second == name:
-                    needed.update((row.first, *row.controls))
-            if name in self.choices and name not in compared:
-                needed.update(self.of_family(self.choices[name]))
-            queue += needed - included
-        return included
+        return [job for job in self.jobs.values() if job.family]
 
     def of_family(self, family: str) -> list[str]:
         """Return the names of a family's arms."""
         return [arm.name for arm in self.arms if arm.family == family]
 
-    def compared(self, results: Results) -> list[Comparison]:
-        """Return the declared comparisons; repeat those for GROUPS for each group of classes, and
-        those for CLASSES for each class.
-        """
-        class_groups = self.class_groups(results)
-        groups = {GROUPS: class_groups, CLASSES: tuple(results.groups)[len(class_groups) :]}
+    def compared(self) -> list[Comparison]:
+        """Return the declared comparisons; repeat those for GROUPS for each group of classes."""
         comparisons = []
         for row in self.comparisons:
-            names = groups.get(row.group, (row.group,))
+            names = self.groups() if row.group == GROUPS else [row.group]
             comparisons += [replace(row, group=name) for name in names]
         return comparisons
 
@@ -171,12 +125,8 @@ class Subject(ABC):
         return labels
 
     def groups(self) -> dict[str, list[int]]:
-        """Return name -> labels of groups and classes; the images must be divided already."""
-        return groups_of(self.counts(TRAIN), self.classes())
-
-    def class_groups(self, results: Results) -> tuple[str, ...]:
-        """Return the names of the groups that are not single classes."""
-        return tuple(results.groups)[: len(results.groups) - len(self.classes())]
+        """Return name -> labels of groups of classes; the images must be divided already."""
+        return groups_of(self.counts(TRAIN))
 
     # --- places and outcomes
 
@@ -249,26 +199,15 @@ class Subject(ABC):
         images: Path | None = None,  # packed images; None: the training images
         fixed: int = SEED,  # seed of a job that is no arm
         steps: int | None = None,  # number of steps; None: as in the recipe
-        # folder of a job, and the name of its metric that becomes this arm's metric `used`
-        used: tuple[Path, str] | None = None,
         **settings: object,  # further settings that define the job
     ) -> Path:
-        """Declare a training, or the use of the run that `gan.run` names; return the run folder."""
+        """Declare a training; return the run folder."""
         overrides = {"data.path": images or self.part(TRAIN), **overrides}
 
         def make(place: Path, seed: int, **_settings: object) -> Result | Document:
             run = place / "run"
-            if recipe is not self.config.gan or recipe.run is None or steps is not None:
-                self.train(run, recipe, overrides, seed if job.family else fixed, steps)
-            elif not run.is_symlink():
-                require_trained_on(recipe.run, overrides["data.path"])
-                run.symlink_to(Path(recipe.run).resolve())
-            if not job.family:
-                return {}
-            result = self.judge(run)
-            if used:
-                result.figures["used"] = self.outcome(of_seed(used[0], seed))["figures"][used[1]]
-            return result
+            self.train(run, recipe, overrides, seed if job.family else fixed, steps)
+            return self.judge(run) if job.family else {}
 
         place = self.add(
             job, make, recipe=recipe, own=overrides, fixed=fixed, steps=steps, **settings
@@ -282,7 +221,7 @@ class Subject(ABC):
         """
         gan = self.config.gan
         overrides = {} if images else {"data.val_path": self.part(HELD_OUT)}
-        job = Job(GENERATOR, f"training the generator: {gan.config or gan.run}")
+        job = Job(GENERATOR, f"training the generator: {gan.config}")
         trained = self.training(job, gan, overrides, images=images)
         still = {"generator_optimizer.lr": STILL, "discriminator_optimizer.lr": STILL}
         untrained = self.training(
@@ -331,39 +270,19 @@ class Subject(ABC):
             arm, make, images=self.part(TRAIN), features=features, learn=learner, known=labelled
         )
 
-    def selector(self, recipe: Recipe, overrides: Settings) -> Path:
-        """Declare the classifier that selects samples; return its run folder."""
-        job = Job(SELECTOR, "training the classifier that selects samples")
-        return self.training(job, recipe, overrides, fixed=SELECTOR_SEED)
-
     # --- functions that make jobs and arms
 
-    def draw(
-        self,
-        files: Mapping[Path, Sequence[int]],
-        generator: Path,
-        drawing: Drawing | None,
-        seed: int,
-        selector: Path | None,
-        **options: Any,  # of `draw_samples`
-    ) -> list[float | None]:
-        """Write packed files of samples, selected by `drawing` with the classifier `selector`.
+    def draw(self, files: Mapping[Path, Sequence[int]], source: Path, seed: int) -> None:
+        """Write packed files of images, file -> number of images of each class.
 
-        `files` are file -> number of samples of each class. Without `drawing`, `generator` is a
-        packed file whose images are written instead. Returns the fraction of accepted candidates of
-        each class.
+        `source` is the run folder of a generator, whose samples are written, or a packed file.
         """
-        if drawing is None:
+        if source.suffix == ".lmdb":
             for file, counts in files.items():
-                write_first(generator, counts, file, seed)
-            return []
-        device = choose_device(self.device)
-        if selector is not None:
-            classifier = classifier_from(load(resolve(str(selector))), device)
-            options["rule"] = partial(drawing.accepts, classifier)
-        return draw_samples(
-            files, generator, self.classes(), seed=seed, drawing=drawing, device=device, **options
-        )
+                write_first(source, counts, file, seed)
+        else:
+            device = choose_device(self.device)
+            draw_samples(files, source, self.classes(), seed=seed, device=device)
 
     def show(self, name: str, file: Path) -> None:
         """Save a picture of a packed file's images, a row for each class, unless it exists."""
@@ -436,18 +355,3 @@ def record(place: Path) -> Path:
 def slug(name: str) -> str:
     """Return a name in lower case, with only the characters a-z, 0-9, `.` and `-`."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
-
-
-def require_trained_on(run: str, images: Path) -> None:
-    """Raise UserError unless a run was trained on exactly the packed `images`.
-
-    Another run may have been trained on the images for evaluation.
-    """
-    checkpoint = load(resolve(run))
-    with Dataset(images) as dataset:
-        content_hash = dataset.meta.content_hash
-    if (checkpoint.get("data") or {}).get("content_hash") != content_hash:
-        raise UserError(
-            f"{run}: was not trained on this study's training images; train it with --data.path {images}, or leave "
-            "gan.run out"
-        )

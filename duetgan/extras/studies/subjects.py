@@ -11,10 +11,8 @@ if TYPE_CHECKING:
 # CONFIG, a subclass of StudyConfig, and SUBJECT, a subclass of Subject.
 SUBJECTS = {
     "augment": "do a generator's samples help the classifier?",
-    "cas": "how good a training set are samples, and what makes them better?",
     "distil": "can samples carry what a teacher knows?",
     "labels": "with few labels, what do images without labels add?",
-    "teach": "what does a classifier's loss do to a generator?",
 }
 
 

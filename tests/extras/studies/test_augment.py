@@ -1,6 +1,7 @@
 """The study `augment`: its arms, its choices, and a tiny one from images to page."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -15,14 +16,11 @@ from duetgan.extras.studies.augment import (
 )
 from duetgan.extras.studies.images import HELD_OUT, TEST, quickened
 from duetgan.extras.studies.results import Result, Results
-from duetgan.extras.studies.subject import require_trained_on
 from duetgan.extras.studies.subjects import SUBJECTS, load_subject
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
-from duetgan.utils.errors import UserError
 from tests.conftest import REPOSITORY
-from tests.metrics.conftest import classifier_run
 
 CHEAP = ("pixels", "untrained features", "neighbours")  # nothing is trained
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
@@ -55,13 +53,13 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
     assert {config.seed for config in told.values()} == {3}
     assert len({config.steps for config in told.values()}) == 1
     assert told["samples 0.25"].data.synthetic.share == pytest.approx(0.2)
-    assert told["samples 2, selected"].data.synthetic.share == pytest.approx(2 / 3, abs=1e-6)
+    assert told["samples 2"].data.synthetic.share == pytest.approx(2 / 3, abs=1e-6)
     assert told["class weights"].loss.class_weights == "balanced"
     assert told["balanced sampling"].data.sampling == "balanced"
     assert told[HELD_BACK_ARM].data.synthetic.balance == told[UNTRAINED].data.synthetic.balance == "fill"
     assert told[HELD_BACK_ARM].data.synthetic.share == told[UNTRAINED].data.synthetic.share == 0.5
     assert not told[REAL].data.synthetic.on
-    assert len({repr(config) for config in told.values()}) == len(told) == 15
+    assert len({repr(config) for config in told.values()}) == len(told) == 11
     assert told["logit adjustment"].loss.logit_adjustment == 1
 
 
@@ -84,7 +82,6 @@ def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     [
         (["augmnt"], "study 'augmnt' is unknown (did you mean 'augment'?)"),
         (["augment", "--data.source", "null"], "data: give either source"),
-        (["cas", "--selector.run", "runs/a"], "selector.run: only gan.run may name a trained run"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(argv, words, capsys, tmp_path):
@@ -93,24 +90,17 @@ def test_what_is_wrong_is_told_in_a_line(argv, words, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_saw_other_images_is_refused(tmp_path, packed):
-    run = classifier_run(tmp_path / "run")
-    with pytest.raises(UserError, match="not trained on this study's training images"):
-        require_trained_on(str(run), packed / "train.lmdb")
-
-
 def test_every_study_has_a_recipe():
     assert {recipe.stem.split("_")[1] for recipe in RECIPES} == set(SUBJECTS)
 
 
 @pytest.mark.slow
-def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp_path, tiny):
-    more = ["--data.long-tail", "4", "--ratios", "[0.5]", "--selected", "[true]"]
-    more += ["--selection.pool", "2", "--selection.confidence", "[0, 1]"]
+def test_a_tiny_study_from_images_to_page_and_an_arm_made_again(tmp_path, tiny):
+    more = ["--data.long-tail", "4", "--ratios", "[0.5]"]
     found, shown, printed = tiny("augment", tmp_path / "whole", *more)
     assert "page: " in printed
     assert (found["complete"], found["runs"]) == (True, {"done": 11, "planned": 11})
-    assert [arm["name"] for arm in found["arms"]][8:] == ["samples 0.5, selected", UNTRAINED, HELD_BACK_ARM]
+    assert [arm["name"] for arm in found["arms"]][8:] == ["samples 0.5", UNTRAINED, HELD_BACK_ARM]
     assert set(found["choices"]) == {"best classic arm", "best arm with samples"}
     assert found["void"] == any(row["ok"] is False for row in found["controls"])
     assert ("This study is void." in shown.text) == found["void"]
@@ -118,7 +108,7 @@ def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp
     for log in (tmp_path / "whole").glob("runs/*/run.log"):
         assert "done: step 4 of 4" in log.read_text()
 
-    half, _, printed = tiny("augment", tmp_path / "parts", *more, "--minutes", "0.05", "--json")
-    assert json.loads(printed) == half
-    assert not half["complete"]
-    assert tiny("augment", tmp_path / "parts", *more)[0] == found
+    (tmp_path / "whole/runs/real-only-s0.json").unlink()
+    shutil.rmtree(tmp_path / "whole/runs/real-only-s0")
+    again, _, printed = tiny("augment", tmp_path / "whole", *more, "--json")
+    assert json.loads(printed) == again == found

@@ -1,11 +1,10 @@
-"""The studies `labels` and `teach`: whose labels and teachers, who judges, and tiny ones from images to page."""
+"""The study `labels`: whose labels, and a tiny one from images to page."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.studies.few_labels import few_labels
@@ -17,18 +16,15 @@ from duetgan.extras.studies.labels import (
     arm_name,
 )
 from duetgan.extras.studies.subject import of_seed
-from duetgan.extras.studies.teach import CHEAP, CHOSEN, PLAIN, SHORT, WRONG_TEACHER, Chosen, Teach, TeachConfig
 from duetgan.inference.dataset import predicted_labels
-from duetgan.metrics.features.extractors import fingerprint
-from duetgan.models.gan import draw
-from duetgan.models.restore import classifier_from, generator_from
+from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 from tests.conftest import REPOSITORY, assert_raises
-from tests.metrics.conftest import classifier_run, gan_run, pack
+from tests.metrics.conftest import classifier_run, pack
 
 RECIPE = REPOSITORY / "configs/study_labels.yaml"
 
@@ -93,82 +89,6 @@ def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
     assert {row["first"] for row in found["comparisons"]} == {"2 labels, best without"}
     assert found["choices"]["2 labels, best without"].endswith("(1 of 1 seeds)")
     assert "pseudo_right" in shown.text
-
-
-TEACH_RECIPE = REPOSITORY / "configs/study_teach.yaml"
-
-
-def subject_in(folder, **changes):
-    """The study's own recipe, changed."""
-    return Teach(build(TeachConfig, read_yaml(TEACH_RECIPE) | changes), folder)
-
-
-def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, asked):
-    arms = subject_in(tmp_path, teacher=[0.5]).arms
-    configs = asked(arm for arm in arms if arm.name not in (CHOSEN, *CHEAP))
-    told = {name: config for name, (config, _) in configs.items()}
-    plain, taught = told[PLAIN], told["teacher, weight 0.5"]
-    assert taught.loss.classifier == str(tmp_path / "jobs/teacher/run")
-    assert taught.loss.classifier_weight == told[WRONG_TEACHER].loss.classifier_weight == 0.5
-    assert told[WRONG_TEACHER].loss.classifier == str(tmp_path / "jobs/teacher-by-chance/run")
-    head, both = told["head on D, weight 1"].loss, told["head on D, weight 1, learns samples"].loss
-    assert (head.auxiliary_weight, head.auxiliary_fakes, both.auxiliary_fakes) == (1, False, True)
-    for config in told.values():
-        config.loss = plain.loss
-    assert len({repr(config) for config in told.values()}) == 1
-    assert {name: steps for name, (_, steps) in configs.items() if steps} == {SHORT: plain.steps // 10}
-
-
-def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
-    subject = subject_in(tmp_path, n=30)
-    pack(subject.part(TEST), count=30, seed=5)
-    judge, teacher = (
-        fingerprint(classifier_from(load(resolve(classifier_run(tmp_path / f"jobs/{name}/run", seed=seed)))))
-        for name, seed in (("judge", 1), ("teacher", 2))
-    )
-    taught, wrongly = (
-        load(resolve(gan_run(tmp_path / name, teachers=[weights]))) for name, weights in (("a", teacher), ("b", judge))
-    )
-    figures = subject.judged(taught, tmp_path / "x-s0", generator_from(taught)).figures
-    assert 0 <= figures["recognised"] <= 1
-    assert figures["frechet"] > 0
-    assert figures["diversity"] > 0
-    with pytest.raises(UserError, match="supplied a loss to this generator, so it cannot judge it"):
-        subject.judged(wrongly, tmp_path / "x-s0", generator_from(wrongly))
-
-
-def test_of_a_pool_the_first_sample_that_is_named_as_asked_is_taken_else_the_last(tmp_path, monkeypatch):
-    generator = generator_from(load(resolve(gan_run(tmp_path / "gan"))))
-    labels, psis = torch.arange(12) % generator.classes, []
-    by: Any = Named()
-    chosen = Chosen(generator, by, 3, 1.0)
-    monkeypatch.setattr("duetgan.extras.studies.teach.logits_of", lambda classifier, images: classifier(images))
-    z, noise = draw(chosen, range(12), 0)
-    found = chosen(z, labels, noise=noise)
-    every = [
-        generator(z[:, i * generator.z_dim :][:, : generator.z_dim], labels, noise=maps)
-        for i, maps in enumerate(zip(*[iter(noise)] * (len(noise) // 3), strict=True))
-    ]
-    for row, label in enumerate(labels.tolist()):
-        names = [int(Named()(chosen.spec.from_float(images[row : row + 1])).argmax()) for images in every]
-        psis.append(place := next((i for i, name in enumerate(names) if name == label), 2))
-        assert torch.allclose(found[row], every[place][row], atol=1e-5)
-    assert {0, 1, 2} == {*psis}
-
-
-class Named(torch.nn.Module):
-    """A class by an image's first pixel."""
-
-    def forward(self, images):
-        return torch.nn.functional.one_hot(images[:, 0, 0, 0].long() % 3, 3).float()
-
-
-@pytest.mark.slow
-def test_a_tiny_study_of_teachers(tmp_path, tiny):
-    found, shown, _ = tiny("teach", tmp_path / "out", "--n", "20", "--short", "0.5", "--teacher", "[0.5]")
-    assert found["runs"] == {"done": 9, "planned": 9}
-    assert {row["figure"] for row in found["comparisons"]} == {"recognised", "frechet", "diversity"}
-    assert shown.tags.count("img") == 9
 
 
 def test_each_class_keeps_as_many_labels_by_its_key() -> None:

@@ -1,4 +1,4 @@
-"""Samples for a study: which they are, and what selection keeps of them."""
+"""Samples for a study, and the division of its images."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
@@ -23,19 +23,17 @@ from duetgan.extras.studies.images import (
     tokens,
     training_counts,
 )
-from duetgan.extras.studies.samples import BLOCK, Drawing, draw_samples
+from duetgan.extras.studies.samples import BLOCK, draw_samples
 from duetgan.inference.samples import Sampler
 from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
-from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import REPOSITORY
 from tests.inference.conftest import gan_run, styled
-from tests.metrics.conftest import CLASSES, SIDE
+from tests.metrics.conftest import CLASSES
 
 
 @pytest.fixture(scope="module")
@@ -43,89 +41,38 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gan_run(tmp_path_factory.mktemp("study") / "gan", styled())
 
 
-def drawn(run: Path, out: Path, counts: list[int], **options) -> tuple[Tensor, np.ndarray, list[float | None]]:
-    """The images and labels of a file of samples, and the shares that were kept."""
-    how = {"seed": 5, "drawing": Drawing(), "stream": ("study", "sample"), **options}
-    shares = draw_samples({out: counts}, run, CLASSES, **how)
+def drawn(run: Path, out: Path, counts: list[int]) -> tuple[Tensor, np.ndarray]:
+    """The images and labels of a file of samples."""
+    draw_samples({out: counts}, run, CLASSES, seed=5)
     with Dataset(out) as reader:
-        return read_batch(reader, np.arange(len(reader))).images, reader.labels().copy(), shares
+        return read_batch(reader, np.arange(len(reader))).images, reader.labels().copy()
 
 
-def test_samples_have_keys_of_their_own(run: Path, tmp_path: Path) -> None:
-    images, labels, shares = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5])
+def test_samples_are_those_of_generate(run: Path, tmp_path: Path) -> None:
+    images, labels = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5])
     assert np.bincount(labels).tolist() == [BLOCK + 3, 0, 5]
-    assert shares == [1.0, None, 1.0]
     generator = generator_from(load(resolve(run)))
     for place, label, index in ((0, 0, 0), (BLOCK, 0, BLOCK), (BLOCK + 3, 2, 0)):
-        how: dict[str, Any] = {"seed": 5, "stream": ("study", "sample", label)}
-        alone = generate(generator, labels=torch.tensor([label]), indices=[index], **how)
+        alone = generate(generator, labels=torch.tensor([label]), indices=[label + 3 * index], seed=5)
         assert (images[place].int() - alone[0].int()).abs().max() <= 1  # of another batch size
     with Dataset(tmp_path / "x.lmdb") as reader:
         passport = reader.meta.passport
     assert (passport["step"], passport["seed"], passport["selection"]) == (load(resolve(run))["step"], 5, None)
-    again, _, _ = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5])
+    again, _ = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5])
     assert torch.equal(again, images)
 
 
-def test_a_rule_keeps_the_first_that_pass(run: Path, tmp_path: Path) -> None:
-    everything, _, _ = drawn(run, tmp_path / "all.lmdb", [0, BLOCK, 0])
-    rule = lambda images, label: (torch.arange(len(images)) % 4 == label, torch.arange(len(images)))  # noqa: E731
-    how: dict[str, Any] = {"drawing": Drawing(confidence=(0.5, 1.0)), "pool": 9}
-    images, _, shares = drawn(run, tmp_path / "some.lmdb", [0, 20, 0], rule=rule, **how)
-    with Dataset(tmp_path / "some.lmdb") as reader:
-        assert reader.meta.passport["selection"] == "confidence 0.5 to 1; the first of 9 drawn for each"
-    assert torch.equal(images[:16], everything[1::4])
-    assert shares == [None, 32 / 128, None]
-
-
-def nothing_fits(images: Tensor, label: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(len(images), dtype=torch.bool), (torch.arange(len(images)) == 3).int()
-
-
-def test_a_pool_gives_what_it_has_and_the_best_at_least(run: Path, tmp_path: Path) -> None:
-    everything, _, _ = drawn(run, tmp_path / "all.lmdb", [0, 40, 0], stream=None)
-    images, _, shares = drawn(run, tmp_path / "x.lmdb", [0, 20, 0], rule=nothing_fits, pool=2, stream=None)
-    assert torch.equal(images, everything[3:4])
-    assert shares == [None, 0.0, None]
-    files = {tmp_path / "a.lmdb": [0, 3, 1], tmp_path / "b.lmdb": [2, 1, 0]}  # each the beginning of the same draws
-    draw_samples(files, run, CLASSES, seed=5, drawing=Drawing())
+def test_a_smaller_file_is_the_beginning_of_a_larger_one(run: Path, tmp_path: Path) -> None:
+    everything, _ = drawn(run, tmp_path / "all.lmdb", [0, 40, 0])
+    files = {tmp_path / "a.lmdb": [0, 3, 1], tmp_path / "b.lmdb": [2, 1, 0]}
+    draw_samples(files, run, CLASSES, seed=5)
     for file, counts in files.items():
         with Dataset(file) as reader:
             assert reader.meta.histogram == counts
             middle = read_batch(reader, np.flatnonzero(reader.labels() == 1)).images
             assert torch.equal(middle, everything[: counts[1]])
     sampler = Sampler(generator=generator_from(load(resolve(run))), chosen=[1], seed=5)
-    assert (sampler.images(range(40)).int() - everything.int()).abs().max() <= 1  # those of generate.py
-
-
-class Known(nn.Module):
-    """Class 0 is likelier the darker an image is."""
-
-    resolution, channels, classes, lineage = SIDE, 1, 3, Lineage.of()
-    spec = ImageSpec(1, SIDE, SIDE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        means = x.mean((1, 2, 3))[:, None]
-        return torch.cat([-4 * means, 0 * means, 4 * means], dim=1)
-
-
-def test_what_is_selected() -> None:
-    images = torch.arange(0, 256, 2, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, SIDE, SIDE)
-    means = images[:, 0, 0, 0].double() / 127.5 - 1
-    chances = torch.stack([-4 * means, 0 * means, 4 * means], dim=1).softmax(1)
-
-    def kept(label: int, **drawing: Any) -> Tensor:
-        chosen, sure = Drawing(**drawing).accepts(Known(), images, label)  # type: ignore[arg-type]
-        assert torch.allclose(sure, chances[:, label], atol=1e-6)
-        return chosen
-
-    named = chances.argmax(1) == 0
-    within = (chances[:, 0] >= 0.2) & (chances[:, 0] <= 0.9)
-    assert 0 < (named & within).sum() < min(named.sum(), within.sum())
-    assert torch.equal(kept(0, recognised=True), named)
-    assert torch.equal(kept(0, confidence=(0.2, 0.9)), within)
-    assert torch.equal(kept(0, recognised=True, confidence=(0.2, 0.9)), named & within)
-    assert kept(1, confidence=(0.0, 1.0)).all()
+    assert (sampler.images(range(40)).int() - everything.int()).abs().max() <= 1
 
 
 DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_back=0.3)
