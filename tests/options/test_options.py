@@ -112,8 +112,8 @@ class Repeated(nn.Module):
         return x.repeat(1, 2048 // x.shape[1], 1, 1)
 
 
-def study(self: Any, minutes: float | None) -> dict[str, Any]:
-    return {"words": ["done"], "minutes": minutes, "subject": self.name, "device": self.subject.device}
+def study(self: Any) -> dict[str, Any]:
+    return {"words": ["done"], "subject": self.name, "device": self.subject.device}
 
 
 class Stubs:
@@ -145,6 +145,7 @@ class Stubs:
             patch.setattr("duetgan.commands.planning.steps.unfit", lambda run, test: "")
         if command == "explore":
             patch.setattr("waitress.server.create_server", self.server)
+            patch.setattr("secrets.token_urlsafe", lambda _: "token")
             patch.setattr("signal.signal", lambda *_: None)
             patch.setattr("duetgan.extras.explorer.command.leave_threads", lambda: None)
 

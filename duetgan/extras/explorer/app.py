@@ -1,5 +1,5 @@
 """The explorer as a web application (WSGI): access control, the parsing of requests, the answers,
-and the single thread in which models compute, with a bounded queue.
+and the bounded queue of requests, whose models compute one after the other.
 
 A browser identifies runs and steps by index: nothing that it sends becomes part of a file name.
 """
@@ -11,12 +11,10 @@ import threading
 import traceback
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound, Unauthorized
 from werkzeug.utils import redirect
@@ -25,10 +23,9 @@ from werkzeug.wrappers import Request, Response
 import duetgan.reporting
 from duetgan.data.errors import ImageError
 from duetgan.extras.explorer import models
-from duetgan.extras.explorer.models import Document, LoadedRun, Source, compare_page
+from duetgan.extras.explorer.models import Document, LoadedRun, Source
 from duetgan.inference.samples import parse_layers
 from duetgan.models.gan import TruncationMean
-from duetgan.reporting.pictures import number, picture
 from duetgan.utils import files
 from duetgan.utils.config.cli import number as number_type
 from duetgan.utils.errors import UserError, explained
@@ -37,52 +34,11 @@ from duetgan.utils.text import did_you_mean, printable
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
-WAITING = 8  # largest number of requests that compute or wait for the models' thread
-POLL = 0.2  # s between two checks for the end of the explorer
-
-T = TypeVar("T")
+WAITING = 8  # largest number of requests that compute or wait for it
 
 
 class Unavailable(Exception):
-    """An error: the queue of requests is full, or the explorer is ending."""
-
-
-class Worker:
-    """A thread that runs functions one after the other, with a bounded queue."""
-
-    def __init__(self, waiting: int = WAITING) -> None:
-        self._slots = threading.Semaphore(waiting)
-        self._thread = ThreadPoolExecutor(1, "models")
-        self._ending = threading.Event()
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Run `work()` in the thread and return its result or raise its exception.
-
-        Raises Unavailable if the queue is full or the explorer is ending.
-        """
-        if not self._slots.acquire(blocking=False):
-            raise Unavailable("too many requests are waiting; try again in a moment")
-        try:
-            future = self._thread.submit(work)
-        except RuntimeError:
-            self._slots.release()
-            raise Unavailable("the explorer is ending") from None
-        future.add_done_callback(lambda _: self._slots.release())
-        while not future.done():
-            self.tick()
-            wait([future], timeout=POLL)
-        with explained(CancelledError, lambda _: Unavailable("the explorer is ending")):
-            return future.result()
-
-    def tick(self) -> None:
-        """Raise Unavailable if the explorer is ending. Long work calls this regularly."""
-        if self._ending.is_set():
-            raise Unavailable("the explorer is ending")
-
-    def end(self) -> None:
-        """Fail all waiting requests at once, and accept no more work."""
-        self._ending.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    """An error: the queue of requests is full."""
 
 
 FOLDER = Path(__file__).parent
@@ -92,12 +48,10 @@ STATIC = {  # path -> (file, content type) of all files that are served
     "/page.css": (FOLDER / "page.css", "text/css"),
     "/page.js": (FOLDER / "page.js", "text/javascript"),
 }
-# The names of this machine. A request for another name comes from a DNS rebinding attack.
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 POLICY = (
     "default-src 'none'; img-src 'self' data:; script-src 'self'; connect-src 'self' data:; style-src 'self'; "
-    "style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)  # The charts have style attributes.
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -108,8 +62,6 @@ HEADERS = {
 TASKS = {"gan": "a GAN", "classifier": "a classifier"}
 LARGEST_SEED = 2**32 - 1
 MOST_DRAWN = 16  # largest number of samples that one request draws
-
-Answer = Document | str  # a JSON object, or HTML
 
 
 class Query:
@@ -125,12 +77,12 @@ class Query:
         with explained(ArgumentTypeError, lambda error: f"{name} {error}"):
             return number_type(kind, low, high)(self._args.get(name, default))
 
-    def run(self, task: str | None = None, name: str = "run") -> LoadedRun:
+    def run(self, task: str, name: str = "run") -> LoadedRun:
         """Return the run whose index is the parameter `name`. Raises UserError if its task is not
-        `task` (None: any).
+        `task`.
         """
         run = self._runs[self.number(name, 0, len(self._runs) - 1)]
-        if task is not None and run.task != task:
+        if run.task != task:
             raise UserError(f"{name}: {run.name} is {TASKS[run.task]}; {TASKS[task]} is needed")
         return run
 
@@ -189,34 +141,29 @@ class App:
     def __init__(
         self,
         runs: Sequence[LoadedRun],
-        worker: Worker,
         *,
-        # secret that a browser must send; None: only requests to a host in LOOPBACK are answered
-        token: str | None = None,
+        token: str,  # secret that a browser must send
         data: str | None = None,  # the classifiers' packed training images; None: as in the config
     ) -> None:
         self.runs = runs
-        self.worker = worker
+        self._slots = threading.Semaphore(WAITING)
+        self._computing = threading.Lock()
         self.token = token
         self._static = {
             path: (files.read_file(file, files.CONFIG), kind)
             for path, (file, kind) in STATIC.items()
         }
         influential = partial(models.influential_images, data=data)
-        nearest = partial(models.nearest, tick=worker.tick)
-        self._get: dict[str, Callable[[Query], Answer]] = {
+        self._get: dict[str, Callable[[Query], Document]] = {
             "/api/runs": self._list_runs,
             "/api/draw": self._handler("gan", models.draw, Query.sources),
             "/api/mix": self._handler("gan", models.mix, Query.pair, Query.layers),
             "/api/walk": self._handler("gan", models.walk, Query.pair),
             "/api/edit": self._handler("gan", models.edit, Query.source, Query.target),
-            "/api/history": self._history,
-            "/api/compare": self._compare,
         }
-        self._post: dict[str, Callable[[Query], Answer]] = {  # requests whose body is an image
+        self._post: dict[str, Callable[[Query], Document]] = {  # requests whose body is an image
             "/api/classify": self._handler("classifier", models.classify, Query.image),
             "/api/influence": self._handler("classifier", influential, Query.image),
-            "/api/nearest": self._handler("gan", nearest, Query.image),
         }
 
     def __call__(
@@ -249,12 +196,6 @@ class App:
         foreign = origin is not None and origin.partition("://")[2] != request.headers.get("Host")
         if foreign or (request.path != "/" and site not in ("same-origin", "none")):
             raise Forbidden("the explorer answers only to its own page")
-        if self.token is None:
-            if _host_name(request) not in LOOPBACK:
-                raise Forbidden(
-                    "the explorer answers to localhost only; start it with --host to open it to others"
-                )
-            return None
         # Cookies are shared by all ports of a host, so the name contains the port.
         cookie = f"duet-explorer-{request.environ['SERVER_PORT']}"
         if _same(request.args.get("token"), self.token):
@@ -276,43 +217,42 @@ class App:
         if not handler:
             raise NotFound("not found")
         answer = handler(Query(request, self.runs))
-        if isinstance(answer, str):
-            html = answer.encode(errors="replace")
-            return Response(html, content_type="text/html; charset=utf-8")
         return Response(json.dumps(answer, allow_nan=False), content_type="application/json")
 
-    # --- handlers; everything that needs a model runs in the worker's thread
+    # --- handlers
 
     def _handler(
         self,
         task: str,
-        answer: Callable[..., Answer],
+        answer: Callable[..., Document],
         *parameters: Callable[[Query, LoadedRun], object],
-    ) -> Callable[[Query], Answer]:
+    ) -> Callable[[Query], Document]:
         """Return a handler that answers a query by `answer(run, *values)`; the run must be of
         `task`, and each of `parameters` gets a value from the query.
         """
 
-        def handle(query: Query) -> Answer:
+        def handle(query: Query) -> Document:
             run = query.run(task)
             values = [parameter(query, run) for parameter in parameters]
-            return self.worker.run(lambda: answer(run, *values))
+            return self.compute(lambda: answer(run, *values))
 
         return handle
 
-    def _list_runs(self, _: Query) -> Answer:
+    def compute(self, work: Callable[[], Document]) -> Document:
+        """Return the result of `work()`, which runs when all earlier work is done.
+
+        Raises Unavailable if WAITING requests compute or wait already.
+        """
+        if not self._slots.acquire(blocking=False):
+            raise Unavailable("too many requests are waiting; try again in a moment")
+        try:
+            with self._computing:
+                return work()
+        finally:
+            self._slots.release()
+
+    def _list_runs(self, _: Query) -> Document:
         return {"runs": [run.facts() for run in self.runs], "upload": files.UPLOAD.limit}
-
-    def _compare(self, query: Query) -> Answer:
-        a, b = query.run(name="a"), query.run(name="b")
-        return self.worker.run(lambda: compare_page(a, b))
-
-    def _history(self, query: Query) -> Answer:
-        samples = query.run().files().samples
-        if not samples:
-            raise UserError("this run has saved no samples")
-        path = samples[query.number("place", 0, len(samples) - 1)]
-        return {**picture(path, f"step {number(int(path.stem.removeprefix('step-')))}")}
 
 
 def _line(text: str, status: int) -> Response:
@@ -324,10 +264,3 @@ def _same(secret: str | None, token: str) -> bool:
     if secret is None:
         return False
     return hmac.compare_digest(secret.encode(errors="replace"), token.encode())
-
-
-def _host_name(request: Request) -> str | None:
-    try:
-        return urlsplit(f"//{request.headers.get('Host', '')}").hostname
-    except ValueError:
-        return None

@@ -1,10 +1,8 @@
 """Explore models in a browser.
 
-The page shows samples, style mixtures, latent walks, predictions with explanations, and the course
-of runs.
+The page shows samples, style mixtures, latent walks, edits, and predictions with explanations.
 """
 
-import ipaddress
 import logging
 import secrets
 import signal
@@ -42,9 +40,7 @@ def parser() -> Parser:
         help="the classifier's training images (default: those of its config)",
     )
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
-    text = (
-        "address to listen on; for other machines the link has a secret token (default: 127.0.0.1)"
-    )
+    text = "address to listen on; 0.0.0.0: reachable from other machines (default: 127.0.0.1)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
     add("--port", type=number(int, 0, 65535), default=PORT, metavar="N", help="0: any free port")
     return options
@@ -57,18 +53,16 @@ def main(argv: list[str]) -> int:
     with explained(ImportError, "the explorer needs waitress; `pip install 'waitress>=3.0'`"):
         from waitress.server import create_server
     with listen(options.host, options.port) as listener:  # before the slow import of torch
-        from duetgan.extras.explorer.app import App, Worker
+        from duetgan.extras.explorer.app import App
         from duetgan.extras.explorer.models import open_runs
         from duetgan.utils.distributed.collectives import choose_device
 
         address, port = listener.getsockname()[:2]
-        listening = ipaddress.ip_address(address)
-        token = None if listening.is_loopback else secrets.token_urlsafe(16)
+        token = secrets.token_urlsafe(16)
         runs = open_runs(
             options.checkpoint, which=options.which, device=choose_device(options.device)
         )
-        worker = Worker()
-        app = App(runs, worker, token=token, data=options.data)
+        app = App(runs, token=token, data=options.data)
         server = create_server(
             app,
             sockets=[listener],
@@ -81,16 +75,11 @@ def main(argv: list[str]) -> int:
         # waitress would print a warning for each request that waits for a thread.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
-        def end(*_: object) -> None:
-            worker.end()
-            raise KeyboardInterrupt
-
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, end)
-        host = f"[{address}]" if listening.version == 6 else address
-        if listening.is_unspecified:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        host = f"[{address}]" if ":" in address else address
+        if address in ("0.0.0.0", "::"):
             host = socket.gethostname()
-        place = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+        place = f"http://{host}:{port}/?token={token}"
         print(f"open {place} in a browser; Ctrl-C ends the explorer", flush=True)
         leave_threads()  # a model may still be computing when the program ends
         server.run()  # returns at a KeyboardInterrupt

@@ -1,11 +1,10 @@
-"""The runs that the explorer shows, and the answers of their models as JSON or HTML."""
+"""The runs that the explorer shows, and the answers of their models as JSON."""
 
 import base64
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from duetgan.data.images import encode
 from duetgan.data.opening import dataset_for_model
-from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
-from duetgan.inference.projection import find
 from duetgan.inference.samples import (
     Sampler,
     mixed,
@@ -25,17 +22,12 @@ from duetgan.inference.samples import (
     truncated_styles,
     with_styles,
 )
-from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.metrics.lineage import data_of
 from duetgan.models.gan import TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, read
-from duetgan.reporting import figures
-from duetgan.reporting.pictures import Chart
-from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of, render
-from duetgan.reporting.run_files import Run
 from duetgan.utils.checkpoint import Checkpoint, resolve_for_people
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
@@ -44,7 +36,6 @@ from duetgan.utils.runlog.run_folder import runs_folder
 
 if TYPE_CHECKING:  # each extra can be deleted, so functions import others
     from duetgan.extras.editing.editor import Editor
-    from duetgan.extras.influence.scores import GradientBatch
 
 Document = dict[str, Any]  # a JSON object
 
@@ -53,10 +44,13 @@ Document = dict[str, Any]  # a JSON object
 class LoadedRun:
     """A model and the run folder that it was loaded from."""
 
-    name: str
     path: Path  # the run folder or checkpoint that the user named
     checkpoint: Checkpoint  # content of the checkpoint without `state`
     model: Any  # ImageGenerator for the task gan, Classifier for the task classifier
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
 
     @property
     def task(self) -> str:
@@ -68,12 +62,6 @@ class LoadedRun:
         """The names of the classes; empty for an unconditional generator."""
         return self.checkpoint["classes"] if self.model.classes else []
 
-    def files(self) -> Run:
-        """Read the files of the run folder again, because a training may still add to them. The
-        result is empty for a checkpoint file.
-        """
-        return Run(self.path)
-
     def facts(self) -> Document:
         """Return the JSON object that describes the run to the page."""
         return {
@@ -83,7 +71,6 @@ class LoadedRun:
             "classes": self.classes,
             "resolution": self.model.spec.side,
             "layers": self.model.num_ws if getattr(self.model, "has_styles", False) else 0,
-            "steps": [int(path.stem.removeprefix("step-")) for path in self.files().samples],
         }
 
 
@@ -105,23 +92,8 @@ def open_runs(names: Sequence[str], *, which: str, device: torch.device) -> list
     for name in names or [str(quickstart)]:
         for path in _runs_in(Path(name)):
             by_location[path.resolve()] = path
-    paths = list(by_location.values())
-    runs = []
-    for path, name in zip(paths, _distinct_names(paths), strict=True):
-        runs.append(_open(path, name, which, device))
+    runs = [_open(path, which, device) for path in by_location.values()]
     return sorted(runs, key=lambda run: run.task != "gan")
-
-
-def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Name each path by its last part, preceded by as many parts as make the name unique."""
-    all_parts = [path.resolve().parts for path in paths]
-    names = [""] * len(paths)
-    for length in range(max(map(len, all_parts), default=0), 0, -1):
-        ends = ["/".join(parts[-length:]) for parts in all_parts]
-        for i, end in enumerate(ends):
-            if ends.count(end) == 1:
-                names[i] = end  # a shorter unique name replaces a longer one
-    return names
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -132,65 +104,20 @@ def _runs_in(path: Path) -> list[Path]:
     return runs if runs and not (path / "checkpoints").is_dir() else [path]
 
 
-def _open(path: Path, name: str, which: str, device: torch.device) -> LoadedRun:
+def _open(path: Path, which: str, device: torch.device) -> LoadedRun:
     checkpoint = read(resolve_for_people(path, which))
     task = checkpoint["task"]
     if task not in ("gan", "classifier"):
         raise UserError(f"{path}: is of task {task!r}; the explorer shows GANs and classifiers")
     model = (generator_from if task == "gan" else classifier_from)(checkpoint, device)
     del checkpoint["state"]  # frees the memory of the optimizers
-    return LoadedRun(name=name, path=path, checkpoint=checkpoint, model=model)
-
-
-def compare_page(a: LoadedRun, b: LoadedRun) -> str:
-    """Return the HTML of two runs of any tasks side by side: their metrics in a table, their curves
-    in common charts. Only `evaluate.py --compare` shows whether differences are significant.
-    """
-    names, runs = (a.name, b.name), (a.files(), b.files())
-    by_name = dict(zip(names, runs, strict=True))
-    notes = [f"{name}: {note}" for name, run in by_name.items() for note in run.notes]
-    metrics: list[dict[str, str]] = []
-    progress: list[dict[str, str]] = []
-    for run in runs:
-        tiles = [*figures.results(run), *figures.headline(run)]
-        metrics.append({meaning: value + context for value, meaning, context in tiles})
-        progress.append({meaning: value for value, meaning in figures.progress(run)})
-    rows = []
-    for left, right in (metrics, progress):
-        for meaning in left | right:
-            rows.append((meaning, left.get(meaning, "-"), right.get(meaning, "-")))
-    return render(
-        "side_by_side.html.j2",
-        names=names,
-        rows=rows,
-        shared_charts=shared_charts(by_name),
-        notes=notes,
-    )
-
-
-def shared_charts(runs: Mapping[str, Run]) -> list[Chart]:
-    """Return a chart for each key of metrics.jsonl that all runs have, with a curve per run.
-
-    Keys that a report folds away, and keys without a finite value, have no chart.
-    """
-    series = {name: run.series for name, run in runs.items()}
-    charts = []
-    for key in next(iter(series.values())):
-        in_all_runs = all(key in curves for curves in series.values())
-        if not in_all_runs or key.split("/")[0] not in SHOWN_AT_ONCE:
-            continue
-        curves = {name: points[key] for name, points in series.items()}
-        if any(not math.isnan(y) for points in curves.values() for _, y in points):
-            charts.append(Chart(curves, title=key if "/" in key else chart_of(key)))
-    return charts
+    return LoadedRun(path=path, checkpoint=checkpoint, model=model)
 
 
 CLASSES = 5  # most probable classes that the page lists
 INFLUENTIAL = 8  # training images that the page shows for a prediction
-MAX_CACHED = 500_000  # training images times checkpoints: about a gigabyte of gradients
 FRAMES = 24  # frames of an interpolation, without the last one
 BATCH = 8  # samples that are drawn at once
-SEARCH = ProjectionConfig(steps=150)  # search for the nearest image, in w and again in w+
 STEPS = torch.linspace(-2, 4, 25)  # of an edit, in units of the samples' spread, with 0
 LOSSLESS = 128  # largest side in px of images that are sent as PNG, not JPEG
 
@@ -262,26 +189,6 @@ def walk(run: LoadedRun, pair: tuple[Source, Source]) -> Document:
     for frame in itertools.islice(journey, FRAMES + 1):
         frames.append(address(torch.from_numpy(frame.transpose(2, 0, 1))))
     return {"frames": frames}
-
-
-def nearest(run: LoadedRun, content: bytes, tick: Callable[[], object]) -> Document:
-    """Find the generator's images nearest to the image file `content`. Returns `target`, the
-    address of the image at the generator's size; the `class` whose mean w the search starts from;
-    and `images`, each with `name`, `caption` and `address`.
-
-    The search calls `tick`, whose exceptions end it. Raises ImageError if `content` is no image,
-    UserError for a generator without w.
-    """
-    target = Transform.of(run.checkpoint).read(content)[None]
-    sampler = Sampler(generator=run.model, chosen=range(run.model.classes), noise_mode="const")
-    result = find(sampler, target, SEARCH, tick=tick)
-    captions = {"w": "one style for all layers", "w+": "a style for each layer"}
-    images = []
-    for space, projection in result.spaces.items():
-        caption = f"{captions[space]}: {', '.join(projection.distances)}"
-        images.append({"name": space, "caption": caption, "address": address(projection.image)})
-    label = None if result.label is None else run.classes[result.label]
-    return {"target": address(target[0]), "class": label, "images": images}
 
 
 def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Document:
@@ -365,28 +272,25 @@ def influential_images(run: LoadedRun, content: bytes, data: str | None = None) 
     Raises ImageError if `content` is no image, UserError if the training images are missing or have
     other classes.
     """
+    from duetgan.extras.influence import scores as influence
     from duetgan.extras.influence.command import checkpoint_files
-    from duetgan.extras.influence.scores import check_data, images_of, influence, top_records
 
     image = Transform.of(run.checkpoint).read(content)
     label = int(judge_images(run.model, image[None])[0].argmax())
-    files = tuple(checkpoint_files(str(run.path)))
+    device = device_of(run.model)
+    snapshots = [influence.snapshot(file, device) for file in checkpoint_files(str(run.path))]
     path = data or data_of(run.checkpoint, "path")
     if not isinstance(path, str):
         raise UserError(
             f"{run.name}: its config names no file of training images; start with --data X.lmdb"
         )
     with dataset_for_model(path, run.checkpoint) as dataset:
-        check_data(dataset, run.checkpoint, path)
-        batches: Iterable[GradientBatch]
-        if len(dataset) * len(files) <= MAX_CACHED:
-            batches = _cached_gradients(run, files, path)
-        else:
-            batches = _gradients(run, files, dataset)
-        scores = influence(batches, len(dataset), image, label)
-        records = top_records(scores, INFLUENTIAL)
+        influence.check_data(dataset, run.checkpoint, path)
+        batches = influence.gradient_batches(snapshots, dataset)
+        scores = influence.influence(batches, len(dataset), image, label)
+        records = influence.top_records(scores, INFLUENTIAL)
         images = []
-        for record, picture in zip(records, images_of(dataset, records), strict=True):
+        for record, picture in zip(records, influence.images_of(dataset, records), strict=True):
             images.append(
                 {
                     "record": record,
@@ -396,17 +300,3 @@ def influential_images(run: LoadedRun, content: bytes, data: str | None = None) 
                 }
             )
     return {"class": run.classes[label], "images": images}
-
-
-def _gradients(
-    run: LoadedRun, files: Sequence[Path], dataset: Dataset
-) -> Iterator["GradientBatch"]:
-    from duetgan.extras.influence.scores import gradient_batches, snapshot
-
-    return gradient_batches([snapshot(file, device_of(run.model)) for file in files], dataset)
-
-
-@lru_cache(1)  # keeps only the gradients of the run that was requested last
-def _cached_gradients(run: LoadedRun, files: Sequence[Path], path: str) -> list["GradientBatch"]:
-    with dataset_for_model(path, run.checkpoint) as dataset:
-        return list(_gradients(run, files, dataset))

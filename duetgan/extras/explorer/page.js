@@ -18,7 +18,7 @@ async function request(path, options = {}, body = null) {
     throw new Error("the explorer does not answer; is it still running?");
   }
   if (!answer.ok) throw new Error((await answer.text()).slice(0, 300));
-  return answer.headers.get("Content-Type").startsWith("application/json") ? answer.json() : answer.text();
+  return answer.json();
 }
 
 // Wrap `work` so that it never runs twice at once: calls during a run are merged into one run after it.
@@ -62,18 +62,12 @@ const option = (text, value) => make("option", { textContent: text, value });
 const field = (text, input) => make("label", {}, `${text} `, input);
 const percent = (fraction) => `${(100 * fraction).toFixed(1)} %`;
 // The runs that a form offers, by its data-for.
-const FITS = { gan: (run) => run.task === "gan", classifier: (run) => run.task === "classifier",
-  steps: (run) => run.steps.length, two: () => true };
+const FITS = { gan: (run) => run.task === "gan", classifier: (run) => run.task === "classifier" };
 
 // Add a form's controls: the run, and the class and seed of each sample. Every change calls `changed`.
 function addControls(form, changed) {
   const options = runs.map((run, number) => [run, number]).filter(([run]) => FITS[form.dataset.for](run));
-  const names = form.dataset.for === "two" ? ["a", "b"] : ["run"];
-  for (const [index, name] of names.entries()) {
-    const choice = make("select", { name }, ...options.map(([run, number]) => option(`${run.name}, step ${run.step}`, number)));
-    choice.selectedIndex = Math.min(index, options.length - 1);
-    form.append(field({ run: "Model", a: "First run", b: "Second run" }[name], choice));
-  }
+  form.append(field("Model", make("select", { name: "run" }, ...options.map(([run, number]) => option(`${run.name}, step ${run.step}`, number)))));
   const samples = (form.dataset.sample ?? "none").split(" ").filter((letter) => letter !== "none");
   for (const [index, letter] of samples.entries()) {
     const suffix = letter && `_${letter.toLowerCase()}`;
@@ -226,7 +220,6 @@ const edit = latest(async () => {
 const classify = latest(async () => {
   if (!imageFile) return;
   at("influential").replaceChildren();
-  at("nearest-images").replaceChildren();
   const result = await request("classify", values("classify"), imageFile);
   show("input-image", result.image, "The image at the input size of the classifier");
   show("evidence", result.evidence, "The image under a map of the evidence");
@@ -271,44 +264,10 @@ async function findInfluential() {
   return () => at("influential").replaceChildren(...(figures.length ? figures : [`No training image supports ${label}.`]));
 }
 
-async function findNearest() {
-  const gan = formOf("draw").elements.run.value;
-  const { target, images } = await request("nearest", { run: gan }, imageFile);
-  const figures = images.map((image) => figure(image.address, `${image.name}, ${image.caption}`));
-  return () => at("nearest-images").replaceChildren(figure(target, "the image at the generator's size"), ...figures);
-}
-
-// --- samples over time, and two runs
-
-async function showGrid(id, run, place) {
-  const grid = await request("history", { run, place });
-  at(`${id}-caption`).textContent = grid.caption;
-  if (grid.address) show(id, grid.address, `Samples at ${grid.caption}`);
-}
-
-const showHistory = latest(async () => {
-  const { run } = values("time");
-  at("place").max = runs[run].steps.length - 1;
-  await showGrid("history", run, Math.min(at("place").value, at("place").max));
-});
-const showGrids = latest(async () => {
-  for (const [id, run] of [["left", values("compare").a], ["right", values("compare").b]]) {
-    const last = runs[run].steps.length - 1;
-    at(id).hidden = last < 0;
-    at(`${id}-caption`).textContent = `${runs[run].name} has saved no samples`;
-    if (last >= 0) await showGrid(id, run, Math.round((last * at("progress").value) / 100));
-    if (last >= 0) at(`${id}-caption`).textContent = `${runs[run].name}, ${at(`${id}-caption`).textContent}`;
-  }
-});
-const compare = latest(async () => {
-  at("compared").innerHTML = await request("compare", values("compare")); // the server's template escapes all values
-  await showGrids();
-});
-
 // --- start
 
 // Page -> the function that fills it.
-const FILL = { draw, mix, walk, edit, classify, time: showHistory, compare };
+const FILL = { draw, mix, walk, edit, classify };
 const filled = new Set();
 
 function showPage() {
@@ -332,7 +291,6 @@ function showPage() {
 const UNAVAILABLE = {
   draw: () => !runs.some(FITS.gan), walk: () => !runs.some(FITS.gan), mix: () => !runs.some((run) => run.layers),
   edit: () => !(runs.some(FITS.gan) && runs.some(FITS.classifier)), classify: () => !runs.some(FITS.classifier),
-  time: () => !runs.some(FITS.steps), compare: () => runs.length < 2,
 };
 
 async function start() {
@@ -351,23 +309,17 @@ async function start() {
     formOf("mix").elements.run.addEventListener("change", addLayerBoxes);
     at("layers").addEventListener("change", mix);
   }
-  formOf("time").elements.run?.addEventListener("change", () => { at("place").value = at("place").max; });
-  at("place").max = at("place").value = Math.max(0, (runOf("time")?.steps.length ?? 1) - 1);
   at("classify-sample").hidden = "missing" in at("classify").dataset;
-  at("nearest").hidden = !runs.some((run) => run.layers);
   at("position").addEventListener("input", showFrame);
   at("amount").addEventListener("input", showEdit);
   at("reset").addEventListener("click", () => { at("amount").value = edits?.frames.findIndex(({ step }) => step === 0) ?? 8; showEdit(); });
   at("play").addEventListener("click", togglePlay);
-  at("place").addEventListener("input", showHistory);
-  at("progress").addEventListener("input", showGrids);
   at("file").addEventListener("change", () => classifyFile(at("file").files[0]));
   at("classify-sample").addEventListener("click", async () => {
     classifyFile(await (await fetch(drawnAddress)).blob());
     location.hash = "classify";
   });
   addSearch(at("influence"), findInfluential);
-  addSearch(at("nearest"), findNearest);
   for (const name of ["dragover", "dragleave", "drop"]) {
     addEventListener(name, (event) => {
       event.preventDefault();

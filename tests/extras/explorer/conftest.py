@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from werkzeug.test import Client
 
-from duetgan.extras.explorer.app import App, Worker
+from duetgan.extras.explorer.app import App
 from duetgan.extras.explorer.models import open_runs
 from duetgan.utils.images import save_png
 from tests.inference.conftest import gan_run, styled, without_w
@@ -55,14 +55,19 @@ def shown(folder):
 
 @pytest.fixture
 def app(shown):
-    app = App(shown, Worker())
-    yield app
-    app.worker.end()
+    return App(shown, token="secret")
 
 
 @pytest.fixture
 def client(app):
-    return Client(app)
+    return signed_in(app)
+
+
+def signed_in(app: App) -> Client:
+    """A browser that has opened the address with the token."""
+    client = Client(app)
+    assert client.get("/", query_string={"token": app.token}).status_code == 303
+    return client
 
 
 def pixels(address: str) -> np.ndarray:

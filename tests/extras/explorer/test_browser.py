@@ -23,8 +23,6 @@ PAGES = {  # name -> what is true when it has been filled
     "walk": "$('#walked').src",
     "edit": "$('#edited').src",
     "classify": "true",
-    "time": "$('#history').src",
-    "compare": "$('#left').src && $('#compared table')",
 }
 
 
@@ -126,14 +124,3 @@ def test_click_wait_look(place, tmp_path):
         wait(browser, "$('#edited-caption').textContent.startsWith('+4: dark ')")
         browser.click("#reset")
         wait(browser, "$('#edited-caption').textContent.startsWith('0: dark ')")
-
-        turn(browser, "time")
-        assert browser.run("return document.getElementById('history-caption').textContent") == "step 20k"
-        browser.run("const s = document.getElementById('place'); s.value = 0; s.dispatchEvent(new Event('input'))")
-        wait(browser, "$('#history-caption').textContent == 'step 0'")
-
-        turn(browser, "compare")
-        assert browser.run("return document.querySelectorAll('#compared .chart').length") == 0  # plain has no curves
-        browser.run("const s = document.querySelector('#compare select[name=b]'); s.value = 2;"
-                    "s.dispatchEvent(new Event('change', {bubbles: true}))")  # fmt: skip
-        wait(browser, "$('#compared .chart svg')")
