@@ -22,8 +22,8 @@ from torch import Tensor
 
 from duetgan.extras.editing.config import EditConfig
 from duetgan.extras.editing.editor import PATIENCE, Direction, Editor, first_reached, pair_of
-from duetgan.extras.editing.judge import load_edit_judge
 from duetgan.inference.samples import Sampler, Start
+from duetgan.metrics.lineage import load_judge
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
             raise UserError(f"--methods: no {method.strip()!r}; there are {'; '.join(METHODS)}")
         config = EditConfig(**METHODS[method.strip()], reach=options.reach, limit=options.limit)
         editor = Editor(sampler, guide, known["classes"], config)
-        judge = load_edit_judge(options.judge, checkpoint, editor.names, device, guide=options.classifier)
+        judge = load_judge(options.judge, checkpoint, editor.names, device, None, option="--judge")
         means: dict[str, list[Row]] = {}
         for pair in options.pairs.split(","):
             source, _, target = pair.partition(":")

@@ -81,7 +81,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     ),
     "mislabelled": (
         influence.main,
-        f"{CLASSIFIER} --data {{train}} --mislabelled --by self-influence --out {{out}}/wrong.png --json",
+        f"{CLASSIFIER} --data {{train}} --mislabelled --out {{out}}/wrong.png --json",
     ),
     "lr-find": (train.main, f"--config {{classifier}}.yaml {SEARCH} {FP32}"),
     "lr-find-bf16": (train.main, f"--config {{classifier}}.yaml {SEARCH} --precision bf16 --optimizer.name adamw"),

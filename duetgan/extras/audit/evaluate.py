@@ -1,8 +1,7 @@
-"""Membership inference on generator and discriminator: the audit of `evaluate.py --audit`."""
+"""Membership inference on a generator: the audit of `evaluate.py --audit`."""
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +14,15 @@ from duetgan.metrics.evaluate_gan import sample_features
 from duetgan.metrics.features.extractors import (
     RealFeatures,
     build_extractors,
-    chunk_size,
     find_weights,
-    shared_pass,
 )
-from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.images import new_figure, save_figure
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED, Document
 from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pairs, search_extractor
-from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
-from duetgan.models.restore import discriminator_from, generator_from
+from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.checkpoint.provenance import recorded
 from duetgan.utils.distributed import collectives
@@ -97,15 +93,11 @@ def audit_gan_run(
             batch_size=size,
             progress="samples",
         )
-        logits = _logits(checkpoint, generator, files, seed, size)
 
         def finish() -> Document:
             count = len(members.indices)
             near = nearest(real, samples)
-            scores = {"generator": -near.distances}
-            if logits is not None:
-                scores["discriminator"] = logits
-            document = audit_scores(scores, members=count, seed=seed)
+            document = audit_score(-near.distances, members=count, seed=seed)
             document["planted"] = [
                 membership_inference.detection(
                     real,
@@ -129,7 +121,7 @@ def audit_gan_run(
             save_captioned(
                 *neighbour_images(generator, train, copies, seed=seed), out / "audit_nearest.png"
             )
-            save_audit(scores, count, out / "audit.png")
+            save_audit(-near.distances, count, out / "audit.png")
             return {
                 "n": n,
                 "extractor": extractor.name,
@@ -144,26 +136,25 @@ def audit_gan_run(
         return collectives.from_main_process(finish)
 
 
-def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> Document:
-    """Return the results of `attack` for each score (`attacks`) and for its control (`controls`).
+def audit_score(score: Tensor, *, members: int, seed: int) -> Document:
+    """Return the result of `attack` for a score (`attacks`) and for its control (`controls`), each
+    by the score's name, generator.
 
-    A control attacks one half of the held-out images as if that half were training images.
+    The control attacks one half of the held-out images as if that half were training images.
 
     Args:
-        scores: Name of a score -> its values for the training images, then for the held-out
-            images, [members + held out].
+        score: Values for the training images, then for the held-out images, [members + held out].
         members: Number of training images.
         seed: Seed of the division into halves.
     """
-    document: Document = {"attacks": {}, "controls": {}}
-    for name, score in scores.items():
-        held_out = score[members:]
-        first, second = membership_inference.halves(
-            len(held_out), keyed_generator(seed, "eval", "audit", "halves")
-        )
-        document["attacks"][name] = membership_inference.attack(score[:members], held_out)
-        document["controls"][name] = membership_inference.attack(held_out[first], held_out[second])
-    return document
+    held_out = score[members:]
+    first, second = membership_inference.halves(
+        len(held_out), keyed_generator(seed, "eval", "audit", "halves")
+    )
+    return {
+        "attacks": {"generator": membership_inference.attack(score[:members], held_out)},
+        "controls": {"generator": membership_inference.attack(held_out[first], held_out[second])},
+    }
 
 
 def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
@@ -234,101 +225,25 @@ def choose_sides(
     return members, held_out, len(dataset) - len(unseen)
 
 
-def _logits(
-    checkpoint: Checkpoint,
-    generator: ImageGenerator,
-    files: Sequence[tuple[Dataset, Selection]],
-    seed: int,
-    batch_size: int,
-) -> Tensor | None:
-    """Return the discriminator's logits of the selected images of all files, in order, float64.
+def save_audit(score: Tensor, members: int, path: str | Path) -> None:
+    """Draw histograms and the ROC curve of an audit's score into the image file `path`.
 
-    All ranks must call this; only rank 0 gets logits. Returns None if the checkpoint has no
-    discriminator, or if its discriminator has not grown to the full resolution.
+    The score holds the values of the training images, `members` in number, then of the held-out
+    ones.
     """
-    full_side = generator.spec.side
-    side, alpha = checkpoint.get("stage", [full_side, 1.0])
-    if "discriminator" not in checkpoint["state"] or (side, alpha) != (full_side, 1.0):
-        return None
-    discriminator = discriminator_from(checkpoint, device_of(generator))
-    group = discriminator.config.group
-    partners = Partners(generator, group - 1, seed=seed)
-    parts = [torch.empty(0, dtype=torch.float64)]
-    for file, selection in files:
-
-        def work(rows: range, file: Dataset = file, selection: Selection = selection) -> Tensor:
-            images = selection.images(file, rows)
-            labels = torch.from_numpy(selection.labels[rows.start : rows.stop])
-            size = max(1, chunk_size(side) // group)
-            pieces = zip(images.split(size), labels.split(size), strict=True)
-            return torch.cat([partners.logits(discriminator, *piece) for piece in pieces])
-
-        parts += shared_pass(len(selection.indices), work, side=full_side, batch_size=batch_size)
-    return torch.cat(parts)
-
-
-class Partners:
-    """Fixed samples that complete an image's group for the minibatch standard deviation.
-
-    With other real images in the group, an image's logit would depend on them.
-    """
-
-    def __init__(self, generator: ImageGenerator, count: int, *, seed: int) -> None:
-        self.count = count
-        self.labels = torch.arange(count) % max(1, generator.classes)
-        if count:
-            labels = self.labels if generator.classes else None
-            self.images = generate(generator, labels=labels, indices=range(count), seed=seed)
-
-    def logits(self, discriminator: ImageDiscriminator, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the logits float64 [n], on the CPU, of images uint8 [n, C, R, R] with labels [n].
-
-        A discriminator without classes ignores the labels.
-        """
-        device = device_of(discriminator)
-        n = len(images)
-        # rows are groups, [n, group]; a strided discriminator takes groups as columns
-        groups = images[:, None]
-        group_labels = labels[:, None]
-        if self.count:
-            groups = torch.cat([groups, self.images.expand(n, *self.images.shape)], dim=1)
-            group_labels = torch.cat([group_labels, self.labels.expand(n, -1)], dim=1)
-        strided = getattr(discriminator.config, "minibatch_std_order", "") == "strided"
-        if strided:
-            groups, group_labels = groups.transpose(0, 1), group_labels.t()
-        with evaluating(discriminator), full_float32(device):
-            logits = discriminator(
-                discriminator.spec.to_float(groups.flatten(0, 1).to(device)),
-                group_labels.flatten().to(device),
-            )
-        logits = logits.view(group_labels.shape)
-        return (logits[0] if strided else logits[:, 0]).cpu().double()
-
-
-def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
-    """Draw histograms and the ROC curve of each score of an audit into the image file `path`.
-
-    A score holds the values of the training images, `members` in number, then of the held-out ones.
-    """
-    figure = new_figure(9.0, 3.2 * len(scores))
-    axes = figure.subplots(len(scores), 2, squeeze=False)
-    titles = {
-        "generator": "minus the distance to the nearest sample",
-        "discriminator": "the discriminator's logit",
-    }
-    for (name, score), (left, right) in zip(scores.items(), axes, strict=True):
-        sides = score[:members].double().numpy(), score[members:].double().numpy()
-        edges = np.histogram_bin_edges(np.concatenate(sides), bins=60)
-        for side, label in zip(sides, ("training images", "held-out images"), strict=True):
-            left.hist(side, edges, density=True, histtype="step", label=label)
-        left.set(xlabel=titles.get(name, name), yticks=[])
-        left.legend(fontsize=8)
-        thresholds = np.unique(np.concatenate(sides))[::-1]
-        rates = [
-            1 - np.searchsorted(np.sort(side), thresholds, side="left") / len(side)
-            for side in sides
-        ]
-        right.plot([0, *rates[1]], [0, *rates[0]])
-        right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-        right.set(xlabel="held-out images above a threshold", ylabel="training images above it")
+    figure = new_figure(9.0, 3.2)
+    left, right = figure.subplots(1, 2)
+    sides = score[:members].double().numpy(), score[members:].double().numpy()
+    edges = np.histogram_bin_edges(np.concatenate(sides), bins=60)
+    for side, label in zip(sides, ("training images", "held-out images"), strict=True):
+        left.hist(side, edges, density=True, histtype="step", label=label)
+    left.set(xlabel="minus the distance to the nearest sample", yticks=[])
+    left.legend(fontsize=8)
+    thresholds = np.unique(np.concatenate(sides))[::-1]
+    rates = [
+        1 - np.searchsorted(np.sort(side), thresholds, side="left") / len(side) for side in sides
+    ]
+    right.plot([0, *rates[1]], [0, *rates[0]])
+    right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    right.set(xlabel="held-out images above a threshold", ylabel="training images above it")
     save_figure(figure, path)

@@ -1,7 +1,7 @@
 """Membership inference: attacks that separate training images (members) from held-out images.
 
-An attack uses a score that should be higher for members: the discriminator's logit (LOGAN,
-1705.07663), or minus the distance to the nearest sample (GAN-Leaks, 1909.03935). It tests if
+The attack uses a score that should be higher for members: minus the distance to the nearest
+sample (GAN-Leaks, 1909.03935). It tests if
 members score higher on average, and if they are over-represented at the highest scores, where even
 a few copies are noticed (2112.03570).
 """
@@ -19,7 +19,7 @@ from duetgan.metrics.samples.memorisation import mann_whitney
 from duetgan.metrics.samples.neighbours import neighbours
 from duetgan.utils.text import columns, decimal
 
-LEVEL = 0.01  # significance level of an audit: one false alarm in a hundred
+LEVEL = 0.005  # significance level of an audit: one false alarm in two hundred
 # false positive rates: fractions of the held-out images above a threshold; 0 means one image
 TOPS = (0.0, 0.001, 0.01, 0.1)
 REPEATS = 20  # tries of the test with planted copies
@@ -29,7 +29,7 @@ MIN_DETECTION_RATE = (
 PLANTED_FRACTIONS = (0.01, 0.02, 0.05)  # of planted copies among the samples
 NOT_SHOWN = [
     "differential privacy, or any bound on what could be learnt",
-    "safety from other attacks: only these two were made, with these features and samples",
+    "safety from other attacks: only this one was made, with these features and samples",
     "that no single image is at risk: averages and tops of many were looked at",
     "that no part of an image, a face or a text, was copied into another scene",
     "anything of training images that were not searched",
@@ -148,7 +148,7 @@ def detection(
         [torch.randperm(members, generator=generator)[:copies] for _ in range(repeats)]
     )
     scores = -distances_with_copies(real, distances, draws)
-    detected = sum(attack(row[:members], row[members:])["p_value"] < LEVEL / 2 for row in scores)
+    detected = sum(attack(row[:members], row[members:])["p_value"] < LEVEL for row in scores)
     return {"share": fraction, "copies": copies, "found": int(detected), "repeats": repeats}
 
 
@@ -158,34 +158,28 @@ def detection(
 def verdict(document: Document) -> str:
     """Return the verdict, in words, on results with `attacks`, `controls` and `planted`."""
     words = []
-    if any(control["p_value"] < LEVEL / 2 for control in document["controls"].values()):
+    if document["controls"]["generator"]["p_value"] < LEVEL:
         words.append(
             "the control found a difference between halves of the held-out images: do not trust this audit"
         )
-    leaks = [name for name, result in document["attacks"].items() if result["p_value"] < LEVEL / 2]
-    remedies = {
-        "generator": "the samples tell of training images: do not hand them on as they are",
-        "discriminator": "the discriminator knows its training images: hand on the generator, never the checkpoint",
-    }
-    words += [remedies[name] for name in leaks]
     last = document["planted"][-1]
-    if "generator" not in leaks and last["found"] < MIN_DETECTION_RATE * last["repeats"]:
+    if document["attacks"]["generator"]["p_value"] < LEVEL:
+        words.append("the samples tell of training images: do not hand them on as they are")
+    elif last["found"] < MIN_DETECTION_RATE * last["repeats"]:
         words.append(
             f"too weak to tell: of {last['repeats']} tries, copies at {last['share']:.0%} of the samples were found in "
             f"{last['found']}; give more held-out images or a larger --n"
         )
     if not words:
-        words.append("neither attack found anything")
+        words.append("the attack found nothing")
     return "; ".join(words)
 
 
 def audit_table(document: Document) -> str:
     """Format the results of an audit as text."""
-    rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
-    for name, result in document["attacks"].items():
-        rows.append(
-            [name, *_auc(result), f"{result['p_value']:.2g}", *_auc(document["controls"][name])]
-        )
+    attack, control = document["attacks"]["generator"], document["controls"]["generator"]
+    rows = [["AUC", "95 %", "p", "control", "95 %"]]
+    rows.append([*_auc(attack), f"{attack['p_value']:.2g}", *_auc(control)])
     n = document["n"]
     planted = []
     for test in document["planted"]:
@@ -196,11 +190,10 @@ def audit_table(document: Document) -> str:
         planted.append(
             f"copies planted at {fraction} ({copies}): found in {test['found']} of {test['repeats']} tries"
         )
-    first = next(iter(document["attacks"].values()))
     return "\n".join(
         [
-            f"{document['checkpoint']} (step {document['step']}): {first['members']} training images against "
-            f"{first['held_out']} held-out ones of {document['data']}, {n} samples, {document['extractor']}",
+            f"{document['checkpoint']} (step {document['step']}): {attack['members']} training images against "
+            f"{attack['held_out']} held-out ones of {document['data']}, {n} samples, {document['extractor']}",
             columns(rows),
             "",
             *planted,

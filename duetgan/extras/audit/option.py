@@ -9,7 +9,6 @@ KINDS["audit"] = Kind(
     SPEED | dict.fromkeys(("classifier", "per_class")),
     "not for --audit",
     file="audit.json",
-    help="GAN: only measure how much samples and discriminator reveal about training images "
-    "(docs/extras/audit.md)",
+    help="GAN: only measure how much samples reveal about training images (docs/extras/audit.md)",
 )
 KINDS["classifier"].unsupported["audit"] = False

@@ -2,12 +2,10 @@
 
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 
 from duetgan.commands.generate import (
     ABOVE_0,
     OUTPUTS,
-    SEARCH,
     WEIGHT,
     Add,
     Output,
@@ -17,7 +15,7 @@ from duetgan.commands.generate import (
 from duetgan.extras.editing.config import EditConfig
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import number, positive
-from duetgan.utils.errors import refuse, require_same_classes
+from duetgan.utils.errors import require_same_classes
 
 EDIT = EditConfig()  # defaults of options
 
@@ -40,21 +38,6 @@ def add_options(add: Add) -> None:
         help="number of samples, each with a strip of images (default: 4)",
     )
     add("--columns", type=number(int, 2), default=7, metavar="N", help="images per strip")
-    add(
-        "--image",
-        type=Path,
-        metavar="FILE",
-        help="an image to start from instead of samples; it is projected into w+",
-    )
-    add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
-    add("--steps", type=positive, default=SEARCH.steps, help="steps of the projection")
-    text = "a second classifier, which took no part in the edit; its predictions are shown too"
-    add("--judge", metavar="RUN_OR_FILE", help=text)
-    add(
-        "--space",
-        choices=("w", "z"),
-        help="latent space (default: w if the generator has it, else z)",
-    )
     text = "samples of each of the two classes for the search of a direction"
     add("--samples", type=number(int, 2), default=EDIT.samples, metavar="N", help=text)
     for name, noun in (("pixel", "pixels"), ("keep", "other classes")):
@@ -71,13 +54,10 @@ def add_options(add: Add) -> None:
 
 def edit(options: Namespace) -> str:
     """Write strips of images that change from one class to another; return a summary of them."""
-    refuse((options.image is not None and options.seeds, "--image and --seeds: give one of them"))
     config = config_from(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options, several=False)
     from duetgan.extras.editing.editor import Editor, pair_of
-    from duetgan.extras.editing.judge import load_edit_judge
-    from duetgan.extras.editing.strips import counterfactual, make_strips, save_strips, summary
-    from duetgan.inference.inputs import read_target
+    from duetgan.extras.editing.strips import make_strips, save_strips, summary
     from duetgan.inference.samples import captions
     from duetgan.models.restore import classifier_from, read
 
@@ -91,33 +71,15 @@ def edit(options: Namespace) -> str:
         replace(sampler, sources=()), classifier_from(guide, sampler.device), names, config
     )
     source, target = pair_of(names, options.source, options.target)
-    judge = None
-    if options.judge is not None:
-        judge = load_edit_judge(
-            options.judge, checkpoint, names, sampler.device, guide=options.classifier
-        )
-    if options.image is not None:
-        image = read_target(options.image, checkpoint, options.resize)[None]
-        strip, direction = counterfactual(
-            editor,
-            image,
-            source,
-            target,
-            steps=options.steps,
-            columns=options.columns,
-            judge=judge,
-        )
-        strips = [strip]
+    if not sampler.sources:
+        start = editor.starts(source, options.n or 4)
     else:
-        if not sampler.sources:
-            start = editor.starts(source, options.n or 4)
-        else:
-            sampler = replace(sampler, chosen=[source] if sampler.chosen else [])
-            rows = range(len(sampler.sources))
-            start = editor.start(sampler, rows)
-            print("rows:", ", ".join(captions(sampler, names, rows)).replace("\n", " "))
-        direction = editor.direction(source, target)
-        strips = make_strips(editor, start, direction, columns=options.columns, judge=judge)
+        sampler = replace(sampler, chosen=[source] if sampler.chosen else [])
+        rows = range(len(sampler.sources))
+        start = editor.start(sampler, rows)
+        print("rows:", ", ".join(captions(sampler, names, rows)).replace("\n", " "))
+    direction = editor.direction(source, target)
+    strips = make_strips(editor, start, direction, columns=options.columns)
     save_strips(strips, options.out)
     return f"{summary(strips, names, direction)}\nwrote {options.out}"
 

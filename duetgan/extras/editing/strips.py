@@ -46,14 +46,12 @@ def make_strips(
     start: Start,
     direction: Direction,
     *,
-    columns: int,
-    judge: Classifier | None = None,
+    columns: int = COLUMNS,
     # uint8 [1, C, H, H], first image of the strip, from which `start` was projected
     original: Tensor | None = None,
 ) -> list[Strip]:
     """Return a strip for each image of `start`: `columns` images at equal steps, from 0 to END
-    times the step at which the image arrives. `judge` is a second classifier, for the captions
-    only.
+    times the step at which the image arrives.
     """
     steps, arrived = editor.reach(start, direction)
     unedited = editor.images(start, direction, 0.0 * steps)
@@ -64,7 +62,7 @@ def make_strips(
         columns_of_images.append(editor.images(start, direction, steps * fraction))
     if original is not None:
         columns_of_images.insert(0, original.expand(len(start), -1, -1, -1))
-    texts = [_captions(editor, images, direction, judge) for images in columns_of_images]
+    texts = [_captions(editor, images, direction) for images in columns_of_images]
     if original is not None:
         texts[0] = [f"original\n{text.splitlines()[0]}" for text in texts[0]]
     probability = editor.probabilities(edited)[:, direction.target]
@@ -84,21 +82,12 @@ def make_strips(
     return strips
 
 
-def _captions(
-    editor: Editor, images: Tensor, direction: Direction, judge: Classifier | None
-) -> list[str]:
-    """Return two lines for each image: source and target with their probabilities, those of the
-    editor's classifier and of the judge separated by a slash.
-    """
-    answers = [editor.probabilities(images)]
-    if judge is not None:
-        answers.append(editor.probabilities(images, judge))
+def _captions(editor: Editor, images: Tensor, direction: Direction) -> list[str]:
+    """Return two lines for each image: source and target with their probabilities."""
     captions = []
-    for row in range(len(images)):
-        lines = []
-        for label in (direction.source, direction.target):
-            values = " / ".join(f"{probabilities[row, label]:.2f}" for probabilities in answers)
-            lines.append(f"{editor.names[label]} {values}")
+    for probabilities in editor.probabilities(images).tolist():
+        labels = (direction.source, direction.target)
+        lines = [f"{editor.names[label]} {probabilities[label]:.2f}" for label in labels]
         captions.append("\n".join(lines))
     return captions
 
@@ -134,22 +123,17 @@ def counterfactual(
     target: int,
     *,
     steps: int,  # steps of the projection in each space
-    columns: int = COLUMNS,
-    judge: Classifier | None = None,
-) -> tuple[Strip, Direction]:
-    """Return the strip of an image from class `source` to `target`, and the direction. The image is
-    first projected to w, starting at the mean of class `source`, and from the result to w+.
-
-    Raises UserError for a generator without w.
+) -> Strip:
+    """Return the strip of an image from class `source` to `target`. The image is first projected to
+    w, starting at the mean of class `source`, and from the result to w+.
     """
-    with_styles(editor.generator, "editing an image")
     sampler = replace(editor.sampler, chosen=[source] if editor.generator.classes else [])
     with Bar(total=2 * steps, desc="projecting", unit="step") as bar:
         nearest = find(sampler, image, ProjectionConfig(steps=steps), tick=bar.update).spaces["w+"]
     start = Start(nearest.ws[None], None, nearest.noise)
     direction = editor.direction(source, target)
-    (strip,) = make_strips(editor, start, direction, columns=columns, judge=judge, original=image)
-    return strip, direction
+    (strip,) = make_strips(editor, start, direction, original=image)
+    return strip
 
 
 class Counterfactuals:
@@ -197,7 +181,7 @@ class Counterfactuals:
                 target = int(probabilities.argmax())
             if source == target:
                 raise UserError(f"is already predicted as {label}")
-            strip, _ = counterfactual(self.editor, image, source, target, steps=self.steps)
+            strip = counterfactual(self.editor, image, source, target, steps=self.steps)
         except (ImageError, UserError) as error:
             return {"class": None if target is None else names[target], "error": str(error)}
         save_strips([strip], self.files[file])

@@ -1,7 +1,7 @@
 """Find the training images that helped or hurt a prediction most, or whose labels are likely wrong.
 
 `duet influence --checkpoint RUN --data train.lmdb (--image FILE | --mislabelled) --out FILE.png`.
-The scores sum over all checkpoints of the run, weighted by their learning rates; train with
+The scores of --image sum over all checkpoints of the run, weighted by their learning rates; train with
 `--checkpoint.keep 10` to have several.
 """
 
@@ -16,7 +16,6 @@ from duetgan.utils.errors import refuse
 from duetgan.utils.files import check_writable
 
 TOP = 8  # default number of images that helped, that hurt, or that are mislabelled
-MEASURES = ("self-influence", "probability")
 
 
 def parser() -> Parser:
@@ -41,7 +40,6 @@ def parser() -> Parser:
         action="store_true",
         help="show the training images whose labels are likely wrong",
     )
-    add("--by", choices=MEASURES, help="measure of --mislabelled (default: probability)")
     add(
         "--top",
         type=positive,
@@ -73,10 +71,6 @@ def main(argv: list[str]) -> int:
             options.label is not None and options.image is None,
             "--label belongs to --image; leave it out",
         ),
-        (
-            options.by is not None and not options.mislabelled,
-            "--by belongs to --mislabelled; leave it out",
-        ),
     )
     check_writable(options.out.parent)
     files = checkpoint_files(options.checkpoint)
@@ -101,8 +95,7 @@ def checkpoint_files(run_or_file: str) -> list[Path]:
 
 def _table(document: dict[str, Any]) -> str:
     if "mislabelled" in document:
-        issues, measure = document["issues"], document["measure"]
-        lines = [f"confident learning would change {issues} labels; the first by {measure}:"]
+        lines = [f"confident learning would change {document['issues']} labels; the first:"]
         for item in document["mislabelled"]:
             label = f"{item['label']} {item['given']:.3f}"
             suggestion = f"{item['named']} {item['probability']:.3f}"

@@ -23,12 +23,12 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import evaluation_batches
 from duetgan.inference.inputs import read_target
 from duetgan.inference.settings import label_of
+from duetgan.metrics.evaluate_classifier import classify
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
-from duetgan.utils import files
 from duetgan.utils.checkpoint import Checkpoint, load
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError, require_same_classes
@@ -57,10 +57,6 @@ class Gradients:
     def dot(self, columns: "Gradients") -> Tensor:
         """Return the dot products [n, m] of these n gradients with the m gradients `columns`."""
         return (self.errors @ columns.errors.T) * (self.inputs @ columns.inputs.T + self.bias)
-
-    def squared_norms(self) -> Tensor:
-        """Return the squared norm of each gradient, [n]."""
-        return self.errors.square().sum(1) * (self.inputs.square().sum(1) + self.bias)
 
 
 def sample_gradients(
@@ -99,9 +95,8 @@ def sample_gradients(
     return Gradients(torch.ones_like(gradients[:, :1]), gradients)
 
 
-def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
-    """Return the gradients of each image's cross entropy for the last linear layer, and the logits
-    [n, K].
+def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Gradients:
+    """Return the gradients of each image's cross entropy for the last linear layer.
 
     If the layer's output is the logits, this takes one forward pass; otherwise `sample_gradients`
     is called too. Raises UserError for a model without a linear layer.
@@ -121,9 +116,9 @@ def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gr
     features, output = calls[-1]
     if not torch.equal(output, logits):  # for example, a temperature scales the logits
         names = [f"{name}.{parameter}".lstrip(".") for parameter, _ in layer.named_parameters()]
-        return sample_gradients(model, images, labels, names), logits
+        return sample_gradients(model, images, labels, names)
     errors = logits.softmax(1) - F.one_hot(labels, logits.shape[1])
-    return Gradients(errors, features, layer.bias is not None), logits
+    return Gradients(errors, features, layer.bias is not None)
 
 
 # --- scores
@@ -140,13 +135,10 @@ class Snapshot:
 def rate_of(checkpoint: Checkpoint) -> float:
     """Return the largest learning rate of a checkpoint's optimizer; 1 without an optimizer."""
     groups = (checkpoint["state"].get("optimizer") or {}).get("param_groups") or []
-    source = f"{checkpoint.get('file')}: state.optimizer"
-    faults = (TypeError, LookupError, ValueError, RuntimeError)
-    with files.reading(source, "use another checkpoint", *faults):
-        return max((float(group["lr"]) for group in groups), default=1.0)
+    return max((float(group["lr"]) for group in groups), default=1.0)
 
 
-def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
+def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> Gradients:
     """Return the result of `head_gradients` for uint8 images [n, C, H, W] with labels [n]."""
     device = device_of(model)
     with full_float32(device):
@@ -164,7 +156,6 @@ class GradientBatch:
     rows: slice  # records of the images in the data set
     # for the last linear layer of the EMA model, and images without augmentation
     gradients: Gradients
-    logits: Tensor  # [n, K]
 
 
 def gradient_batches(
@@ -180,9 +171,9 @@ def gradient_batches(
             model = snapshot.load()
             start = 0
             for batch in evaluation_batches(dataset, batch_size):
-                gradients, logits = gradients_of(model, batch.images, batch.labels)
+                gradients = gradients_of(model, batch.images, batch.labels)
                 rows = slice(start, start + len(batch))
-                yield GradientBatch(weight, model, rows, gradients, logits)
+                yield GradientBatch(weight, model, rows, gradients)
                 start += len(batch)
                 bar.update(len(batch))
 
@@ -204,63 +195,32 @@ def influence(
     for batch in batches:
         if batch.model is not model:  # the first batch of a checkpoint
             model = batch.model
-            gradient, _ = gradients_of(model, image[None], torch.tensor([label]))
+            gradient = gradients_of(model, image[None], torch.tensor([label]))
         scores[batch.rows] += batch.weight * batch.gradients.dot(gradient)[:, 0].cpu().double()
     return scores
 
 
-@dataclass(frozen=True)
-class Suspicion:
-    """Two measures, float64 [count], of how likely the label of each image is wrong."""
-
-    # sum over checkpoints of rate x squared norm of the image's gradient
-    self_influence: Tensor
-    probabilities: Tensor  # [count, K] by the last checkpoint
-    labels: Tensor  # int64 [count]
-
-    @property
-    def label_probability(self) -> Tensor:
-        """The probability of each image's label."""
-        return self.probabilities.gather(1, self.labels[:, None])[:, 0]
-
-    def issues(self) -> Tensor:
-        """Return the class that confident learning suggests for each image, or -1 if it accepts the
-        label: int64 [count].
-
-        Northcutt et al. (1911.00068, equation 2): the threshold of a class is its mean probability
-        in the images with this label. The suggestion is the most probable class of those that reach
-        their threshold, if it differs from the label.
-        """
-        classes = self.probabilities.shape[1]
-        sums = torch.zeros(classes, dtype=torch.float64)
-        sums.index_add_(0, self.labels, self.label_probability)
-        members = torch.bincount(self.labels, minlength=classes)
-        thresholds = torch.where(members > 0, sums / members.clamp(min=1), torch.inf)
-        reaching = torch.where(self.probabilities >= thresholds, self.probabilities, -1.0)
-        best, suggested = reaching.max(1)
-        return torch.where((best >= 0) & (suggested != self.labels), suggested, -1)
-
-    def order(self, by: str) -> Tensor:
-        """Return the indices of the images, the most suspicious first.
-
-        Args:
-            by: `self-influence`; or `probability`: first the images that confident learning would
-                relabel, then those with the lowest probability of their label.
-        """
-        if by == "self-influence":
-            return self.self_influence.argsort(descending=True, stable=True)
-        return (self.label_probability - (self.issues() >= 0).double()).argsort(stable=True)
+def label_probabilities(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Return the probability of each image's label, [n], of probabilities [n, K]."""
+    return probabilities.gather(1, labels[:, None])[:, 0]
 
 
-def suspicion(batches: Iterable[GradientBatch], dataset: Dataset) -> Suspicion:
-    """Compute self-influence and class probabilities for every image of the data set."""
-    norms = torch.zeros(len(dataset), dtype=torch.float64)
-    probabilities = torch.zeros(len(dataset), len(dataset.classes), dtype=torch.float64)
-    for batch in batches:
-        norms[batch.rows] += batch.weight * batch.gradients.squared_norms().cpu().double()
-        # The last checkpoint overwrites the probabilities of earlier ones.
-        probabilities[batch.rows] = batch.logits.cpu().double().softmax(1)
-    return Suspicion(norms, probabilities, torch.from_numpy(dataset.labels().copy()))
+def label_issues(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Return the class that confident learning suggests for each image, or -1 if it accepts the
+    label: int64 [n], of probabilities float64 [n, K] and labels int64 [n].
+
+    Northcutt et al. (1911.00068, equation 2): the threshold of a class is its mean probability in
+    the images with this label. The suggestion is the most probable class of those that reach their
+    threshold, if it differs from the label.
+    """
+    classes = probabilities.shape[1]
+    sums = torch.zeros(classes, dtype=torch.float64)
+    sums.index_add_(0, labels, label_probabilities(probabilities, labels))
+    members = torch.bincount(labels, minlength=classes)
+    thresholds = torch.where(members > 0, sums / members.clamp(min=1), torch.inf)
+    reaching = torch.where(probabilities >= thresholds, probabilities, -1.0)
+    best, suggested = reaching.max(1)
+    return torch.where((best >= 0) & (suggested != labels), suggested, -1)
 
 
 def top_records(scores: Tensor, count: int) -> list[int]:
@@ -280,10 +240,10 @@ def answer(options: Namespace, files: list[Path]) -> Document:
     snapshots = [snapshot(file, device) for file in files]
     with dataset_for_model(options.data, last) as dataset:
         check_data(dataset, last, options.data)
-        batches = gradient_batches(snapshots, dataset, batch_size=options.batch_size)
         if options.mislabelled:
-            return _mislabelled(options, batches, dataset)
+            return _mislabelled(options, dataset, snapshots[-1].load())
         image = read_target(options.image, last)
+        batches = gradient_batches(snapshots, dataset, batch_size=options.batch_size)
         return _explain(options, batches, dataset, image, snapshots[-1].load())
 
 
@@ -358,35 +318,35 @@ def _explain(
     return document
 
 
-def _mislabelled(
-    options: Namespace, batches: Iterable[GradientBatch], dataset: Dataset
-) -> Document:
-    result, classes = suspicion(batches, dataset), dataset.classes
-    measure = options.by or "probability"
-    records = result.order(measure)[: options.top].tolist()
+def _mislabelled(options: Namespace, dataset: Dataset, model: Classifier) -> Document:
+    """Write a grid of the images whose labels are most likely wrong, and return the JSON document.
+
+    First come the images that confident learning would relabel, then those with the lowest
+    probability of their label.
+    """
+    classes, labels = dataset.classes, torch.from_numpy(dataset.labels().copy())
+    logits = classify(model, dataset, batch_size=options.batch_size)
+    probabilities = logits.double().softmax(1)
+    issues = label_issues(probabilities, labels)
+    own_probabilities = label_probabilities(probabilities, labels)
+    order = (own_probabilities - (issues >= 0).double()).argsort(stable=True)
+    records = order[: options.top].tolist()
     # the most probable class other than the label
-    best = result.probabilities.scatter(1, result.labels[:, None], -1).max(1)
+    best = probabilities.scatter(1, labels[:, None], -1).max(1)
     suspects: list[Document] = []
     captions = []
     for record in records:
-        label, suggestion = classes[int(result.labels[record])], classes[int(best.indices[record])]
-        label_probability = float(result.label_probability[record])
+        label, suggestion = classes[int(labels[record])], classes[int(best.indices[record])]
         suspects.append(
             {
                 "record": record,
                 "label": label,
-                "given": label_probability,
+                "given": float(own_probabilities[record]),
                 "named": suggestion,
                 "probability": float(best.values[record]),
-                "self_influence": float(result.self_influence[record]),
             }
         )
-        captions.append(f"{record}: {label} {label_probability:.2f}\n{suggestion}?")
-    columns = min(10, len(records))
+        captions.append(f"{record}: {label} {float(own_probabilities[record]):.2f}\n{suggestion}?")
     images = images_of(dataset, records)
-    save_captioned(images, captions, options.out, columns=columns, spec=dataset.spec)
-    return {
-        "measure": measure,
-        "issues": int((result.issues() >= 0).sum()),
-        "mislabelled": suspects,
-    }
+    save_captioned(images, captions, options.out, columns=min(10, len(records)), spec=dataset.spec)
+    return {"issues": int((issues >= 0).sum()), "mislabelled": suspects}

@@ -6,4 +6,3 @@ COMMANDS = {
         "label images with a classifier's confident predictions",
     )
 }
-NEEDS = ("few_labels",)  # label spreading

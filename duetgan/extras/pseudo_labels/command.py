@@ -27,15 +27,11 @@ def parser() -> Parser:
     add("--data", required=True, metavar="X.lmdb", help="the images without labels")
     add("--labelled", metavar="X.lmdb", help="images with labels, which come first with their own")
     add(
-        "--spread",
-        action="store_true",
-        help="propagate the labels of --labelled to neighbours in the classifier's features",
-    )
-    add(
         "--threshold",
         type=number(float, 0, 1),
+        default=THRESHOLD,
         metavar="P",
-        help=f"least probability (default: {THRESHOLD}; with --spread 0.5)",
+        help=f"least probability (default: {THRESHOLD})",
     )
     add("--out", required=True, type=file(".lmdb"), metavar="FILE.lmdb", help="the file to make")
     add("--overwrite", action="store_true", help="replace it if it exists")
@@ -45,14 +41,9 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    if options.spread and not options.labelled:
-        raise UserError("--spread needs the images whose labels spread: give --labelled X.lmdb")
-    if options.threshold is None:
-        options.threshold = 0.5 if options.spread else THRESHOLD
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.data.lmdb.writer import check_target
     from duetgan.data.opening import dataset_for_model
-    from duetgan.extras.pseudo_labels.propagation import propagated_labels
     from duetgan.inference.dataset import predicted_labels, write_labelled
     from duetgan.models.restore import classifier_from, read
     from duetgan.utils.distributed.collectives import choose_device
@@ -65,14 +56,7 @@ def main(argv: list[str]) -> int:
     with dataset_for_model(options.data, checkpoint) as dataset:
         if first is not None:
             require_same_classes(options.labelled, first.classes, "the classifier", classes)
-        if options.spread and first is not None:
-            labels, confidence = propagated_labels(
-                classifier, dataset, first, batch_size=options.batch_size
-            )
-        else:
-            labels, confidence = predicted_labels(
-                classifier, dataset, batch_size=options.batch_size
-            )
+        labels, confidence = predicted_labels(classifier, dataset, batch_size=options.batch_size)
         records = (confidence >= options.threshold).nonzero()[0]
         if not len(records):
             raise UserError(

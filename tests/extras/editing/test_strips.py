@@ -1,9 +1,7 @@
 """`generate.py edit`, `predict.py --counterfactual` and `benchmarks/edit.py` on untrained runs."""
 
 import json
-import shutil
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +13,12 @@ from duetgan.commands import generate, predict
 from duetgan.extras.editing import strips
 from duetgan.extras.editing.config import EditConfig
 from duetgan.extras.editing.editor import Direction, Editor
-from duetgan.extras.editing.judge import load_edit_judge
 from duetgan.inference.latents import Latents, write_latents
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
-from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
-from tests.conftest import assert_raises
 from tests.extras.editing.test_editor import linear_editor
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES, SIDE, make_run
@@ -69,22 +64,15 @@ def edit(closed, out, *options, gan="gan"):
     return ["edit", "--checkpoint", closed[gan], "--classifier", closed["guide"], "--out", out, *pair, *options]
 
 
-@pytest.mark.parametrize("options", ["--judge {judge}", "--space z", "--image {image} --steps 2"])
-def test_strips_are_drawn(closed, tmp_path, capsys, no_weights, options):
+def test_strips_are_drawn(closed, tmp_path, capsys):
     out, side = tmp_path / "x.png", 112 // SIDE * SIDE
-    command = edit(closed, out, *options.format_map(closed).split())
-    assert call(generate, *command) == 0
+    assert call(generate, *edit(closed, out)) == 0
     assert "dark to light: " in capsys.readouterr().out
     with Image.open(out) as image:
-        columns, rows = (4, 1) if "--image" in options else (3, 2)
-        assert image.size == (columns * (side + 12), rows * (side + 42))
-        if "--image" in options:
-            shown = np.asarray(image)[6 : 6 + side : 14, 6 : 6 + side : 14]
-            with Image.open(closed["image"]) as given:
-                np.testing.assert_array_equal(shown, np.asarray(given))
+        assert image.size == (3 * (side + 12), 2 * (side + 42))
 
 
-def test_seeds_and_saved_w_are_edited(closed, tmp_path, capsys, refused):
+def test_seeds_and_saved_w_are_edited(closed, tmp_path, capsys):
     generator, file, side = styled(), tmp_path / "saved.safetensors", 112
     ws = torch.randn(generator.num_ws, 8, generator=torch.Generator().manual_seed(0))
     write_latents(file, {"w+": Latents(ws=ws, noise="const")}, generator, {"noise": "const"})
@@ -96,8 +84,6 @@ def test_seeds_and_saved_w_are_edited(closed, tmp_path, capsys, refused):
         for row, first in enumerate((to_uint8(expected[0]), expected[1])):
             top = 6 + row * (side + 42)
             np.testing.assert_array_equal(np.asarray(image)[top : top + side : 14, 6 : 6 + side : 14], first[0, 0])
-    for options, told in ((["--space", "z"], "leave out --space"), (["--image", closed["image"]], "give one of them")):
-        assert told in refused(generate.main, *command, "--seeds", str(file), *options)
 
 
 def test_a_generator_without_w_is_edited_in_z(closed, tmp_path, capsys):
@@ -105,18 +91,11 @@ def test_a_generator_without_w_is_edited_in_z(closed, tmp_path, capsys):
     code = call(generate, *edit(closed, out, gan="dcgan"))
     told = capsys.readouterr()
     assert code == 0 or "the classifier predicts only" in told.err  # it was not made to know this one's samples
-    for options, message in ((["--space", "w"], "--space w"), (["--image", closed["image"]], "editing an image")):
-        assert call(generate, *edit(closed, out, *options, gan="dcgan")) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_refusals(closed, tmp_path, refused):
     out = tmp_path / "x.png"
-    same = tmp_path / "copy.pt"
-    shutil.copy(resolve(closed["guide"]), same)
     for options, told in (
-        (["--judge", closed["guide"]], "is the classifier that the edits were found with"),
-        (["--judge", same], "is the classifier that the edits were found with"),
         (["--to", "dark"], "name two classes"),
         (["--to", "lihgt"], "did you mean 'light'"),
         (["--columns", 1], "--columns: '1' is not a whole number of at least 2"),
@@ -127,17 +106,6 @@ def test_refusals(closed, tmp_path, refused):
     ):
         assert told in refused(generate.main, *edit(closed, out, *options))
     assert not out.exists()
-
-
-def test_who_taught_a_generator_does_not_judge_its_edits(closed):
-    checkpoint, judge = load(resolve(closed["gan"])), str(closed["judge"])
-    common: Any = (CLASSES, torch.device("cpu"))
-    guide = str(closed["guide"])
-    found = load_edit_judge(judge, checkpoint, *common, guide=guide).state_dict().values()
-    expected = classifier_from(load(resolve(judge))).state_dict().values()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    taught = {**checkpoint, "config": {**checkpoint["config"], "loss": {"classifier": judge}}}
-    assert_raises(UserError, r"--judge .* supplied a loss", load_edit_judge, judge, taught, *common, guide=guide)
 
 
 def test_a_strip_reports_the_probability_of_the_step_at_which_it_arrives():
@@ -179,6 +147,10 @@ def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_wei
     assert found["arrived"] == (found["probability"] >= 0.5)
     assert "counterfactual" not in second
     assert [path.name for path in folder.iterdir()] == ["image-counterfactual.png"]
+    side = 112 // SIDE * SIDE
+    with Image.open(found["image"]) as image, Image.open(closed["image"]) as given:
+        assert image.size == (8 * (side + 12), side + 42)
+        np.testing.assert_array_equal(np.asarray(image)[6 : 6 + side : 14, 6 : 6 + side : 14], np.asarray(given))
     base.remove(tmp_path / "absent.png")
     other = ["--counterfactual-class", order[2], "--generator", closed["gan"]]
     assert call(predict, *base, *other) == 0

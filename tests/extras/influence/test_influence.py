@@ -15,13 +15,13 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.influence import command
 from duetgan.extras.influence.scores import (
     Snapshot,
-    Suspicion,
     gradient_batches,
     head_gradients,
     influence,
+    label_issues,
+    label_probabilities,
     rate_of,
     sample_gradients,
-    suspicion,
     top_records,
 )
 from duetgan.models.restore import classifier_from
@@ -29,7 +29,7 @@ from duetgan.utils.checkpoint import load, newest_first
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator, numpy_generator
-from tests.conftest import assert_raises, sample_images
+from tests.conftest import sample_images
 from tests.end_to_end.helpers import train_in_process
 from tests.metrics.conftest import gan_run
 
@@ -96,7 +96,7 @@ def test_sample_gradients_are_those_of_single_backward_passes(chunk):
 def test_sample_gradients_of_logits_that_no_linear_layer_gives():
     images, labels = batch()
     other = nn.Sequential(net(), nn.Tanh()).double().eval()
-    found, _ = head_gradients(other, images, labels)
+    found = head_gradients(other, images, labels)
     expected = sample_gradients(other, images, labels, ["0.fc.weight", "0.fc.bias"])
     torch.testing.assert_close(full(found), full(expected), rtol=0, atol=0)
     with pytest.raises(UserError, match="no linear layer"):
@@ -110,12 +110,10 @@ def test_the_heads_closed_form_is_what_autograd_finds(bias):
     model, (images, labels) = net(bias=bias), batch()
     each = sample_gradients(model, images, labels, ["fc.weight", "fc.bias"][: 1 + bias])
     expected = full(each)
-    found, logits = head_gradients(model, images, labels)
+    found = head_gradients(model, images, labels)
     for one in (found, each):
         torch.testing.assert_close(full(one), expected, rtol=1e-10, atol=1e-14)
         torch.testing.assert_close(one.dot(one), expected @ expected.T, rtol=1e-10, atol=1e-14)
-        torch.testing.assert_close(one.squared_norms(), expected.square().sum(1), rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(logits, model(images).detach(), rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +149,6 @@ def snapshots_of(run) -> list[Snapshot]:
     return [Snapshot(rate_of(checkpoint), partial(classifier_from, checkpoint)) for checkpoint in checkpoints]
 
 
-def test_wrong_labels_are_found_by_their_self_influence(flipped):
-    run, data, wrong = flipped
-    with Dataset(data) as reader:
-        order = suspicion(gradient_batches(snapshots_of(run), reader), reader).order("self-influence").numpy()
-    assert np.median(np.flatnonzero(np.isin(order, wrong))) < 0.15 * len(order)  # by chance 0.5
-
-
 def test_influence_is_its_definition(flipped):
     """Checkpoint by checkpoint, rate times the product of gradients, the rates scaled to a sum of 1."""
     run, data, _ = flipped
@@ -181,22 +172,16 @@ def test_influence_is_its_definition(flipped):
 
 def test_confident_learning_by_hand():
     """Thresholds are the mean probability of each class in the images labelled so: 0.5 and 0.8."""
-    own = [[0.8, 0.2], [0.2, 0.8], [0.1, 0.9], [0.35, 0.65], [0.05, 0.95]]
-    found = Suspicion(torch.tensor([1.0, 3, 2, 0, 0]), torch.tensor(own).double(), torch.tensor([0, 0, 1, 1, 1]))
-    assert found.label_probability.tolist() == pytest.approx([0.8, 0.2, 0.9, 0.65, 0.95])
+    own, labels = [[0.8, 0.2], [0.2, 0.8], [0.1, 0.9], [0.35, 0.65], [0.05, 0.95]], torch.tensor([0, 0, 1, 1, 1])
+    found = torch.tensor(own).double()
+    assert label_probabilities(found, labels).tolist() == pytest.approx([0.8, 0.2, 0.9, 0.65, 0.95])
     # image 1: class 1 has 0.8, below its threshold (0.9 + 0.65 + 0.95) / 3 = 0.833, so that it is not an issue
-    assert found.issues().tolist() == [-1, -1, -1, -1, -1]
+    assert label_issues(found, labels).tolist() == [-1, -1, -1, -1, -1]
     own[1] = [0.1, 0.9]
-    found = Suspicion(found.self_influence, torch.tensor(own).double(), found.labels)
-    assert found.issues().tolist() == [-1, 1, -1, -1, -1]
+    assert label_issues(torch.tensor(own).double(), labels).tolist() == [-1, 1, -1, -1, -1]
     unused = torch.tensor([*([a, b, 0] for a, b in own[1:]), [0, 0.1, 0.9]])  # no image is labelled class 2
-    suspicion = Suspicion(found.self_influence, unused.double(), torch.tensor([0, 1, 1, 1, 0]))
-    assert 2 not in suspicion.issues()
-    assert found.order("probability").tolist() == [1, 3, 0, 2, 4]
-    assert found.order("self-influence").tolist() == [1, 2, 0, 3, 4]
+    assert 2 not in label_issues(unused.double(), torch.tensor([0, 1, 1, 1, 0]))
     assert rate_of({"state": {}}) == 1
-    damaged = {"file": "x.pt", "state": {"optimizer": {"param_groups": [{}]}}}
-    assert_raises(UserError, r"x\.pt: state\.optimizer.* cannot be read", rate_of, damaged)
     assert top_records(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
 
 
@@ -210,14 +195,14 @@ def test_the_command_lists_wrong_labels(flipped, tmp_path, capsys):
     common = ["--checkpoint", folder, "--data", data, "--mislabelled", "--out", tmp_path / "x" / "wrong.png"]
     out, err = run(capsys, *common, "--top", 12, "--json")
     document = json.loads(out)
-    assert (len(document["checkpoints"]), document["measure"]) == (3, "probability")
+    assert len(document["checkpoints"]) == 3
     assert len({item["record"] for item in document["mislabelled"]} & set(wrong.tolist())) >= 7
     for item in document["mislabelled"]:
         assert item["label"] != item["named"]
     assert "not what the classifier was trained on" not in err
     with Image.open(tmp_path / "x" / "wrong.png") as sample_image:
         assert sample_image.width > 1000
-    assert len(run(capsys, *common, "--top", 2, "--by", "self-influence")[0].splitlines()) == 3
+    assert len(run(capsys, *common, "--top", 2)[0].splitlines()) == 3
 
 
 def test_the_command_explains_a_prediction(flipped, tmp_path, capsys):
@@ -250,7 +235,6 @@ def test_refusals(flipped, tmp_path, refused):
         ([*good, *out], "give either --image FILE or --mislabelled"),
         ([*good, *out, "--mislabelled", "--image", "x.png"], "give either"),
         ([*good, *out, "--mislabelled", "--label", "bag"], "--label belongs to --image"),
-        ([*good, *out, "--image", "x.png", "--by", "probability"], "--by belongs to --mislabelled"),
         ([*good, "--out", tmp_path / "o.jpg", "--mislabelled"], "must end in .png"),
         ([*good, *out, "--image", tmp_path / "broken.png"], "give another image"),
         ([*good, *out, "--image", tmp_path / "none.png"], "cannot be read"),

@@ -8,11 +8,9 @@ import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.extras.few_labels.spreading import UNKNOWN, spreading
 from duetgan.extras.pseudo_labels import command
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.restore import classifier_from
-from duetgan.training.classifier.frozen import image_features
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
@@ -77,29 +75,6 @@ def test_the_fraction_of_right_labels_is_that_of_the_kept_images(folder, probabi
     assert label(folder, tmp_path / "out.lmdb", *more, data="known.lmdb") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["kept"], told["right"]) == (count, is_right[order[:count]].mean())
-
-
-def test_labels_spread_from_the_labelled_images_in_the_classifiers_features(folder, tmp_path, capsys):
-    more = ["--spread", "--threshold", 0.36, "--json"]
-    assert label(folder, tmp_path / "out.lmdb", *more) == 2
-    assert "--spread needs the images whose labels spread: give --labelled" in capsys.readouterr().err
-    assert label(folder, tmp_path / "out.lmdb", *more, "--labelled", folder / "few.lmdb", data="known.lmdb") == 0
-    told = json.loads(capsys.readouterr().out)
-    model = classifier_from(load(resolve(folder / "run")))
-    with (
-        Dataset(folder / "few.lmdb") as few,
-        Dataset(folder / "known.lmdb") as known,
-        Dataset(tmp_path / "out.lmdb") as out,
-    ):
-        (x, given), (others, _) = (image_features(model, each, mirror=False) for each in (few, known))
-        labels = torch.cat([given, torch.full((60,), UNKNOWN)])
-        arrived = spreading(torch.cat([x, others])[:, 0], labels, others[:, 0], 3)[0][9:].numpy()
-        shares = arrived / arrived.sum(1, keepdims=True)
-        kept = np.flatnonzero(shares.max(1) >= 0.36)
-        assert 0 < told["kept"] == len(kept) <= 60
-        assert (out.labels()[9:] == shares.argmax(1)[kept]).all()
-        assert told["right"] == (shares.argmax(1) == known.labels())[kept].mean() > 0.5
-        assert (out.read(range(9, len(out)))[0] == known.read(kept)[0]).all()
 
 
 def test_known_labels_are_only_compared_with_and_encoded_images_are_kept(folder, probabilities, tmp_path, capsys):
