@@ -55,9 +55,8 @@ class ModelConfig(Config):
     # recompute activations in the backward pass: less memory, more time
     activation_checkpointing: bool = False
     inplace: bool = True  # ReLUs overwrite their input
-    # divide the network over a process's devices (extras/model_parallel); auto: by memory;
-    # {layer3: 1}: device 1 begins with layer3
-    split: Literal["off", "auto"] | dict[str, int] = "off"
+    # divide the network over a process's devices (extras/model_parallel); auto: by memory
+    split: Literal["off", "auto"] = "off"
 
     def check(self) -> None:
         """Set `discriminator` from the GAN's run; raise UserError for conflicting options."""

@@ -111,8 +111,6 @@ def programs(subject: Subject) -> dict[str, Program]:
 
 PAGE = "duet_model.py"
 GRID = 64  # number of samples in the card's picture; a quarter for images above 64 px
-# metric -> the key of its value between real images, for the same row of the card's table
-FLOORS = {"frechet": "floor", "kernel": "kernel_floor"}
 # task -> its name on the Hugging Face hub
 TAGS = {"classifier": "image-classification", "gan": "unconditional-image-generation"}
 LISTED = 20  # number of classes that a card lists
@@ -190,28 +188,25 @@ def evaluated(checkpoint: Checkpoint) -> Document:
 
 def figures(document: Document) -> list[Document]:
     """Return the metrics of an evaluation: `name`, `value`, `interval` (95 %) or None, the number
-    of images `n`, and `extractor` or None; for some distances also `floor`, the value between two
-    sets of real images.
+    of images `n`, and `extractor` or None.
     """
     rows = []
     for figure, results in rows_of(document):
         name = figure.key
-        if name in FLOORS.values() or not isinstance(results[name], int | float):
+        if not isinstance(results[name], int | float):
             continue
         extractor = "classifier" if figure.by_judge else None
         if results is not document:
             extractor = str(results.get("extractor")).partition(":")[0]  # the path is private
-        row = {
-            "name": name,
-            "value": results[name],
-            "interval": results.get(f"{name}_interval"),
-            "n": results.get("n"),
-            "extractor": extractor,
-        }
-        floor = results.get(FLOORS.get(name, ""))
-        if floor is not None:
-            row["floor"] = floor
-        rows.append(row)
+        rows.append(
+            {
+                "name": name,
+                "value": results[name],
+                "interval": results.get(f"{name}_interval"),
+                "n": results.get("n"),
+                "extractor": extractor,
+            }
+        )
     return rows
 
 
@@ -267,7 +262,7 @@ def readme(name: str, config: Document, *, seed: int | None) -> str:
     size = f"{image['width']}x{image['height']} px"
     grid = "" if seed is None else f"![Samples, seed {seed}](samples.png)\n\n"
     return f"""---
-{yaml.safe_dump(metadata(name, config), sort_keys=False, allow_unicode=True)}---
+{yaml.safe_dump(metadata(config), sort_keys=False, allow_unicode=True)}---
 
 # {_plain(name)}
 
@@ -316,44 +311,30 @@ USE = {  # task -> kind of model, and example code
 }
 
 
-def metadata(name: str, config: Document) -> Document:
+def metadata(config: Document) -> Document:
     """Return the model card's metadata for the Hugging Face hub."""
-    task = TAGS[config["task"]]
-    head: Document = {
+    tags = ["duet", config["architecture"]]
+    if config["classes"]:
+        tags.append("class-conditional")
+    return {
         "license": config["licence"],
         "library_name": "pytorch",
-        "pipeline_tag": task,
-        "tags": ["duet", config["architecture"]],
+        "pipeline_tag": TAGS[config["task"]],
+        "tags": tags,
     }
-    if config["classes"]:
-        head["tags"].append("class-conditional")
-    if config["figures"]:
-        tested = str(config["data"]["tested_on"])
-        result: Document = {
-            "task": {"type": task},
-            "dataset": {"type": "duet-packed-images", "name": f"held-out images, {tested[:16]}"},
-            "metrics": [],
-        }
-        for row in config["figures"]:
-            extractor = f", {row['extractor']}" if row["extractor"] else ""
-            title = f"{row['name']} (n {row['n']}{extractor})"
-            result["metrics"].append({"type": row["name"], "value": row["value"], "name": title})
-        head["model-index"] = [{"name": name, "results": [result]}]
-    return head
 
 
 def _table(rows: list[Document]) -> str:
     if not rows:
         return "Not evaluated."
     lines = [
-        "| metric | value | 95 % interval | of two real sets | n | extractor |",
-        "|---|---|---|---|---|---|",
+        "| metric | value | 95 % interval | n | extractor |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         interval = " to ".join(f"{x:.4g}" for x in row["interval"] or ())
-        floor = f"{row['floor']:.4g}" if "floor" in row else ""
         value, extractor = f"{row['value']:.4g}", row["extractor"] or ""
-        cells = [row["name"], value, interval, floor, row["n"], extractor]
+        cells = [row["name"], value, interval, row["n"], extractor]
         lines.append(f"| {' | '.join(_plain(str(cell)) for cell in cells)} |")
     return "\n".join(lines)
 

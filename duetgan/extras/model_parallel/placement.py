@@ -5,7 +5,7 @@ The names in state dicts do not change, so checkpoints fit every split. Images g
 out on the first device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,6 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.network import PLACEMENTS
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
-from duetgan.utils.text import did_you_mean
 
 COPIES = 5  # tensors per weight in training: weight, gradient, two Adam moments, average
 SAMPLES = 2  # batch size of the memory estimate: BatchNorm refuses a single sample
@@ -52,11 +51,11 @@ class DevicePart:
 def place(
     classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False
 ) -> list[DevicePart]:
-    """Move the classifier's blocks to `devices` as `config.split` says.
+    """Move the classifier's blocks to `devices`, so that the largest memory of a device is minimal.
 
-    Hooks move the activations in each forward pass. The split "auto" minimises the largest memory
-    of a device in training. A copy of the classifier (`copy.deepcopy`) is split in the same way; a
-    classifier that is then moved to a single device as a whole works there.
+    Hooks move the activations in each forward pass. A copy of the classifier (`copy.deepcopy`) is
+    split in the same way; a classifier that is then moved to a single device as a whole works
+    there.
 
     Args:
         classifier: The classifier, with all weights on one device.
@@ -68,27 +67,18 @@ def place(
         The part of each device, from the images to the logits.
 
     Raises:
-        UserError: There are fewer than two devices, or the split does not fit the network or the
-            devices.
+        UserError: There are fewer than two devices.
     """
-    split = classifier.config.split
-    assert split != "off"
     if len(devices) < 2:
-        text = "auto"
-        if split != "auto":
-            text = ", ".join(f"{block}: {number}" for block, number in split.items())
         raise UserError(
-            f"model.split {text}: needs two devices or more, but this process has one "
+            "model.split auto: needs two devices or more, but this process has one "
             f"({devices[0]}); leave it out, or give each process several: fewer processes, or more "
             "GPUs"
         )
     blocks = measure(classifier, samples, reduced=reduced)
     names = [block.name for block in blocks]
     cost = _cost(blocks, checkpointing=classifier.config.activation_checkpointing)
-    if split == "auto":
-        ends = balanced(len(blocks), min(len(devices), len(blocks)), cost)
-    else:
-        ends = configured_ends(split, names, len(devices))
+    ends = balanced(len(blocks), min(len(devices), len(blocks)), cost)
     spans = zip(devices, pairwise([0, *ends]), strict=False)
     parts = [
         DevicePart(device, tuple(names[start:end]), cost(start, end))
@@ -220,48 +210,6 @@ def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[
                 for cut in range(spans, end)
             )
     return best[count][1]
-
-
-def configured_ends(split: Mapping[str, int], names: Sequence[str], devices: int) -> list[int]:
-    """Return the ends of the spans of blocks on devices 0, 1, ... for a configured split.
-
-    Args:
-        split: Stage or block -> index of the device that begins with it.
-        names: Names of all blocks.
-
-    Raises:
-        UserError: The network lacks a part, or the device indices do not go up one by one from 0.
-    """
-    starts: dict[int, int] = {}  # index of a block -> device
-    for part, device in split.items():
-        first = None
-        for index, name in enumerate(names):
-            if name == part or name.startswith(f"{part}."):
-                first = index
-                break
-        if first is None:
-            stages = dict.fromkeys(name.partition(".")[0] for name in names)
-            hint = did_you_mean(part, [*stages, *names])
-            raise UserError(
-                f"model.split: the network has no part {part!r}{hint}; parts are {', '.join(names)}"
-            )
-        if device >= devices:
-            raise UserError(
-                f"model.split {part}: {device}: this process has {devices} devices, numbers 0 to "
-                f"{devices - 1}"
-            )
-        starts[first] = device
-    order = [starts.get(0, 0), *(starts[first] for first in sorted(starts) if first)]
-    is_consecutive = all(number - previous in (0, 1) for previous, number in pairwise(order))
-    if order[0] != 0 or not is_consecutive or order[-1] == 0:
-        raise UserError(
-            f"model.split: devices {', '.join(map(str, order))} from the stem to the head; the "
-            "stem must be on 0, and the numbers go up one by one, e.g. {layer3: 1}"
-        )
-    ends: list[int] = []
-    for number in range(1, order[-1] + 1):
-        ends.append(min(first for first, device in starts.items() if device == number))
-    return [*ends, len(names)]
 
 
 def place_parts(model: Classifier, config: ClassifierConfig, device: torch.device) -> None:

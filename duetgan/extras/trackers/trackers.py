@@ -100,7 +100,7 @@ def _mlflow(run: Path, config: Tree, run_id: str | None) -> Session:
         else:
             experiment_id = client.create_experiment("duet", (folder / "mlruns").as_uri())
         name: str = client.create_run(experiment_id, run_name=run.name).info.run_id
-        for key, value in _flat(config).items():
+        for key, value in config.items():
             client.log_param(name, key, value)
     else:
         name = run_id
@@ -115,16 +115,6 @@ def _mlflow(run: Path, config: Tree, run_id: str | None) -> Session:
 
 Open = Callable[[Path, Tree, str | None], Session]
 SESSIONS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
-
-
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= _flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
 
 
 class Sent(Stored):

@@ -6,9 +6,6 @@ credentials themselves.
 """
 
 import re
-import time
-from collections.abc import Callable
-from typing import TypeVar
 
 from duetgan.data.errors import ImageError
 from duetgan.data.packing.sources import URLS
@@ -16,22 +13,6 @@ from duetgan.data.packing.sources.base import SourceOptions
 from duetgan.data.packing.sources.files import ListedSource, arrange, kind_of
 from duetgan.utils import files
 from duetgan.utils.errors import UserError
-
-T = TypeVar("T")
-
-PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
-# Errors that another attempt would not avoid. All others are tried again, because drivers raise the
-# exceptions of their libraries.
-FINAL = (
-    files.Refused,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ImportError,
-    NotImplementedError,
-    MemoryError,
-)
 
 
 class RemoteSource(ListedSource):
@@ -46,7 +27,7 @@ class RemoteSource(ListedSource):
 
         try:
             self._filesystem, root = url_to_fs(url)  # a driver may connect here
-            entries = attempt(lambda: self._filesystem.find(root, withdirs=True, detail=True))
+            entries = self._filesystem.find(root, withdirs=True, detail=True)
         except Exception as error:  # whatever the driver raises; an ImportError names its package
             raise UserError(
                 f"{self.url} cannot be listed ({_reason(error)}); check it and its credentials"
@@ -67,10 +48,10 @@ class RemoteSource(ListedSource):
 
     def read(self, name: str) -> bytes:
         try:
-            return attempt(lambda: self._fetch(name, self._sizes.get(name)))
+            return self._fetch(name, self._sizes.get(name))
         except files.Refused as error:
             raise ImageError(str(error)) from None
-        except Exception as error:  # whatever the driver raises, see FINAL
+        except Exception as error:  # whatever the driver raises
             raise ImageError(f"cannot be read ({_reason(error)})") from None
 
     def _fetch(self, name: str, size: object) -> bytes:
@@ -88,21 +69,6 @@ class RemoteSource(ListedSource):
         if len(content) != size:
             raise OSError(f"{len(content):,} of {size:,} bytes arrived")
         return content
-
-
-def attempt(read: Callable[[], T]) -> T:
-    """Call `read` up to three times, with increasing pauses.
-
-    Raises the error of the last call, and FINAL errors immediately.
-    """
-    for pause in PAUSES:
-        try:
-            return read()
-        except FINAL:
-            raise
-        except Exception:  # see FINAL
-            time.sleep(pause)
-    return read()
 
 
 def without_secrets(text: str) -> str:

@@ -161,7 +161,7 @@ def of_mlflow(run: Path) -> list[tuple[int, dict[str, float]]]:
 
     client = MlflowClient(f"sqlite:///{run.parent / 'mlflow.db'}")
     found = json.loads((run / "tracker.json").read_text())["mlflow"]["id"]
-    assert client.get_run(found).data.params == {"task": "gan", "loss.r1": "2.0"}
+    assert client.get_run(found).data.params == {"task": "gan", "loss": "{'r1': 2.0}"}
     keys = sorted({key for _, values in as_sent(ROWS) for key in values})
     return [(m.step, {key: m.value}) for key in keys for m in client.get_metric_history(found, key)]
 

@@ -19,8 +19,7 @@ from tests.data.packing.sources.source_files import contents, item_refused, refu
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """fsspec's files in memory, empty; no waiting between attempts."""
-    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0))
+    """fsspec's files in memory, empty."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     return fsspec.filesystem("memory")
@@ -58,32 +57,6 @@ def test_local_url_and_stylegan_manifest(tmp_path: Path, store: Any) -> None:
     assert open_source("memory://x").labels().tolist() == [0, 1]
     store.pipe("/x/dataset.json", b"no")
     refused("memory://x", r"memory://x: dataset\.json is not")
-
-
-@pytest.mark.parametrize(("failures", "succeeds"), [(2, True), (3, False)])
-def test_url_is_tried_three_times(store: Any, monkeypatch: pytest.MonkeyPatch, failures: int, succeeds: bool) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(remote, "PAUSES", (0.5, 2.0))
-    monkeypatch.setattr(remote.time, "sleep", pauses.append)
-    store.pipe("/x/a.png", b"a")
-    source = open_source("memory://x")
-    for name in ("cat_file", "find"):
-        work = getattr(MemoryFileSystem, name)
-        faults = [ArithmeticError("connection reset")] * failures  # no OSError
-
-        def flaky(*args: Any, work: Any = work, faults: list[ArithmeticError] = faults, **options: Any) -> Any:
-            if faults:
-                raise faults.pop()
-            return work(*args, **options)
-
-        monkeypatch.setattr(MemoryFileSystem, name, flaky)
-    if succeeds:
-        assert source.content(0) == b"a"
-        assert len(open_source("memory://x")) == 1
-    else:
-        item_refused(source, 0, r"cannot be read \(connection reset\)")
-        refused("memory://x", r"memory://x cannot be listed \(connection reset\)")
-    assert pauses == [0.5, 2.0, 0.5, 2.0]
 
 
 def test_urls_that_cannot_be_read(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
