@@ -18,7 +18,7 @@ from PIL import Image
 import duetgan
 from duetgan.__main__ import usage
 from duetgan.commands import COMMANDS
-from duetgan.commands.planning.plan import FEW_LABELS, GAN, LAST, PAIRS, SCRATCH, STARTED, TUNED
+from duetgan.commands.planning.plan import GAN, LAST, PAIRS, SCRATCH, STARTED, TUNED
 from duetgan.commands.planning.sizes import START
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.sources import open_source
@@ -86,7 +86,7 @@ def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
     files = [name for name in files if name.parts[0] == "duetgan"]
     assert len(files) > 200
     assert [name for name in files if not (site / name).is_file()] == []
-    recipes = (GAN, PAIRS, STARTED, SCRATCH, TUNED, LAST, FEW_LABELS, START)
+    recipes = (GAN, PAIRS, STARTED, SCRATCH, TUNED, LAST, START)
     assert all((site / "duetgan" / file).is_file() for file in recipes)
 
 

@@ -9,58 +9,30 @@ command resumes with the same plan.
 
 from pathlib import Path
 
-from duetgan.commands.planning.steps import (
-    QUICK_STEPS,
-    SAMPLE,
-    WEEK,
-    Quickstart,
-    default_folder,
-    plan_for,
-)
-from duetgan.utils.config.cli import Parser, add_table_options, number
+from duetgan.commands.planning.given import SAMPLE, add_request_options
+from duetgan.commands.planning.steps import Quickstart, default_folder, plan_for
+from duetgan.utils.config.cli import Parser
 from duetgan.utils.errors import UserError
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="quickstart.py", description=__doc__)
-    add = parser.add_argument
-    add(
-        "source",
-        nargs="?",
-        default=SAMPLE,
-        metavar="FOLDER",
-        help="images: a folder, zip or table (default: the sample images)",
-    )
-    add(
-        "--minutes",
-        type=number(float, 1, WEEK),
-        default=15.0,
-        help="time limit in minutes, for everything",
-    )
-    add_table_options(parser)
-    weights = "ImageNet weights for the classifier (default: see docs/your-data.md)"
-    add("--weights", metavar="FILE", help=weights)
-    add(
+    add_request_options(parser)
+    parser.add_argument(
         "--predict",
         metavar="IMAGES",
         help="classify these new images at the end, into predictions.csv",
     )
-    add(
-        "--seed",
-        type=number(int, 0),
-        default=0,
-        help="seed of the split and of both trainings (default: 0)",
-    )
-    add("--dir", help="folder for the results (default: runs/quickstart, or runs/quickstart_NAME)")
-    add(
-        "--quick",
-        action="store_true",
-        help=f"train only {QUICK_STEPS} steps, to check that everything works",
+    parser.add_argument(
+        "--dir", help="folder for the results (default: runs/quickstart, or runs/quickstart_NAME)"
     )
     options = parser.parse_args(argv)
-    folder = default_folder(options.source, options.quick)
-    if options.dir:
-        folder = Path(options.dir).resolve()
+    source = Path(options.source).expanduser()
+    if options.source != SAMPLE and source.exists():
+        options.source = str(source.resolve())
+    if options.weights:
+        options.weights = str(Path(options.weights).expanduser().resolve())
+    folder = Path(options.dir or default_folder(options.source, options.quick)).resolve()
     new_images = None
     if options.predict:
         new_images = Path(options.predict).expanduser().resolve()

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from duetgan.commands.planning import measure
-from duetgan.commands.planning.given import Machine
+from duetgan.commands.planning.given import Machine, add_request_options
 from duetgan.commands.planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
-from duetgan.commands.planning.plan import GAN, choose
+from duetgan.commands.planning.plan import GAN, Plan, choose
 from duetgan.models.registry import backbone_of
 from duetgan.utils import machine
+from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
@@ -94,11 +95,18 @@ def test_plan_is_told_with_reasons_lengths_and_times():
     assert "images/s" not in quick
 
 
+def planned(*words: str) -> Plan:
+    parser = Parser(prog="x")
+    add_request_options(parser)
+    return make_plan(parser.parse_args(words))
+
+
 def test_command_writes_the_plan(tmp_path, capsys):
     assert run_cli(measure.main, ["sample", "--quick", "--seed", "3", "--out", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out.count("images: 10,000 images") == 1
-    made, tree = make_plan("sample", 15.0, None, quick=True), json.loads((tmp_path / "plan.json").read_text())
-    assert tree | {"survey": None, "seconds": None} == made.model_dump() | {"survey": None, "seconds": None, "seed": 3}
+    made, tree = planned("--quick", "--seed=3"), json.loads((tmp_path / "plan.json").read_text())
+    assert tree | {"survey": None, "seconds": None} == made.model_dump() | {"survey": None, "seconds": None}
+    assert (made.seed, made.request) == (3, ["sample", "--seed", "3", "--quick"])
 
 
 @pytest.mark.parametrize(("others", "told"), [(0.2, False), (1.0, True)])
@@ -107,7 +115,7 @@ def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, 
     monkeypatch.setattr(machine, "busy_since_start", lambda: others)
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     monkeypatch.setattr(measure, "cores", lambda: 2)
-    plan = make_plan("sample", 15.0, None, quick=False)
+    plan = planned()
     assert any("other programs take 1.0 of" in note for note in plan.notes) is told
     assert "plan" in plan.seconds
     assert not any("ImageNet" in note for note in plan.notes)  # the sample's classifier wants no weights
@@ -115,6 +123,6 @@ def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, 
 
 def test_weights_that_are_given_are_taken_for_the_sample_too(tmp_path, nothing_at_hand):
     with pytest.raises(UserError, match="no such file"):
-        make_plan("sample", 15.0, str(tmp_path / "missing.safetensors"), quick=False)
+        planned("--weights", str(tmp_path / "missing.safetensors"))
     file = str(write_weights(tmp_path / "w.safetensors", "resnet18"))
-    assert make_plan("sample", 15.0, file, quick=True).trainings["classifier"].weights == file
+    assert planned("--weights", file, "--quick").trainings["classifier"].weights == file

@@ -12,18 +12,16 @@ from pathlib import Path
 import pytest
 
 from duetgan.commands.planning import steps
-from duetgan.commands.planning.plan import FILLED, Plan, choose
-from duetgan.commands.planning.steps import QUICK_STEPS, ROOT, Quickstart, run_python, unfit
+from duetgan.commands.planning.plan import QUICK_STEPS, Plan, choose
+from duetgan.commands.planning.steps import Quickstart, run_python
 from duetgan.commands.quickstart import main
-from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
-from tests.metrics.conftest import classifier_run
-from tests.metrics.conftest import pack as pack_images
 from tests.reporting.test_answers import CLASSIFIER, GAN
 from tests.reporting.test_report import make_classifier, make_gan, write
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = ["pack", "pack", "train", "train", "evaluate", "evaluate"]
 
 
@@ -39,7 +37,7 @@ class Commands:
         self.fail_at, self.code = fail_at, code
         self.calls: list[list[str]] = []
         self.survey, self.machine = SAMPLE.model_copy(update={"source": "sample"}), Fast()
-        self.now, self.pace = 0.0, 1.0  # a clock; how much longer than planned the commands take
+        self.now = 0.0  # a clock
         self.first: Plan | None = None
         self.unreadable = 0  # images
 
@@ -52,10 +50,12 @@ class Commands:
         if name == "plan":
             minutes = float(option(command, "--minutes"))
             made = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
-            self.first = made.model_copy(update={"seed": int(option(command, "--seed"))})
+            seed = int(option(command, "--seed")) if "--seed" in command else 0
+            request = command[1 : command.index("--minutes")]
+            self.first = made.model_copy(update={"seed": seed, "request": request})
             write(Path(option(command, "--out")), self.first.model_dump())
             return 0
-        self.now += self.pace * self.seconds(command)
+        self.now += self.seconds(command)
         if name == "pack":
             Path(command[2]).parent.mkdir(parents=True, exist_ok=True)
             Path(command[2]).touch()
@@ -75,17 +75,13 @@ class Commands:
         return 0
 
     def seconds(self, command: list[str]) -> float:
-        """What a command takes by the first plan, and the GAN's training by its length."""
+        """What a command takes by the plan."""
         plan = self.first
         assert plan is not None
         if command[0] == "pack":
             return plan.seconds["pack"] / (1 if "--val-dest" in command else 2)
         what, run = ("train", "--run-dir") if command[0] == "train" else ("evaluate", "--checkpoint")
-        part = f"{what} {Path(option(command, run)).name}"
-        if part != "train gan":
-            return plan.seconds.get(part, 0.0)
-        change = int(option(command, "--steps")) / plan.gan.steps
-        return plan.seconds[part] + (change - 1) * plan.gan.seconds
+        return plan.seconds.get(f"{what} {Path(option(command, run)).name}", 0.0)
 
     @property
     def names(self) -> list[str]:
@@ -97,34 +93,8 @@ def commands(tmp_path, monkeypatch):
     stub = Commands()
     monkeypatch.setattr(steps, "call", stub)
     monkeypatch.setattr(steps, "complete", lambda file: True)
-    monkeypatch.setattr(steps, "unfit", lambda run, test: "")  # the files are empty
     monkeypatch.setattr(time, "monotonic", lambda: stub.now)
     return stub
-
-
-@pytest.mark.parametrize("quick", [False, True])
-def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_path, monkeypatch, capsys, quick):
-    monkeypatch.setattr(steps, "unfit", lambda run, test: f"was trained on {test.name} as {run.name}")
-    assert main(["--dir", str(tmp_path), *["--quick"] * quick]) == 0
-    assert "--classifier" not in commands.calls[-1]
-    assert option(commands.calls[-1], "--extractor") == f"classifier:{tmp_path / 'classifier'}"
-    assert "does not judge the GAN: it was trained on test.lmdb as classifier" in capsys.readouterr().out
-
-
-def test_features_that_were_planned_become_those_of_the_run(tmp_path, monkeypatch):
-    plan = choose(SAMPLE.model_copy(update={"source": "sample"}), Fast(), minutes=15, quick=False)
-    plan = plan.model_copy(update={"evaluation": ["--extractor", "classifier", "--n", "9"]})
-    monkeypatch.setattr(steps, "unfit", lambda run, test: "was")
-    judged = Quickstart(tmp_path, plan).evaluation("gan")[-4:]
-    assert judged == ["--extractor", f"classifier:{tmp_path / 'classifier'}", "--n", "9"]
-
-
-def test_who_was_trained_on_test_images_may_not_judge(tmp_path):
-    test = pack_images(tmp_path / "test.lmdb")
-    with Dataset(test) as reader:
-        seen = reader.meta.content_hash
-    assert unfit(classifier_run(tmp_path / "other", content_hash="f00d"), test) == ""
-    assert "was trained on the test images" in unfit(classifier_run(tmp_path / "told", content_hash=seen), test)
 
 
 def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
@@ -141,7 +111,7 @@ def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(command
     assert summary["seconds"] >= 0
     shown, report = capsys.readouterr().out, (tmp_path / "report.html").read_text()
     for arguments in commands.calls:
-        typed = ["duet", *arguments] if arguments[0] == "pack" else ["python", f"{arguments[0]}.py", *arguments[1:]]
+        typed = ["duet", *arguments]
         assert " ".join(["$", *typed]) in shown
         assert " ".join(typed).replace("&", "&amp;") in report
     assert str(tmp_path / "report.html") in shown
@@ -149,7 +119,6 @@ def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(command
     test, gan = str(tmp_path / "data" / "test.lmdb"), commands.calls[-1]
     assert {option(arguments, "--data.val-path") for arguments in commands.calls[2:4]} == {test}
     assert (option(gan, "--classifier"), option(gan, "--data")) == (str(tmp_path / "classifier"), test)
-    assert "--max-steps" not in commands.calls[2]
 
 
 def plan_of(folder: Path) -> dict:
@@ -162,9 +131,8 @@ def summary_of(folder: Path) -> dict:
 
 def test_quick_trains_a_few_steps_only(commands, tmp_path):
     main(["--dir", str(tmp_path), "--quick"])
-    assert [arguments[-4:-2] for arguments in commands.calls[2:4]] == [["--max-steps", str(QUICK_STEPS)]] * 2
-    gan = summary_of(tmp_path)["plan"]["gan"]
-    assert (gan["images_per_second"], gan["steps"]) == (None, QUICK_STEPS)  # nothing was measured
+    assert [option(arguments, "--steps") for arguments in commands.calls[2:4]] == [str(QUICK_STEPS)] * 2
+    assert summary_of(tmp_path)["plan"].keys() == {"source", "minutes", "notes"}  # nothing was measured
 
 
 def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(commands, tmp_path, capsys):
@@ -179,57 +147,13 @@ def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(comma
     assert option(commands.calls[1], "--steps") == str(first["gan"]["steps"])
 
 
-@pytest.mark.parametrize("pace", [0.85, 1.6])
-def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(commands, tmp_path, capsys, pace):
-    commands.pace = pace
-    assert main(["--dir", str(tmp_path)]) == 0
-    first, summary = commands.first, summary_of(tmp_path)
-    assert commands.now == pytest.approx((FILLED if pace < 1 else 1.0) * 15 * 60, rel=0.02)
-    steps = int(option(commands.calls[3], "--steps"))
-    assert (steps > first.gan.steps) is (pace < 1)
-    told = f"GAN: {steps:,} steps instead of {first.gan.steps:,}, because the parts before it took "
-    assert capsys.readouterr().out.count(told) == 1
-    assert told in (tmp_path / "report.html").read_text()
-    assert summary["plan"]["replanned"] == {"gan_steps": first.gan.steps, "seconds": round(first.total, 1)}
-    assert summary["plan"]["gan"]["steps"] == steps
-    assert summary["plan"]["expected_seconds"] == pytest.approx(commands.now, rel=0.01)
-
-
-def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
-    commands.pace, commands.fail_at = 1.6, 4
-    assert main(["--dir", str(tmp_path)]) == 4
-    first, steps = commands.first, option(commands.calls[3], "--steps")
-    write(tmp_path / "gan" / "config.yaml", {})
-    commands.fail_at, commands.pace = None, 3.0
-    commands.calls.clear()
-    assert main(["--dir", str(tmp_path)]) == 0
-    assert option(commands.calls[1], "--steps") == steps
-    (tmp_path / "gan" / "config.yaml").unlink()  # one that has not begun is planned again but once
-    write(tmp_path / "gan" / "status.json", {"state": "stopped"})
-    commands.calls.clear()
-    assert main(["--dir", str(tmp_path)]) == 0
-    train = next(arguments for arguments in commands.calls if first.gan.config in arguments)
-    assert option(train, "--steps") == steps
-
-
-def test_commands_are_shown_as_they_are_typed_and_the_folder_is_named_by_the_images(monkeypatch, tmp_path):
+def test_the_folder_is_named_by_the_images(monkeypatch):
     names = {("sample", False): "quickstart", ("sample", True): "quickstart_quick"}
-    monkeypatch.delenv("DUET_RUNS")  # the tests' own
     names |= {("/tmp/my photos/", False): "quickstart_my_photos", ("cats.zip", True): "quickstart_cats_quick"}
-    for (source, quick), name in names.items():
-        assert steps.default_folder(source, quick) == ROOT / "runs" / name
-    pack, train = ["pack", "my photos", "x.lmdb"], ["train", "--config", "configs/quickstart_gan.yaml"]
-    assert steps.typed(pack) == "duet pack 'my photos' x.lmdb"
-    assert steps.typed(train) == "python train.py --config configs/quickstart_gan.yaml"
-    monkeypatch.setattr(steps, "CHECKOUT", False)
-    monkeypatch.chdir(tmp_path)
-    assert steps.typed(pack) == "duet pack 'my photos' x.lmdb"
-    assert steps.typed(train) == "duet train --config configs/quickstart_gan.yaml"
-    assert steps.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
-    for checkout in (True, False):
-        monkeypatch.setattr(steps, "CHECKOUT", checkout)
-        monkeypatch.setenv("DUET_RUNS", "scratch")
-        assert steps.default_folder("sample", False) == tmp_path / "scratch" / "quickstart"
+    for place in ("runs", "scratch"):
+        monkeypatch.setenv("DUET_RUNS", place)
+        for (source, quick), name in names.items():
+            assert steps.default_folder(source, quick) == Path(place, name)
 
 
 def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):
@@ -238,6 +162,7 @@ def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_pat
         ([str(images)], "its plan is for sample; give another folder"),
         (["--quick"], "its plan is for sample"),
         (["--seed", "1"], "its plan is for sample"),
+        (["--weights", "other.pth"], "its plan is for sample"),
         *((["--minutes", minutes], "from 1 to 10,080") for minutes in ("0", "nan", "1e9")),
         ([], r"plan\.json: is no plan of this version .* give another folder"),
     ):
@@ -286,17 +211,11 @@ def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, i
     asked = [str(images), "--dir", str(tmp_path / "out"), "--seed"]
     assert main([*asked, "7"]) == 0
     assert [option(command, "--seed") for command in commands.calls[:3]] == ["7"] * 3
-    assert f" --seed 7 --dir {tmp_path / 'out'}-" in capsys.readouterr().out  # of what would help
+    advice = re.search("^Next: .*", capsys.readouterr().out, re.MULTILINE)[0]
+    assert " --seed 7 " in advice
+    assert f" --dir {tmp_path / 'out'}-" in advice
     assert run_cli(main, [*asked, "0"]) == 2
-    assert "with --seed 7; give another folder" in capsys.readouterr().err
-
-
-def test_weights_given_later_are_not_ignored(commands, tmp_path, images):
-    commands.survey = seen(300, 5, source=str(images))
-    asked, given = [str(images), "--dir", str(tmp_path / "out")], ["--weights", WEIGHTS.file]
-    assert main(asked) == 0
-    with pytest.raises(UserError, match="its plan is for other weights, none; give another folder"):
-        main([*asked, *given])
+    assert "--seed 7; give another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -318,12 +237,13 @@ def test_what_a_plan_has_made_is_not_taken_for_another(commands, tmp_path):
 
 
 def test_weights_that_are_given_are_tuned_and_those_of_the_plan(commands, tmp_path, images):
-    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
+    file = str(tmp_path / WEIGHTS.file)
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS._replace(file=file)
     asked = [str(images), "--dir", str(tmp_path), "--weights"]
-    assert main([*asked, WEIGHTS.file]) == 0
-    assert option(commands.calls[1], "--model.weights") == WEIGHTS.file
-    assert f"--weights {WEIGHTS.file} " in (tmp_path / "report.html").read_text()
-    with pytest.raises(UserError, match=f"its plan is for other weights, {WEIGHTS.file}; give another folder"):
+    assert main([*asked, file]) == 0
+    assert option(commands.calls[1], "--model.weights") == file
+    assert f"--weights {file} " in (tmp_path / "report.html").read_text()
+    with pytest.raises(UserError, match=f"its plan is for .* --weights {file}; give another folder"):
         main([*asked, "others.pth"])
 
 
@@ -389,29 +309,24 @@ def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
     main(["--dir", str(tmp_path)])
     monkeypatch.undo()
     monkeypatch.setattr(steps, "call", commands)
-    monkeypatch.setattr(steps, "unfit", lambda run, test: "")
     commands.calls.clear()
     main(["--dir", str(tmp_path)])  # the stub left empty files, which are no packs
     assert commands.names[:2] == ["pack", "pack"]
     assert "--overwrite" in commands.calls[0]
 
 
-def test_time_of_an_interrupted_step_is_added_up_and_of_a_repeated_one_replaced(tmp_path, monkeypatch):
+def test_the_time_of_an_interrupted_step_is_added_up(tmp_path, monkeypatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    codes = iter([3, 0, 0])
+    codes = iter([3, 0])
     monkeypatch.setattr(steps, "call", lambda command: next(codes))
-    made = Quickstart(tmp_path, choose(SAMPLE, Fast(), minutes=15))
+    plan = choose(SAMPLE, Fast(), minutes=15)
     seconds = []
-    for _ in range(3):
-        made.timed(steps.Step("train gan", ["train"], done=False))
-        seconds.append(made.timings["train gan"]["seconds"])
-    assert seconds == [10.0, 20.0, 10.0]
-    assert json.loads((tmp_path / "timings.json").read_text()) == made.timings
-    write(tmp_path / "classifier" / "status.json", {"state": "running", "seconds": 70.0})  # it was killed
-    monkeypatch.setattr(steps, "call", lambda command: 0)
-    made.timed(steps.Step("train classifier", ["train"], done=False))
-    assert made.timings["train classifier"]["seconds"] == 80.0
+    for _ in range(2):  # the second start reads the file of the first
+        started = Quickstart(tmp_path, plan)
+        started.timed(steps.Step("train gan", ["train"], done=False))
+        seconds.append(started.timings["train gan"])
+    assert seconds == [10.0, 20.0]
 
 
 @pytest.mark.parametrize(("code", "told"), [(130, "was stopped"), (3, "was stopped"), (139, "exit code 139")])
@@ -461,7 +376,7 @@ def test_quick_form_runs_for_real_and_again(tmp_path):
         assert summary["gan"]["recognised"] is None  # U1: of twelve steps the classifier knows nothing
         assert "the classifier is too weak to judge the GAN" in (tmp_path / "report.html").read_text()
         assert (tmp_path / "report.html").stat().st_size > 50_000
-    assert done.stdout.count("already done") == 2  # the packs; training is at its last step and goes straight on
+    assert done.stdout.count("already done") == 4  # the packs and the trainings
 
 
 def test_the_summary_has_the_intervals_that_the_evaluation_gives(commands, tmp_path):

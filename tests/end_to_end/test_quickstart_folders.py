@@ -105,12 +105,11 @@ def test_images_become_a_report_without_a_question(tmp_path, capfd, make):
     assert summary["gan"]["recognised"] is None or not document["judge"]["is_weak"]
     if labelled:
         low, high = summary["classifier"]["interval"]
-        assert 0 <= low <= summary["classifier"]["accuracy"] <= high <= 1
+        assert 0 <= low <= summary["classifier"]["accuracy"] <= high + 1e-12 <= 1 + 1e-12
         assert summary["classifier"]["n"] == json.loads((out / "classifier/eval/metrics.json").read_text())["n"] >= 2
     else:
         assert "no classifier" in shown.out
         assert "no classifier" in (out / "report.html").read_text()
-    assert summary["plan"]["gan"]["precision"] == "fp32"
     assert (out / "report.html").stat().st_size > 30_000
     assert "$ duet pack" in shown.out
     assert "Traceback" not in shown.err

@@ -142,7 +142,6 @@ class Stubs:
             patch.setattr("duetgan.commands.planning.steps.call", self.call)
             patch.setattr("time.monotonic", lambda: self.commands.now)
             patch.setattr("duetgan.commands.planning.steps.complete", lambda file: True)
-            patch.setattr("duetgan.commands.planning.steps.unfit", lambda run, test: "")
         if command == "explore":
             patch.setattr("waitress.server.create_server", self.server)
             patch.setattr("secrets.token_urlsafe", lambda _: "token")

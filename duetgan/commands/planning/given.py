@@ -1,9 +1,58 @@
 """Inputs of a quickstart's plan: a survey of the user's images, and the machine's speed."""
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from duetgan.utils.config.cli import add_table_options, number, table_words
 from duetgan.utils.config.model import Stored
+
+SAMPLE = "sample"
+WEEK = 7 * 24 * 60  # largest --minutes
+
+
+def add_request_options(parser: ArgumentParser) -> None:
+    """Add the images and the options that determine a plan."""
+    add = parser.add_argument
+    add(
+        "source",
+        nargs="?",
+        default=SAMPLE,
+        metavar="FOLDER",
+        help="images: a folder, zip or table (default: the sample images)",
+    )
+    add(
+        "--minutes",
+        type=number(float, 1, WEEK),
+        default=15.0,
+        help="time limit in minutes, for everything",
+    )
+    add_table_options(parser)
+    weights = "ImageNet weights for the classifier (default: see docs/your-data.md)"
+    add("--weights", metavar="FILE", help=weights)
+    add(
+        "--seed",
+        type=number(int, 0),
+        default=0,
+        help="seed of the split and of both trainings (default: 0)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="train only a few steps, to check that everything works",
+    )
+
+
+def request_words(options: Namespace) -> list[str]:
+    """Return the command-line arguments of a plan's request, without --minutes."""
+    words = [options.source, *table_words(options)]
+    if options.weights:
+        words += ["--weights", options.weights]
+    if options.seed:
+        words += ["--seed", str(options.seed)]
+    if options.quick:
+        words.append("--quick")
+    return words
 
 
 class Survey(Stored):
@@ -14,7 +63,6 @@ class Survey(Stored):
     count: int  # images, without the source's own held-out ones
     held_out: int  # the source's own held-out images
     groups: int = 0  # number of groups that a split keeps whole; 0: no option defines groups
-    held_out_groups: list[int] = []  # number of images in each held-out group
     unlabelled: int = 0  # images in folders called `unlabelled`, not in `count`
     classes: int  # 0 if the images have no labels
     smallest_class: int  # images of the rarest class

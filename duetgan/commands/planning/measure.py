@@ -15,16 +15,22 @@ from statistics import median
 
 import numpy as np
 
-from duetgan.commands.planning.given import Machine, Speed, Survey, Weights
-from duetgan.commands.planning.plan import FEW_LABELS, HEAD_ALONE, Plan, choose, val_share
+from duetgan.commands.planning.given import (
+    SAMPLE,
+    Machine,
+    Speed,
+    Survey,
+    Weights,
+    add_request_options,
+    request_words,
+)
+from duetgan.commands.planning.plan import Plan, choose
 from duetgan.data.errors import ImageError
 from duetgan.data.images.values import bring, kind, native
-from duetgan.data.packing.duplicates import group_equal
-from duetgan.data.packing.sources import Source, open_source
+from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.base import first_of
-from duetgan.data.packing.split import draw_groups, to_fraction
 from duetgan.utils import machine
-from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
+from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, table_words
 from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.image_spec import ImageSpec
@@ -92,13 +98,11 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
             raise UserError(
                 f"{spec}: each class has one image; give two or more of some, for one to be held out"
             )
-        groups, held_out_groups = _held_out_groups(source, getattr(options, "seed", 0))
-        refuse(
-            (
-                groups and held_out,
-                f"{spec}: has a held-out part of its own; leave out --group-column and --group-from",
-            ),
-        )
+        groups = len(set(source.grouping.names)) if source.grouping else 0
+        if groups and held_out:
+            raise UserError(
+                f"{spec}: has a held-out part of its own; leave out --group-column and --group-from"
+            )
     specs, sides, grey = zip(*decoded, strict=True)
     return Survey(
         source=spec,
@@ -106,7 +110,6 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         count=count,
         held_out=held_out,
         groups=groups,
-        held_out_groups=held_out_groups,
         unlabelled=source.unlabelled,
         classes=len(source.classes),
         smallest_class=int(sizes.min()),
@@ -119,26 +122,6 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         unreadable=unreadable,
         seconds=seconds,
     )
-
-
-def _held_out_groups(source: Source, seed: int) -> tuple[int, list[int]]:
-    """Return the number of groups that a split keeps whole, and the number of images of each group
-    that will be held out.
-
-    The split holds out other groups if images of different groups are similar.
-    """
-    if source.grouping is None:
-        return 0, []
-    numbers = np.unique(np.array(source.grouping.names), return_inverse=True)[1]
-    held_out = draw_groups(
-        group_equal(numbers),
-        source.labels(),
-        np.eye(len(source.classes), dtype=bool),
-        source.grouping.names,
-        to_fraction(val_share(len(source))),
-        seed,
-    )
-    return int(numbers.max()) + 1, np.unique(numbers[held_out], return_counts=True)[1].tolist()
 
 
 # --- the machine
@@ -165,7 +148,6 @@ class ThisMachine(Machine):
         self.weights = weights_at_hand(weights) if tuning else None
         self.side = side
         self._speeds: dict[tuple[object, ...], Speed] = {}
-        self._labels: list[str] = []
 
     @functools.cached_property
     def features_per_second(self) -> float:  # type: ignore[override]
@@ -185,31 +167,21 @@ class ThisMachine(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Measure and print the speed of a few training steps on noise of `side` px."""
-        from duetgan.training.engine.speed import measure_recipe, times
+        from duetgan.training.engine.speed import measure_recipe
 
         key = (config, *overrides, side, images.channels, images.classes)
         if key not in self._speeds:
             noise = str(self._noise(side, images.channels, images.classes))
             data = ["--data.path", noise, "--data.val-path", "null"]
-            data += ["--unlabelled.path", noise] if config == FEW_LABELS else []
             if "--model.weights" in overrides:  # The speed does not depend on the weights.
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
             self._speeds[key] = Speed(measured.precision, measured.images_per_second)
-            text = f"training at {measured.images_per_second:,.0f} images/s in {measured.precision}"
-            if measured.ratio:
-                text += f" ({times(measured.ratio)} the speed of the other precision)"
-            label = f"{Path(config).stem}, {side} px"
             options = dict(pairwise(overrides))
+            label = f"{Path(config).stem}, {side} px"
             if base := options.get("--generator.channel-base"):
                 label += f", {int(base) // side} channels"
-            elif name := options.get("--model.name"):
-                label += f", {name}"
-            if HEAD_ALONE in overrides:
-                label += ", only the head"
-            self._labels.append(label)
-            if (variants := self._labels.count(label)) > 1:
-                label += f", variant {variants}"
+            text = f"training at {measured.images_per_second:,.0f} images/s in {measured.precision}"
             print(f"  {label}: {text}", flush=True)
         return self._speeds[key]
 
@@ -277,8 +249,7 @@ def plan_lines(plan: Plan) -> list[str]:
         return [*plan.notes, "only a few training steps of each (--quick)"]
     lines = list(plan.notes)
     for task, training in plan.trainings.items():
-        images = plan.training_images + plan.survey.unlabelled * (task == "gan" and plan.pooled)
-        epochs = training.steps * training.batch_size / images
+        epochs = training.steps * training.batch_size / plan.training_images
         lines.append(
             f"{'GAN' if task == 'gan' else task}: {training.steps:,} steps of "
             f"{training.batch_size} images, each image seen {epochs:,.1f} times, "
@@ -296,36 +267,37 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
 
 
-def make_plan(
-    source: str,
-    minutes: float,
-    weights: str | None,
-    quick: bool,
-    options: Namespace | None = None,
-) -> Plan:
-    """Survey the images, measure this machine unless `quick`, and plan. Raises UserError."""
-    images = survey(source, options)
+def make_plan(options: Namespace) -> Plan:
+    """Survey the images, measure this machine unless `options.quick`, and plan.
+
+    Raises UserError.
+    """
+    images = survey(options.source, options)
     print(f"images: {images.text()}", flush=True)
-    if quick:
+    request = {"request": request_words(options), "seed": options.seed}
+    if options.quick:
         unmeasured = Machine()
-        if weights:
-            unmeasured.weights = weights_at_hand(weights)
-        return choose(images, unmeasured, minutes=minutes, quick=True)
+        if options.weights:
+            unmeasured.weights = weights_at_hand(options.weights)
+        plan = choose(images, unmeasured, minutes=options.minutes, quick=True)
+        return plan.model_copy(update=request)
     print("measuring this machine:", flush=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        tuning = bool(weights) or source != "sample"
-        tuning = tuning and images.classes > 1
-        this_machine = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
+        tuning = images.classes > 1 and (bool(options.weights) or options.source != SAMPLE)
+        side = min(64, images.side)
+        this_machine = ThisMachine(Path(folder), options.weights, tuning=tuning, side=side)
         busy_cores = machine.busy_since_start()
-        choose(images, this_machine, minutes=minutes)  # measures the speeds that a plan needs
-        plan = choose(images, this_machine, minutes=minutes, spent=time.perf_counter() - start)
+        # The first plan measures the speeds that a plan needs.
+        choose(images, this_machine, minutes=options.minutes)
+        spent = time.perf_counter() - start
+        plan = choose(images, this_machine, minutes=options.minutes, spent=spent)
     if busy_cores > machine.TOLERATED_LOAD:
         plan.notes.append(
             f"{machine.load_text(busy_cores)}: the plan uses the remaining cores; for more training steps "
             "stop these programs, remove this folder and start again"
         )
-    return plan
+    return plan.model_copy(update=request)
 
 
 def main(argv: list[str]) -> None:
@@ -333,15 +305,9 @@ def main(argv: list[str]) -> None:
         prog="duet quickstart-plan",
         description="Survey images, measure this machine, and make a plan.",
     )
-    parser.add_argument("source", help="folder, zip or table of images")
-    add_table_options(parser)
+    add_request_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
-    parser.add_argument("--minutes", type=number(float, 1), default=15.0)
-    parser.add_argument("--weights", metavar="FILE")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)
-    plan = make_plan(options.source, options.minutes, options.weights, options.quick, options)
-    plan = plan.model_copy(update={"seed": options.seed})
+    plan = make_plan(options)
     print("\n".join(plan_lines(plan)), flush=True)
     write_atomic(options.out, as_json(plan.model_dump()))

@@ -3,10 +3,9 @@
 Nothing is measured here: a `Machine` returns the speeds, so that tests can plan for any machine.
 """
 
-from functools import partial
 from itertools import pairwise
 
-from duetgan.commands.planning.given import Machine, Speed, Survey, Weights
+from duetgan.commands.planning.given import Machine, Speed, Survey
 from duetgan.commands.planning.sizes import (
     LADDER,
     MUON,
@@ -21,7 +20,6 @@ from duetgan.commands.planning.sizes import (
     work,
 )
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from duetgan.utils import extras
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -31,8 +29,7 @@ GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yam
 PAIRS = "configs/gan_32_pairs.yaml"
 STARTED = "configs/gan_64_cpu.yaml"  # a GAN that starts from START's networks
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
-FEW_LABELS = "configs/few_labels.yaml"
-BATCH = {GAN: 32, PAIRS: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32, FEW_LABELS: 32}
+BATCH = {GAN: 32, PAIRS: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32}
 FILLED = 0.93  # fraction of --minutes that a plan uses, because measured speeds are not exact
 # Fraction of the images to hold out; VAL_SHARE_FEW applies to fewer than FEW images.
 VAL_SHARE, VAL_SHARE_FEW = 0.1, 0.2
@@ -41,17 +38,12 @@ OBLONG_FROM = 0.05  # smallest fraction of images far from square that is worth 
 # The GAN uses ADA with fewer training images than this (2006.06676, figure 1).
 ADA_BELOW = 10_000
 EVALUATION = 0.1  # largest fraction of --minutes for the GAN's evaluation
-SEARCHED_LESS = 2000  # training images to search for copies of samples if time is short
 # Sample grids, checkpoints and an evaluation on pixels add 2 % to the time of a GAN's training.
 GRIDS = 1.02
 # Largest fraction of the training time for a classifier from scratch, and for a fine-tuned one.
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35
 TUNED_SIDE = 128  # largest side in px if all layers of the classifier are fine-tuned
 SCRATCH_FROM = 5000  # training images that suffice without pretrained weights
-# For a classifier that starts from the GAN: length of training in images, largest side in px, and
-# most images to which labels are spread.
-FEW_IMAGES = 153_600
-FEW_SIDE, FEW_SPREAD = 64, 50_000
 LAST_STEPS = 10  # smallest number of steps of a head that starts from a logistic regression
 TUNED_FROM = 1000  # training images from which all layers are fine-tuned, if there is time
 HEAD_ALONE = "[backbone]"  # value of finetune.freeze if there is only time for the head
@@ -59,6 +51,7 @@ HEAD_ALONE = "[backbone]"  # value of finetune.freeze if there is only time for 
 FEATURES, EPOCHS = 0.8, 10
 PACKING = 2.5  # seconds that packing takes in addition to reading the images
 STEPS = {"classifier": 60, "gan": 200}  # smallest number of steps of each training
+QUICK_STEPS = 12  # steps of each training with --quick, which are too few to learn anything
 
 
 class Training(Stored):
@@ -73,7 +66,7 @@ class Training(Stored):
     images_per_second: float  # measured
     seconds: float  # expected
     why: str
-    most: int | None = None  # steps after which more training makes no visible difference
+    is_longest: bool = False  # True if more training would make no visible difference
     features: float = 0.0  # seconds per image in the frozen stages, if they are computed once
 
     @property
@@ -92,6 +85,7 @@ class Plan(Stored):
     """The settings of a quickstart, which plan.json stores for a resume."""
 
     survey: Survey
+    request: list[str] = []  # command-line arguments, see `request_words`
     minutes: float
     quick: bool
     seed: int = 0  # seed of the choice of held-out images and of both trainings
@@ -105,10 +99,6 @@ class Plan(Stored):
     evaluation: list[str]  # command-line options of the GAN's evaluation
     seconds: dict[str, float]  # step, such as "train gan" -> expected seconds
     notes: list[str]  # the settings with their reasons
-    pooled: bool = False  # True if the GAN learns from all images, without labels
-    from_gan: bool = False  # True if the classifier starts from the GAN's discriminator
-    # the original steps of the GAN and total seconds, if `replan` changed them
-    replanned: dict[str, float] | None = None
 
     @property
     def total(self) -> float:
@@ -116,12 +106,9 @@ class Plan(Stored):
 
     @property
     def trainings(self) -> dict[str, Training]:
-        trainings = {"gan": self.gan}
-        if self.classifier and self.from_gan:
-            trainings["classifier"] = self.classifier
-        elif self.classifier:
-            trainings = {"classifier": self.classifier, "gan": self.gan}
-        return trainings
+        if self.classifier is None:
+            return {"gan": self.gan}
+        return {"classifier": self.classifier, "gan": self.gan}
 
 
 def val_share(count: int) -> float:
@@ -150,43 +137,25 @@ class _Choice:
         self.val_share: float | None = None
         self.held_out = survey.held_out
         self.images = survey.count
+        self.labelled = survey.classes > 1
+        self.notes = [f"held out: the source's own {survey.held_out:,} images"]
         if not survey.held_out:
             self.val_share = val_share(survey.count)
             self.held_out = max(1, survey.classes, round(survey.count * self.val_share))
-            self.held_out = sum(survey.held_out_groups) or min(
-                self.held_out, survey.count - survey.classes
-            )
+            self.held_out = min(self.held_out, survey.count - survey.classes)
             self.images -= self.held_out
-        self.labelled = survey.classes > 1
-        # Images without labels may belong to held-out groups.
-        self.pooled = survey.unlabelled > self.images and not survey.groups
-        self.from_gan = (
-            self.labelled
-            and self.pooled
-            and not machine.weights
-            and self.images < SCRATCH_FROM
-            and "few_labels" in extras.names()
-        )
-        self.gan_survey = survey.model_copy(update={"classes": 0}) if self.pooled else survey
-        self.gan_images = self.images + survey.unlabelled * self.pooled
-        self.ada = self.gan_images < ADA_BELOW
-        # side in px above which samples would have more detail than the images
-        self.gan_side = side_for(survey.side, FEW_SIDE if self.from_gan else SIZES[0].side)
-        if self.val_share is None:
-            self.notes = [f"held out: the source's own {survey.held_out:,} images"]
-        else:
             note = (
                 f"held out: {self.val_share:.0%}{' of each class' * self.labelled}, "
                 f"about {self.held_out:,} images in all; similar images stay in the same part"
             )
             if self.val_share == VAL_SHARE_FEW:
                 note += f" (20 % because there are fewer than {FEW})"
-            if count := len(survey.held_out_groups):
-                note += (
-                    f"; groups stay whole: about {count:,} held out, {survey.groups - count:,} for training, with "
-                    "classes as balanced as they allow"
-                )
+            if survey.groups:
+                note += f"; each of the {survey.groups:,} groups stays whole"
             self.notes = [note]
+        self.ada = self.images < ADA_BELOW
+        # side in px above which samples would have more detail than the images
+        self.gan_side = side_for(survey.side, SIZES[0].side)
         if survey.unreadable:
             self.notes.append(
                 f"images that cannot be read are left out, for example: {survey.unreadable}"
@@ -196,14 +165,10 @@ class _Choice:
                 f"{survey.oblong:.0%} of the images are far from square: their sides are cut off"
             )
         if survey.unlabelled:
-            use = (
-                "left out, because they may belong to held-out groups"
-                if survey.groups
-                else "left out, because they are fewer than those with labels"
+            self.notes.append(
+                f"{survey.unlabelled:,} images without labels are left out; docs/classifier.md "
+                "(few labels) says how to use them"
             )
-            if self.pooled:
-                use = "the GAN learns from them and the others"
-            self.notes.append(f"{survey.unlabelled:,} images without labels: {use}")
         if not self.labelled:
             reason = "are of one class" if survey.classes else "have no labels"
             self.notes.append(
@@ -211,15 +176,10 @@ class _Choice:
             )
 
     def plan(self, spent: float) -> Plan:
-        """Plan the classifier, which needs less time, then the GAN with the remaining time.
-
-        If the classifier starts from the GAN's discriminator, the GAN's size is chosen first.
-        """
+        """Plan the classifier, which needs less time, then the GAN with the remaining time."""
         survey = self.survey
         start = self.machine.start
         read = survey.count + survey.held_out
-        if self.pooled:
-            read += survey.count + survey.held_out + survey.unlabelled
         packing = survey.seconds * read / max(1, self.machine.cores)
         seconds = {"plan": spent} if spent else {}
         seconds["pack"] = packing + PACKING * (2 if survey.held_out else 1)
@@ -228,31 +188,25 @@ class _Choice:
         most = EVALUATION * 60 * self.minutes  # largest time of the GAN's evaluation
         judging = 0.0
         classifier = None
-        size_and_speed = None
-        if self.from_gan:
-            size_and_speed = self._gan_size((1 - SCRATCH_SHARE) * (left - most))
         if self.labelled:
-            gan_size = size_and_speed and size_and_speed[0]
-            classifier = self._classifier(max(0.0, left - most), gan_size, self.machine.weights)
+            classifier = self._classifier(max(0.0, left - most))
             self.notes.append(f"classifier: {classifier.why}")
             judging = classifier.judging
             seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
-            seconds["evaluate classifier"] = judging * self.held_out + start
             left -= classifier.seconds + 3 * judging * self.held_out
-        size, speed = size_and_speed or self._gan_size(left - most)
-        options, evaluation = self._evaluation(size, speed, 0.0 if self.from_gan else judging, most)
+        size, speed = self._gan_size(left - most)
+        options, evaluation = self._evaluation(size, speed, judging, most)
         gan = self._gan(size, speed, left - evaluation)
         self.notes.append(f"GAN: {gan.why}")
-        seconds |= {"train gan": gan.seconds + start, "evaluate gan": evaluation + start}
+        seconds["train gan"] = gan.seconds + start
+        if self.labelled:
+            seconds["evaluate classifier"] = judging * self.held_out + start
+        seconds["evaluate gan"] = evaluation + start
         if sum(seconds.values()) > 63 * self.minutes:
             self.notes.append(
                 f"this takes longer than {self.minutes:g} minutes on this machine, even with the smallest settings"
             )
         sides = [training.resolution for training in (gan, classifier) if training]
-        tasks = ("gan", "classifier") if self.from_gan else ("classifier", "gan")
-        order = ["plan", "pack"]
-        order += [f"train {task}" for task in tasks]
-        order += [f"evaluate {task}" for task in tasks]
         return Plan(
             survey=survey,
             minutes=self.minutes,
@@ -265,10 +219,8 @@ class _Choice:
             classifier=classifier,
             gan=gan,
             evaluation=options,
-            seconds={name: round(seconds[name], 1) for name in order if name in seconds},
+            seconds={name: round(value, 1) for name, value in seconds.items()},
             notes=self.notes,
-            pooled=self.pooled,
-            from_gan=self.from_gan,
         )
 
     def _training(
@@ -279,15 +231,17 @@ class _Choice:
         speed: Speed,
         images: float,
         reason: str,
-        most: int | None = None,
     ) -> Training:
         gan = config in (GAN, PAIRS, STARTED)
         batch = BATCH[config]
         rate = speed.images_per_second
         min_steps = STEPS["gan" if gan else "classifier"] if config != LAST else LAST_STEPS
-        steps = min_steps if self.quick else max(min_steps, int(images / batch))
+        steps = max(min_steps, int(images / batch))
+        if self.quick:
+            steps = QUICK_STEPS
+            options = [*options, "--log.every", str(QUICK_STEPS // 2)]
         if not gan:
-            warmup = str(max(1, steps // (96 if config == FEW_LABELS else 10)))
+            warmup = str(max(1, steps // 10))
             options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", warmup]
         return Training(
             config=config,
@@ -299,12 +253,11 @@ class _Choice:
             images_per_second=rate,
             seconds=(GRIDS if gan else 1) * steps * batch / rate,
             why=reason,
-            most=None if most is None else max(steps, most // batch),
         )
 
     # --- the classifier
 
-    def _classifier(self, budget: float, gan: Size | None, weights: Weights | None) -> Training:
+    def _classifier(self, budget: float) -> Training:
         """Return the classifier's training.
 
         Pretrained weights are fine-tuned in all layers, or in the last ones if there are few images
@@ -313,45 +266,26 @@ class _Choice:
 
         Args:
             budget: seconds for the GAN's and the classifier's trainings.
-            gan: size of the GAN whose discriminator the classifier starts from, or None.
         """
-        form: list[str] = []
-        if gan is not None:
-            side = gan.side
-            config = FEW_LABELS
-            options = ["--model.name", "discriminator"]
-            fraction = SCRATCH_SHARE
-            network = f"{{architecture: plain, channel_base: {gan.channel_base}, channel_max: {gan.channel_max}}}"
-            gan_config = (
-                f"architecture: stylegan2, resolution: {side}, "
-                f"channels: {self.survey.channels}, config: {network}"
-            )
-            # The speed is measured with these options, because the GAN's run does not exist yet.
-            form = ["--model.discriminator", f"{{{gan_config}}}"]
-            target_images: float = FEW_IMAGES
-            options += ["--unlabelled.spread", "0"] if self.gan_images > FEW_SPREAD else []
-            reason = (
-                "starts from the GAN's discriminator and uses images without labels, because few "
-                "images have labels and no ImageNet weights were found (--weights FILE)"
-            )
-        elif weights is None:
+        if self.machine.weights is None:
+            config = SCRATCH
+            budget *= SCRATCH_SHARE
             side = side_for(self.survey.side, 32)
             if self.survey.side > 48 and self.images < 20_000:
                 side = 64
-            config = SCRATCH
             options = []
-            fraction = SCRATCH_SHARE
             reason = "from scratch"
             if self.survey.source != "sample":
                 reason += ", because no ImageNet weights were found (--weights FILE)"
             judgement = "few for that" if self.images < SCRATCH_FROM else "enough for that"
             reason += f"; {self.images:,} images are {judgement}"
             target_images = max(7 * self.images, min(100 * self.images, 40_000))
+            speed = self.machine.speed(config, options, side, self.survey)
         else:
-            file, name, he_strides = weights
-            side = side_for(self.survey.side, TUNED_SIDE)
             config = TUNED
-            fraction = TUNED_SHARE
+            budget *= TUNED_SHARE
+            file, name, he_strides = self.machine.weights
+            side = side_for(self.survey.side, TUNED_SIDE)
             options = [
                 "--model.name",
                 name,
@@ -362,20 +296,16 @@ class _Choice:
             ]
             reason = f"fine-tuned from {name}'s ImageNet weights, {file}"
             target_images = max(3200, 6 * self.images, min(20 * self.images, 25_600))
-        budget *= fraction
-        behind = None
-        if weights is not None:
-            behind = partial(self._behind_frozen, budget, options, weights.network, reason)
-        if behind and self.images < TUNED_FROM and (training := behind()):
-            return training
-        speed = self.machine.speed(config, [*options, *form], side, self.survey)
-        is_short = budget * speed.images_per_second < target_images / 2
-        if behind and is_short:
-            if training := behind():
+            has_few = self.images < TUNED_FROM
+            if has_few and (training := self._behind_frozen(budget, options, name, reason)):
                 return training
-            options += ["--finetune.freeze", HEAD_ALONE]
-            reason += "; only the head is trained, because there is no time for more"
             speed = self.machine.speed(config, options, side, self.survey)
+            if budget * speed.images_per_second < target_images / 2:
+                if training := self._behind_frozen(budget, options, name, reason):
+                    return training
+                options += ["--finetune.freeze", HEAD_ALONE]
+                reason += "; only the head is trained, because there is no time for more"
+                speed = self.machine.speed(config, options, side, self.survey)
         most = budget * speed.images_per_second
         images = max(min(target_images, most), min(3 * target_images, most / 2))
         return self._training(config, options, side, speed, images, reason)
@@ -463,7 +393,7 @@ class _Choice:
         return size.channel_base in WIDTHS and self._recipe(size)[0] == PAIRS and not self.quick
 
     def _gan_speed(self, size: Size) -> Speed:
-        return self.machine.speed(*self._recipe(size), size.side, self.gan_survey)
+        return self.machine.speed(*self._recipe(size), size.side, self.survey)
 
     def _starts(self, size: Size) -> bool:
         """Return True if a GAN of this size starts from START, which was measured to be better for
@@ -477,7 +407,7 @@ class _Choice:
         """
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
         reason = f"{size.side} px, "
-        reason += "one network for all classes" if self.gan_survey.classes > 1 else "without labels"
+        reason += "one network for all classes" if self.survey.classes > 1 else "without labels"
         if self._by_law(size):
             reason += f"; for {duration(budget)} {size.channel_base // size.side} channels"
         if size.side < self.gan_side and not self.quick:
@@ -486,19 +416,21 @@ class _Choice:
             reason += f"; with ADA, because there are fewer than {ADA_BELOW:,} training images"
         if self._starts(size):
             reason += f"; it starts from a GAN of drawings, {START}"
-        if images == 1000 * size.most and not self.quick:
+        is_longest = images == 1000 * size.most and not self.quick
+        if is_longest:
             reason += "; longer training would make no visible difference"
         recipe, options = self._recipe(size)
         if recipe == PAIRS and images > MUON:
             options += ["--generator-optimizer.name", "adam"]
-        return self._training(recipe, options, size.side, speed, images, reason, 1000 * size.most)
+        training = self._training(recipe, options, size.side, speed, images, reason)
+        return training.model_copy(update={"is_longest": is_longest})
 
     def _recipe(self, size: Size) -> tuple[str, list[str]]:
         options = ["--data.resolution", str(size.side)]
         for network in ("generator", "discriminator"):
             options += [f"--{network}.channel-base", str(size.channel_base)]
             options += [f"--{network}.channel-max", str(size.channel_max)]
-        has_classes = self.gan_survey.classes > 1
+        has_classes = self.survey.classes > 1
         if has_classes and not self.ada and size.side <= 32:
             return PAIRS, options
         if not has_classes:
@@ -517,31 +449,27 @@ class _Choice:
     ) -> tuple[list[str], float]:
         """Return the command-line options of the GAN's evaluation, and its expected seconds.
 
-        If these exceed `most`, fewer training images are searched for copies, then ResNet-50's
-        features are left out, then fewer images are evaluated. `judging` is the classifier's
-        seconds per image. ResNet-50 processes images above 64 px at 224 px.
+        If these would exceed `most`, fewer images are evaluated and searched for copies.
+        `judging` is the classifier's seconds per image. ResNet-50 processes images above 64 px at
+        224 px.
         """
-        features, judged = self.machine.features_per_second, self.labelled and not self.from_gan
+        features = self.machine.features_per_second
         features /= (224 / 64) ** 2 if size.side > 64 else 1
-        options: list[str] = [] if features or judged else ["--extractor", "pixels"]
-        classes, per_class = max(1, self.gan_survey.classes), PER_CLASS
+        options: list[str] = [] if features or self.labelled else ["--extractor", "pixels"]
+        classes = max(1, self.survey.classes)
 
-        def seconds(n: int, searched: int, features: float) -> float:
+        def seconds(n: int, searched: int, per_class: int) -> float:
             images = max(n, min(self.held_out, per_class * classes))
             extraction = 1 / features if features else 0.0
-            sampling = 0.4 / speed.images_per_second
-            seconds = images * (sampling + 2 * (judging + extraction))
-            return seconds + 2 * n * judging + max(n, searched) * extraction
+            per_image = 0.4 / speed.images_per_second + 2 * (judging + extraction)
+            return images * per_image + 2 * n * judging + max(n, searched) * extraction
 
-        n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.gan_images)
-        if seconds(n, searched, features) > most and features:
-            searched = min(searched, SEARCHED_LESS)
-            options += ["--searched", str(searched)]
-        if seconds(n, searched, features) > most and features and judged:
-            features = 0.0
-            options += ["--extractor", "classifier"]
-        if seconds(n, searched, features) > most:
-            n = max(min(n, 200), int(n * most / seconds(n, searched, features)))
-            per_class = max(10, min(per_class, n // classes))
-            options += ["--n", str(n), "--per-class", str(per_class)]
-        return options, seconds(n, searched, features)
+        n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.images)
+        expected = seconds(n, searched, PER_CLASS)
+        if expected <= most:
+            return options, expected
+        searched = max(n, int(searched * most / expected))
+        n = max(min(n, 200), int(n * most / expected))
+        per_class = max(10, min(PER_CLASS, n // classes))
+        options += ["--n", str(n), "--per-class", str(per_class), "--searched", str(searched)]
+        return options, seconds(n, searched, per_class)

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from duetgan.commands.planning.plan import SCRATCH_FROM, Plan, Training
-from duetgan.commands.planning.replan import replanned, spent_before_gan
-from duetgan.utils.config.cli import table_words
+from duetgan.commands.planning.given import SAMPLE, WEEK, request_words
+from duetgan.commands.planning.plan import SCRATCH_FROM, Plan
 from duetgan.utils.distributed.process import (
     child_environment,
     die_with_parent,
@@ -31,17 +30,17 @@ from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_folder import is_finished, runs_folder
 from duetgan.utils.text import duration, listed
 
-ROOT = Path(__file__).resolve().parents[3]
-CHECKOUT = (ROOT / "quickstart.py").is_file()  # False if Duet was installed by pip
-SAMPLE = "sample"
-# Training steps and evaluated images with --quick, which are too few to learn anything.
-QUICK_STEPS, QUICK_IMAGES = 12, 120
-WEEK = 7 * 24 * 60  # largest --minutes
+QUICK_IMAGES = 120  # evaluated images with --quick
 ANOTHER = "give another folder with --dir, or remove this one"
-CLIPPED_METRICS = ("clipped_density", "clipped_coverage")
-INTERVALS = ("recognised", "diversity_ratio", *CLIPPED_METRICS)
-# Metrics of the GAN that summary.json may lack.
-OPTIONAL_METRICS = (*CLIPPED_METRICS, *(f"{name}_interval" for name in INTERVALS))
+# Metrics in summary.json, apart from the distances. An evaluation may lack some.
+CLASSIFIER_METRICS = {
+    "accuracy": "accuracy",
+    "interval": "accuracy_interval",
+    "n": "n",
+    "floor": "probe",
+    "majority_class_rate": "majority_class_rate",
+}
+GAN_METRICS = ("recognised", "diversity_ratio", "clipped_density", "clipped_coverage")
 
 
 class Step(NamedTuple):
@@ -70,30 +69,19 @@ class Quickstart:
         self.new_images = new_images
         self.train = folder / "data" / "train.lmdb"
         self.test = folder / "data" / "test.lmdb"
-        self.all = folder / "data" / "all.lmdb"
         file = folder / "timings.json"
-        self.timings: dict[str, dict[str, Any]] = {
-            "plan": {"seconds": plan.seconds.get("plan", 0.0), "done": True}
-        }
+        self.timings: dict[str, float] = {"plan": plan.seconds.get("plan", 0.0)}
         if file.is_file():
             self.timings = json.loads(file.read_text())
         self.commands: list[str] = []
 
     def run(self) -> int:
         """Run all steps, then classify new images, if any. Return the first exit code above 0."""
-        started = {"plan"}  # keys of `plan.seconds`
         for step in self.steps():
             self.commands.append(typed(step.command))
-            # Packing may be several steps, such as `pack train`.
-            part = next((part for part in self.plan.seconds if step.name.startswith(part)), "")
-            planned = self.plan.seconds.items()
-            remaining = {name: seconds for name, seconds in planned if name not in started}
-            started.add(part)
             line = f"{time.strftime('%H:%M:%S')} {step.name}"
-            seconds = 0.0 if self.plan.quick or step.done else remaining.pop(part, 0.0)
-            if seconds:
-                left = duration(sum(remaining.values()))
-                line += f": about {duration(seconds)}, then {left} for the other steps"
+            if step.name in self.plan.seconds and not (self.plan.quick or step.done):
+                line += f": about {duration(self.plan.seconds[step.name])}"
             print(f"\n{line}\n$ {self.commands[-1]}", flush=True)
             if step.done:
                 print(f"{step.name}: already done", flush=True)
@@ -120,28 +108,13 @@ class Quickstart:
         """
         yield from self.packing()
         for task in self.plan.trainings:
-            if task == "gan":
-                self.replan()
             yield Step(f"train {task}", self.training(task), is_finished(self.folder / task))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
-    def replan(self) -> None:
-        """Fit the GAN's length of training in plan.json to the time that is left.
-
-        Does nothing with --quick, after an earlier change, and once the training has begun.
-        """
-        plan = self.plan
-        if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
-            return
-        self.plan = replanned(plan, spent_before_gan(plan, self.timings))
-        if self.plan is not plan:
-            print(self.plan.notes[-1], flush=True)
-            write_atomic(self.folder / "plan.json", as_json(self.plan.model_dump()))
-
     def packing(self) -> Iterator[Step]:
         """Yield the steps that pack images: one for each part of a source with its own held-out
-        part, otherwise one that holds images out. A pooled plan also packs all images.
+        part, otherwise one that holds images out.
         """
         plan = self.plan
         images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
@@ -150,23 +123,14 @@ class Quickstart:
         if plan.survey.source != SAMPLE:
             max_skipped = (plan.survey.count + plan.survey.unlabelled) // 2
             images += ["--on-error", "skip", "--max-skipped", str(max_skipped)]
-        if plan.val_share is None:
-            parts = [
-                (f"pack {file.stem}", [file], ["--split", file.stem])
-                for file in (self.train, self.test)
-            ]
-        else:
+        parts = [
+            (f"pack {file.stem}", [file], ["--split", file.stem])
+            for file in (self.train, self.test)
+        ]
+        if plan.val_share is not None:
             split = ["--val-share", f"{plan.val_share:g}", "--val-dest", display_path(self.test)]
-            parts = [("pack", [self.train, self.test], [*split, *seeded(plan)])]
-        if plan.pooled:
-            options = [
-                "--classes-from",
-                "none",
-                "--apart",
-                display_path(self.test),
-                "--no-duplicates",
-            ]
-            parts.append(("pack all", [self.all], options))
+            split += ["--seed", str(plan.seed)]
+            parts = [("pack", [self.train, self.test], split)]
         for name, files, options in parts:
             done = all(file.exists() and complete(file) for file in files)
             overwrite = ["--overwrite"] if not done and any(file.exists() for file in files) else []
@@ -181,38 +145,28 @@ class Quickstart:
 
     def training(self, task: str) -> list[str]:
         training = self.plan.trainings[task]
-        command = [
+        return [
             "train",
             "--config",
             training.config,
             "--run-dir",
             display_path(self.folder / task),
-        ]
-        images = self.all if task == "gan" and self.plan.pooled else self.train
-        command += [
             "--data.path",
-            display_path(images),
+            display_path(self.train),
             "--data.val-path",
             display_path(self.test),
             *training.overrides,
+            "--seed",
+            str(self.plan.seed),
+            # This keeps the training close to its planned time on a busy machine.
+            "--threads",
+            "adapt",
         ]
-        if task == "classifier" and self.plan.from_gan:
-            command += [
-                "--model.weights",
-                display_path(self.folder / "gan"),
-                "--unlabelled.path",
-                display_path(self.all),
-            ]
-        # Adapting the threads keeps the training close to its planned time on a busy machine.
-        command += [*seeded(self.plan), "--threads", "adapt"]
-        if self.plan.quick:
-            command += ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
-        return command
 
     def evaluation(self, task: str) -> list[str]:
         """Return the command that evaluates the run of a task, "gan" or "classifier".
 
-        The classifier judges the GAN unless it is `unfit`.
+        The classifier judges the GAN.
         """
         command = [
             "evaluate",
@@ -221,57 +175,34 @@ class Quickstart:
             "--data",
             display_path(self.test),
         ]
-        command += ["--n", str(QUICK_IMAGES)] if self.plan.quick else []
+        if self.plan.quick:
+            command += ["--n", str(QUICK_IMAGES)]
         if task != "gan":
             return command
-        options = self.plan.evaluation
-        has_judge = self.plan.classifier is not None and not self.plan.from_gan
-        if self.plan.quick:
-            options = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
-            if not has_judge:
-                options += ["--extractor", "pixels"]  # ResNet-50's weights may be missing
-        if not has_judge:
-            return [*command, *options]
-        run = self.folder / "classifier"
-        if not (reason := unfit(run, self.test)):
-            return [*command, "--classifier", display_path(run), *options]
-        print(f"the classifier does not judge the GAN: it {reason}", flush=True)
-        extractor = f"classifier:{display_path(run)}"
-        options = [extractor if option == "classifier" else option for option in options]
-        if "--extractor" not in options:
-            options = ["--extractor", extractor, *options]
-        return [*command, *options]
+        if self.plan.classifier is not None:
+            command += ["--classifier", display_path(self.folder / "classifier")]
+        if not self.plan.quick:
+            return command + self.plan.evaluation
+        if self.plan.classifier is None:
+            command += ["--extractor", "pixels"]  # ResNet-50's weights may be missing
+        searched, per_class = str(QUICK_IMAGES), str(QUICK_IMAGES // 10)
+        return [*command, "--searched", searched, "--per-class", per_class]
 
     def timed(self, step: Step) -> int:
         """Run a step, add its time to timings.json, and return its exit code."""
-        previous = self.timings.get(step.name, {"seconds": 0.0, "done": False})
-        spent = 0.0
-        if not previous["done"]:
-            spent = previous["seconds"]
-            # The time of a killed training is recorded only in the run's own status.json.
-            status = self.folder / step.name.removeprefix("train ") / "status.json"
-            if status.is_file():
-                spent = max(spent, json.loads(status.read_text()).get("seconds", 0.0))
         start = time.monotonic()
         code = call(step.command)
-        self.timings[step.name] = {
-            "seconds": round(spent + time.monotonic() - start, 1),
-            "done": code == 0,
-        }
+        seconds = self.timings.get(step.name, 0.0) + time.monotonic() - start
+        self.timings[step.name] = round(seconds, 1)
         write_atomic(self.folder / "timings.json", as_json(self.timings))
         return code
 
     def finish(self) -> None:
         from duetgan.reporting.report import write_quickstart_report
-        from duetgan.utils.runlog.versions import environment
 
         sentences = in_sentences(self.folder, self.plan)
-        seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
-        timings = {name: step["seconds"] for name, step in self.timings.items()}
-        summary = summarise(self.folder, self.plan, seconds) | {
-            "timings": timings,
-            "versions": environment(),
-        }
+        seconds = round(sum(self.timings.values()), 1)
+        summary = summarise(self.folder, self.plan, seconds)
         write_atomic(self.folder / "summary.json", as_json(summary))
         report = write_quickstart_report(
             self.folder,
@@ -299,36 +230,21 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
     classifier = evaluations.get("classifier", {})
     gan = credible(evaluations["gan"])
     smallest = plan.survey.smallest_class
-    weights: list[str] = []
-    if plan.classifier and plan.classifier.weights:
-        weights = ["--weights", plan.classifier.weights]
-    can_do_without = plan.training_images >= SCRATCH_FROM
+    has_weights = plan.classifier is not None and bool(plan.classifier.weights)
     longer = min(4 * plan.minutes, WEEK)
-    is_longest = plan.gan.most is not None and plan.gan.steps >= plan.gan.most
-    if plan.minutes == WEEK or is_longest:
+    if plan.minutes == WEEK or plan.gan.is_longest:
         longer = 0.0
     next_step, options, suffix = advice(
-        classifier, longer, smallest, weights=bool(weights) or can_do_without
+        classifier, longer, smallest, weights=has_weights or plan.training_images >= SCRATCH_FROM
     )
-    command = [
-        "quickstart",
-        plan.survey.source,
-        *plan.survey.options,
-        *weights,
-        *options,
-        *seeded(plan),
-    ]
-    command += ["--dir", f"{display_path(folder)}-{suffix}"]
+    request = [word for word in plan.request if word != "--quick"]
+    command = ["quickstart", *request, *options, "--dir", f"{display_path(folder)}-{suffix}"]
     packed = json.loads((folder / "gan" / "data.json").read_text())
-    omitted = plan.survey.count + plan.survey.held_out
-    omitted -= packed["training"]["count"] + packed["held-out"]["count"]
-    reason = "cannot be read"
-    if plan.pooled:
-        omitted += plan.survey.unlabelled
-        reason += " or look like held-out ones"
+    unreadable = plan.survey.count + plan.survey.held_out
+    unreadable -= packed["training"]["count"] + packed["held-out"]["count"]
     images = plan.survey.text()
-    if omitted:
-        images += f"; {omitted:,} of them {reason} and are left out"
+    if unreadable:
+        images += f"; {unreadable:,} of them cannot be read and are left out"
     return [
         f"{images}.",
         *answers(classifier, gan, smallest),
@@ -351,78 +267,35 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
 
     evaluations = read_evaluations(folder, plan)
     classifier = evaluations.get("classifier")
-    gan = credible(evaluations["gan"])
     if classifier:
-        names = {
-            "accuracy": "accuracy",
-            "interval": "accuracy_interval",
-            "n": "n",
-            "floor": "probe",
-            "majority_class_rate": "majority_class_rate",
-        }
-        classifier = {name: classifier.get(key) for name, key in names.items()}
-    distances = gan["distances"][0] if gan["distances"] else {}
-    first = {key.replace("frechet", "distance"): value for key, value in distances.items()}
-    gan_metrics = {}
-    for key in ("recognised", "diversity_ratio", *OPTIONAL_METRICS):
-        if key in gan:
-            gan_metrics[key] = gan[key]
-    for key in ("distance", "distance_interval", "floor", "extractor", "n"):
-        if key in first:
-            gan_metrics[key] = first[key]
-    return {
-        "seconds": seconds,
-        "classifier": classifier,
-        "gan": gan_metrics,
-        "plan": {
-            "source": plan.survey.source,
-            "minutes": plan.minutes,
-            "expected_seconds": round(plan.total, 1),
-            "replanned": plan.replanned,
-            "notes": plan.notes,
-            **{
-                task: summarise_training(folder / task, training, plan.quick)
-                for task, training in plan.trainings.items()
-            },
-        },
+        classifier = {name: classifier.get(key) for name, key in CLASSIFIER_METRICS.items()}
+    gan = credible(evaluations["gan"])
+    first = gan["distances"][0] if gan["distances"] else {}
+    names = {name: name for metric in GAN_METRICS for name in (metric, f"{metric}_interval")}
+    gan_metrics = {key: gan[key] for key in names if key in gan}
+    names = {"distance": "frechet", "distance_interval": "frechet_interval"}
+    for name in ("distance", "distance_interval", "floor", "extractor", "n"):
+        if (key := names.get(name, name)) in first:
+            gan_metrics[name] = first[key]
+    planned: dict[str, Any] = {
+        "source": plan.survey.source,
+        "minutes": plan.minutes,
+        "notes": plan.notes,
     }
-
-
-def summarise_training(run: Path, training: Training, quick: bool) -> dict[str, Any]:
-    """Return the plan of a training for summary.json, with the precision that the run used."""
-    document = training.model_dump()
-    if quick:
-        document |= {"steps": QUICK_STEPS, "images_per_second": None, "seconds": None}
-    config = run / "config.yaml"
-    if config.is_file():
-        match = re.search(r"^precision: (\w+)", config.read_text(), re.MULTILINE)
-        if match:
-            document["precision"] = match[1]
-    return document
-
-
-def seeded(plan: Plan) -> list[str]:
-    return ["--seed", str(plan.seed)] if plan.seed else []
-
-
-def working_folder() -> Path:
-    """Return the folder in which the steps run: the checkout of Duet, else the current folder."""
-    return ROOT if CHECKOUT else Path.cwd()
+    if not plan.quick:  # nothing was measured
+        planned["expected_seconds"] = round(plan.total, 1)
+        for task, training in plan.trainings.items():
+            planned[task] = training.model_dump()
+    return {"seconds": seconds, "classifier": classifier, "gan": gan_metrics, "plan": planned}
 
 
 def display_path(path: Path) -> str:
-    """Return a path as text for a command line, relative to `working_folder` if it is inside."""
-    folder = working_folder()
+    """Return a path as text for a command line, relative to the current folder if it is inside."""
+    folder = Path.cwd()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def typed(command: list[str]) -> str:
-    """Return a command as a user types it: `python NAME.py ...` if the checkout has that script,
-    otherwise `duet NAME ...`.
-    """
-    name, *arguments = command
-    if CHECKOUT and (ROOT / f"{name}.py").is_file():
-        return shlex.join(["python", f"{name}.py", *arguments])
     return shlex.join(["duet", *command])
 
 
@@ -436,18 +309,6 @@ def complete(file: Path) -> bool:
         print(f"packing again: {error}", flush=True)
         return False
     return True
-
-
-def unfit(run: Path, test: Path) -> str:
-    """Return the reason why a run's classifier cannot judge a GAN on the `test` images; empty if it
-    can.
-    """
-    from duetgan.data.reading.dataset import Dataset
-    from duetgan.metrics import lineage
-    from duetgan.utils.checkpoint import load, resolve
-
-    with Dataset(test) as reader:
-        return lineage.unfit(load(resolve(str(run))), reader)
 
 
 def call(command: list[str]) -> int:
@@ -464,7 +325,6 @@ def run_python(arguments: list[str]) -> int:
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=working_folder(),
         env=child_environment(),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -478,65 +338,32 @@ def run_python(arguments: list[str]) -> int:
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
     """Return the plan in a folder of results, after making a missing one.
 
-    If making it fails, return the exit code. Makes $DUET_WEIGHTS absolute. Raises UserError.
+    If making it fails, return the exit code. Raises UserError if the plan is for another request.
     """
     file = folder / "plan.json"
-    source = options.source
-    # Paths become absolute, because the commands may run in another folder.
-    if weights := os.environ.get("DUET_WEIGHTS"):
-        os.environ["DUET_WEIGHTS"] = os.path.abspath(weights)
-    if "://" not in source and source != SAMPLE:
-        path = Path(source).expanduser()
-        source = str(path.resolve()) if path.exists() else source
+    request = request_words(options)
     if file.is_file():
-        return existing_plan(file, source, options)
+        with explained(
+            ValueError, lambda error: f"{file}: is no plan of this version ({error}); {ANOTHER}"
+        ):
+            plan = Plan.read(json.loads(file.read_text()), "plan")
+        if plan.request != request:
+            raise UserError(f"{folder}: its plan is for {shlex.join(plan.request)}; {ANOTHER}")
+        minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
+        print(f"continuing with the plan of the first start{minutes}: {display_path(file)}")
+        if all(is_finished(folder / task) for task in plan.trainings):
+            print(
+                f"training is finished, so the models are only evaluated; to start anew {ANOTHER}"
+            )
+        return plan
     check_writable(folder)
     if existing := [name for name in ("data", "classifier", "gan") if (folder / name).exists()]:
         raise UserError(f"{folder}: has no plan.json for its {listed(existing)}; {ANOTHER}")
     measuring = "" if options.quick else ", then measuring the speed of this machine"
-    print(f"reading some images of {source}{measuring}", flush=True)
-    command = ["quickstart-plan", source, *table_words(options), "--out", str(file)]
-    command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed)]
-    if options.quick:
-        command.append("--quick")
-    if options.weights:
-        command += ["--weights", str(Path(options.weights).resolve())]
+    print(f"reading some images of {options.source}{measuring}", flush=True)
+    command = ["quickstart-plan", *request, "--minutes", f"{options.minutes:g}", "--out", str(file)]
     code = call(command)
     return Plan.read(json.loads(file.read_text())) if code == 0 else code
-
-
-def existing_plan(file: Path, source: str, options: Namespace) -> Plan:
-    """Return the plan that an earlier start wrote. Raises UserError if it is for other settings."""
-    with explained(
-        ValueError, lambda error: f"{file}: is no plan of this version ({error}); {ANOTHER}"
-    ):
-        plan = Plan.read(json.loads(file.read_text()), "plan")
-    images = [plan.survey.source, *plan.survey.options]
-    expected_images = [source, *table_words(options)]
-    if images != expected_images or plan.quick != options.quick or plan.seed != options.seed:
-        settings = []
-        if plan.quick:
-            settings.append("--quick")
-        if plan.seed != options.seed:
-            settings.append(f"--seed {plan.seed}")
-        text = " ".join(images)
-        if settings:
-            text += f" with {' '.join(settings)}"
-        raise UserError(f"{file.parent}: its plan is for {text}; {ANOTHER}")
-    if options.weights and plan.classifier and not plan.quick:
-        planned = plan.classifier.weights
-        if not planned or Path(planned).resolve() != Path(options.weights).resolve():
-            raise UserError(
-                f"{file.parent}: its plan is for other weights, {planned or 'none'}; {ANOTHER}"
-            )
-    minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
-    print(f"continuing with the plan of the first start{minutes}: {display_path(file)}", flush=True)
-    if all(is_finished(file.parent / task) for task in plan.trainings):
-        print(
-            f"training is finished, so the models are only evaluated; to start anew {ANOTHER}",
-            flush=True,
-        )
-    return plan
 
 
 def default_folder(source: str, quick: bool) -> Path:
@@ -546,4 +373,4 @@ def default_folder(source: str, quick: bool) -> Path:
     name = ""
     if source != SAMPLE:
         name = "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
-    return runs_folder(working_folder()).absolute() / f"quickstart{name}{'_quick' * quick}"
+    return runs_folder() / f"quickstart{name}{'_quick' * quick}"

@@ -24,9 +24,9 @@ RUNS = "DUET_RUNS"  # environment variable: the parent of default run folders
 SEARCHED = ("lr_find.png", "lr_find.json")  # results of a learning rate search, which is no run yet
 
 
-def runs_folder(home: Path = Path()) -> Path:
-    """Return the parent of default run folders: $DUET_RUNS, else runs/ in `home`."""
-    return Path(os.environ.get(RUNS) or home / "runs")
+def runs_folder() -> Path:
+    """Return the parent of default run folders: $DUET_RUNS, else runs/ in the current folder."""
+    return Path(os.environ.get(RUNS) or "runs")
 
 
 def default_folder(config_file: Path) -> Path:
