@@ -5,7 +5,6 @@ After an interruption the same command resumes from the last checkpoint.
 
 import os
 from argparse import SUPPRESS, Namespace
-from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -18,11 +17,9 @@ from duetgan.utils.distributed import launch
 from duetgan.utils.distributed.process import leaving_on_signals
 from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
-from duetgan.utils.text import did_you_mean
 
 # value of --dry-run -> module whose `predictions` are printed after the plan, and a line of help
 DRY_RUNS: dict[str, tuple[str, str]] = {"here": ("", "")}
-RESUME = ("--resume", "--resume_from", "--continue")  # options of other programs for a resume
 
 
 def parser() -> Parser:
@@ -97,20 +94,6 @@ def parser() -> Parser:
     return parse
 
 
-def check_names(overrides: Sequence[str], *, config: str | None) -> None:
-    """Raise UserError for an option to resume, and, without a config, for a misspelt --config.
-
-    Other unknown options are reported when the config is built.
-    """
-    for name in [token.partition("=")[0] for token in overrides if token.startswith("--")]:
-        if name in RESUME:
-            raise UserError(
-                f"there is no {name.replace('_', '-')}: the same command resumes from the run folder's last checkpoint"
-            )
-        if config is None and (near := did_you_mean(name, ["--config"])):
-            raise UserError(f"unknown option {name}{near}")
-
-
 def main(argv: list[str]) -> int:
     options, overrides = parser().parse_known(argv)
     if options.list:
@@ -121,7 +104,6 @@ def main(argv: list[str]) -> int:
 
         print(as_text(matching(options.keys)))
         return 0
-    check_names(overrides, config=options.config)
     if options.config is None:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
     options.config = recipe_file(options.config)
@@ -134,12 +116,12 @@ def main(argv: list[str]) -> int:
     sweep = {name: value for name, value in values.items() if value is not None}
     refuse(
         (
-            options.profile is not None and (options.dry_run or options.max_steps is not None),
-            "--profile N trains its own few steps and stops; leave --dry-run and --max-steps out",
-        ),
-        (
             sweep and not options.lr_find,
             "--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it",
+        ),
+        (
+            options.profile is not None and (options.dry_run or options.max_steps is not None),
+            "--profile N trains its own few steps and stops; leave --dry-run and --max-steps out",
         ),
         (options.layers and not options.dry_run, "--layers belongs to --dry-run; add it"),
         (

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from duetgan.utils.text import listed
+
 EXIT_OK = 0  # exit code 1 is a bug in Duet
 EXIT_USER = 2  # the user's input or environment
 EXIT_SIGNAL = 3  # stopped by a signal, after saving
@@ -89,23 +91,20 @@ def require_same_classes(
         subject, reference: who has `names` and who has `reference_names`, for the message.
         remedy: the end of the message.
     """
-    names = list(names)
-    reference_names = list(reference_names)
-    if names == reference_names:
+    if list(names) == list(reference_names):
         return
+    missing = sorted(set(reference_names) - set(names))
+    extra = sorted(set(names) - set(reference_names))
     differences = []
-    missing = [name for name in reference_names if name not in names]
-    extra = [name for name in names if name not in reference_names]
-    for classes, where in ((missing, "missing here"), (extra, "only here")):
-        if classes:
-            listed = ", ".join(sorted(classes)[:10])
-            differences.append(f"{listed}{', ...' * (len(classes) > 10)} {where}")
+    if missing:
+        differences.append(f"{listed(missing)} missing here")
+    if extra:
+        differences.append(f"{listed(extra)} only here")
     if not differences:
-        pairs = zip(names, reference_names, strict=False)
-        label = next(i for i, (name, expected) in enumerate(pairs) if name != expected)
-        differences.append(
+        label = [*map(str.__eq__, names, reference_names)].index(False)
+        differences = [
             f"class {label} is {names[label]!r} here and {reference_names[label]!r} there"
-        )
+        ]
     raise UserError(
         f"{subject}: its classes are not those of {reference}: {'; '.join(differences)}; {remedy}"
     )

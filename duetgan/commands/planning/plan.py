@@ -273,7 +273,7 @@ class _Choice:
             side = side_for(self.survey.side, 32)
             if self.survey.side > 48 and self.images < 20_000:
                 side = 64
-            options = []
+            options: list[str] = []
             reason = "from scratch"
             if self.survey.source != "sample":
                 reason += ", because no ImageNet weights were found (--weights FILE)"

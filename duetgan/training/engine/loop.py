@@ -156,17 +156,16 @@ class Loop(Fields):
             self.loader.close()
 
     def _begin(self) -> None:
-        with self.log.pausing("before the first step"):
+        with self.log.pausing():
             self.task.begin()
             for callback in self.callbacks:
                 callback.begin(self)
 
     def batches(self) -> Iterator[Batch]:
         """Yield the training batches, of images or of the data from `task.source`."""
-        activity = "computing the features of frozen layers"
         while True:
             with phase("data"):
-                with self.stopwatch.paused(), self.log.pausing(activity):
+                with self.stopwatch.paused(), self.log.pausing():
                     self.loader.read_from(self.task.source(self.step))
                 batch = next(self.loader)
             yield batch
@@ -190,7 +189,7 @@ class Loop(Fields):
             if self.step < step:  # a callback has gone back to a checkpoint
                 continue
             if self.is_due(self.config.evaluation.every):
-                self.off_the_clock(self._evaluate, "evaluating")
+                self.off_the_clock(self._evaluate)
             elif self.is_due(self.config.checkpoint.every):
                 self.off_the_clock(self.save)
             for callback in self.callbacks:
@@ -208,14 +207,12 @@ class Loop(Fields):
         for callback in self.callbacks:
             callback.after_step(self, metrics)
 
-    def off_the_clock(
-        self, action: Callable[[], object], activity: str = "saving a checkpoint"
-    ) -> None:
+    def off_the_clock(self, action: Callable[[], object]) -> None:
         """Run `action` on all ranks, without counting its time in images per second.
 
-        The ranks wait for one another, however long it takes. The progress bar shows `activity`.
+        The ranks wait for one another, however long it takes.
         """
-        with self.stopwatch.paused(), self.log.pausing(activity):
+        with self.stopwatch.paused(), self.log.pausing():
             action()
             collectives.barrier()
 

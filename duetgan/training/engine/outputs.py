@@ -65,7 +65,7 @@ class SampleGrids(Callback):
 
     def after_iteration(self, loop: Loop) -> None:
         if loop.is_due(loop.config.log.samples_every):
-            loop.off_the_clock(lambda: self._save(loop), "drawing samples")
+            loop.off_the_clock(lambda: self._save(loop))
 
     def _save(self, loop: Loop) -> None:
         if not collectives.is_main() or not loop.config.log.samples_every:

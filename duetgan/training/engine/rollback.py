@@ -144,7 +144,7 @@ class SpikeRollback(Callback):
                 "clip gradients, or check the data"
             )
         else:
-            loop.off_the_clock(lambda: self.roll_back(loop, spike, problem), "rolling back")
+            loop.off_the_clock(lambda: self.roll_back(loop, spike, problem))
 
     def roll_back(self, loop: Loop, spike: int, problem: str) -> None:
         """Go back to the last checkpoint before step `spike`, and continue with new images.

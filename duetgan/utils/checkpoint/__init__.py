@@ -7,7 +7,6 @@ and dicts.
 
 import hashlib
 import json
-import math
 import pickle
 import sys
 import zipfile
@@ -370,31 +369,14 @@ def load_latest(
 
 
 def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
-    """Return the checkpoint that `resolve` finds; print a hint if "last" and "best" differ.
-
-    No hint is printed if the metric of "last" lies in the confidence interval of "best".
-    """
+    """Return the checkpoint that `resolve` finds; print a hint if "last" and "best" differ."""
     path = resolve(run_or_file, which)
-    if path == Path(run_or_file):
-        return path
     alternative = "best" if which == "last" else "last"
-    last = pointer(path.parent, "last") or {}
-    best = pointer(path.parent, "best") or {}
-    entry = best if which == "last" else last
-    low, high = best.get("interval") or (math.inf, -math.inf)  # older runs have no interval
-    is_equivalent = low <= last.get("value", math.nan) <= high
-    if not entry or entry["file"] == path.name or is_equivalent:
-        return path
-    if (path.parent / entry["file"]).is_file():
-        steps = {
-            which: f"step {step_of(path)}",
-            alternative: f"step {step_of(Path(entry['file']))}",
-        }
-        if {"metric", "value"} <= best.keys():
-            steps["best"] += f", {best['metric']} {best['value']:.4g}"
+    entry = pointer(path.parent, alternative)
+    if path != Path(run_or_file) and entry is not None and entry["file"] != path.name:
         print(
-            f"using the {which} checkpoint ({steps[which]}); for the {alternative} one "
-            f"({steps[alternative]}) add --which {alternative}",
+            f"using the {which} checkpoint (step {step_of(path)}); for the {alternative} one "
+            f"(step {entry['step']}) add --which {alternative}",
             file=sys.stderr,
         )
     return path

@@ -90,6 +90,8 @@ evaluation.every: eval_every eval_interval val_interval
 SYNONYMS = {
     word: row.split(":")[0] for row in SYNONYM_ROWS.splitlines() for word in row.split()[1:]
 }
+SAME_COMMAND = "the same command resumes from the run folder's last checkpoint"
+SYNONYMS |= dict.fromkeys(("resume", "resume_from", "continue"), SAME_COMMAND)
 SYNONYMS |= dict.fromkeys(("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"), IN_STEPS)
 
 
@@ -196,18 +198,9 @@ def number(
             value: float = kind(text)
         except ValueError:
             value = math.nan
-        digits = text.strip().lstrip("+-")
-        if (
-            kind is int
-            and digits.isdecimal()
-            and (len(digits) > len(str(int(MAX_NUMBER))) or abs(int(digits)) >= MAX_NUMBER)
-        ):
-            raise argparse.ArgumentTypeError(
-                f"{text[:40]!r} is too large; give a whole number from {max(int(low), -int(MAX_NUMBER)):,} to "
-                f"{min(int(high), int(MAX_NUMBER) - 1):,}"
-            )
         if not (low < value < high if inner else low <= value <= high):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
+            limit = "" if high < MAX_NUMBER else ", below 2^63"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}{limit}")
         return value
 
     return read
@@ -232,7 +225,7 @@ def file(*suffixes: str) -> Callable[[str], Path]:
 
 def image_size(text: str) -> int | str:
     """Parse a size in px, as the type of an option: a side, or width x height such as 96x64."""
-    if text.isdecimal() and int(text) >= 4:
+    if text.isdecimal() and len(text) < 10 and int(text) >= 4:
         return int(text)
     with explained(UserError, lambda error: argparse.ArgumentTypeError(str(error))):
         return ImageSpec.of(1, text[:40]).resolution

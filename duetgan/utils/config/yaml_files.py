@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, ScalarNode
 
 from duetgan.utils import files
 from duetgan.utils.errors import UserError
@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 
 LONGEST = 2**20  # characters
 DEEPEST = 20  # levels of nested mappings and lists
-LONGEST_NUMBER = 100  # characters
+LONGEST_NUMBER = 100  # characters; a long one takes much time to convert
 MAX_VALUES = 20_000  # counting the values that an alias repeats each time
 
 
@@ -35,57 +35,50 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        # id of a node -> its number of values, including itself and repetitions
-        self._sizes: dict[int, int] = {}
+        self._values = 0  # counting those that an alias repeats each time
+        self._values_of: dict[str | None, int] = {}  # anchor -> values that its alias repeats
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        mark = self.peek_event().start_mark
-        alias = self.check_event(yaml.AliasEvent)
+        event = self.peek_event()
+        mark = event.start_mark
+        first = self._values
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in self.anchors and event.anchor not in self._values_of:
+                raise BoundError(problem="an alias inside of what it stands for", problem_mark=mark)
+            self._values += self._values_of.get(event.anchor, 0)
+        else:
+            self._values += 1
         self._depth += 1
         if self._depth > DEEPEST:
             raise BoundError(
                 problem=f"more than {DEEPEST} levels inside one another", problem_mark=mark
             )
-        node: Any = super().compose_node(parent, index)
-        self._depth -= 1
-        if alias and id(node) not in self._sizes:
-            raise BoundError(problem="an alias inside of what it stands for", problem_mark=mark)
-        if not alias:
-            self._sizes[id(node)] = self._size(node)
-        if self._sizes[id(node)] > MAX_VALUES:
+        if self._values > MAX_VALUES:
             raise BoundError(
                 problem=f"more than {MAX_VALUES} values, with those that aliases repeat",
                 problem_mark=mark,
             )
-        return node
-
-    def _size(self, node: Node) -> int:
-        """Return the number of values in a node whose parts are composed.
-
-        Raises BoundError for a duplicate key, a very long number and a NUL character.
-        """
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
         if isinstance(node, ScalarNode):
             # Only a quoted "\0" gives one. No name and no path may contain it.
             if "\0" in node.value:
-                raise BoundError(problem="a NUL character", problem_mark=node.start_mark)
+                raise BoundError(problem="a NUL character", problem_mark=mark)
             if len(node.value) > LONGEST_NUMBER and node.tag.endswith((":int", ":float")):
                 problem = f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER}"
-                raise BoundError(problem=problem, problem_mark=node.start_mark)
-            return 1
-        if isinstance(node, SequenceNode):
-            parts = list(node.value)
-        else:
-            parts = [part for pair in node.value for part in pair]
+                raise BoundError(problem=problem, problem_mark=mark)
         if isinstance(node, MappingNode):
-            names = set()
-            for key, _ in node.value:
-                if not isinstance(key, ScalarNode):
-                    continue
-                if key.value in names:
-                    problem = f"key {key.value[:40]!r} is given twice; keep one of them"
-                    raise BoundError(problem=problem, problem_mark=key.start_mark)
-                names.add(key.value)
-        return 1 + sum(self._sizes[id(part)] for part in parts)
+            self._refuse_duplicates(node)
+        self._values_of[event.anchor] = self._values - first
+        return node
+
+    def _refuse_duplicates(self, node: MappingNode) -> None:
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, ScalarNode) and key.value in names:
+                problem = f"key {key.value[:40]!r} is given twice; keep one of them"
+                raise BoundError(problem=problem, problem_mark=key.start_mark)
+            names.add(key.value if isinstance(key, ScalarNode) else id(key))
 
 
 def load(text: str) -> object:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from duetgan.utils import machine
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
-from duetgan.utils.text import printable, shorten
+from duetgan.utils.text import printable
 
 SAME = "nothing was lost, the same command resumes"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -138,12 +138,6 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
                 flush=True,
             )
         return error.exit_code
-    except OSError as error:  # an impossible path may fail wherever it is first used
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or debug:
-            raise
-        path = shorten(printable(str(error.filename)), 80)
-        print(f"error: {path}: {error.strerror}; give another path", file=sys.stderr, flush=True)
-        return EXIT_USER
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(INTERRUPTED, file=sys.stderr, flush=True)
@@ -235,7 +229,8 @@ def handling(
         yield
     finally:
         for signum, previous_handler in previous.items():
-            signal.signal(signum, previous_handler)
+            # None: it was not installed by Python
+            signal.signal(signum, previous_handler or signal.SIG_DFL)
 
 
 def leaving_on_signals() -> contextlib.AbstractContextManager[None]:

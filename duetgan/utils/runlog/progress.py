@@ -3,10 +3,9 @@
 import io
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,15 +14,7 @@ from tqdm import tqdm
 from duetgan.utils.text import duration
 
 IS_SHOWN = ContextVar("progress is shown", default=True)  # False inside `showing(False)`
-# without a terminal, however long a step or an evaluation takes
-SECONDS_BETWEEN_LINES = 25.0
-
-
-class _Nowhere(io.TextIOBase):
-    """A stream that drops what is written."""
-
-    def write(self, text: str, /) -> int:
-        return len(text)
+SECONDS_BETWEEN_LINES = 25.0  # without a terminal
 
 
 class Bar(tqdm):
@@ -45,42 +36,28 @@ class Bar(tqdm):
         **options: Any,  # of tqdm
     ) -> None:
         self.suffix = ""  # text at the end of a line
-        self._pause = ""  # description of the current pause
-        self._closed = threading.Event()
+        self._prints_lines = not has_terminal()
+        self._last_line = time.monotonic()
+        stream = io.StringIO() if self._prints_lines else sys.stderr
         disable = disable or not IS_SHOWN.get()
-        prints_lines = not disable and not has_terminal()
-        stream = _Nowhere() if prints_lines else sys.stderr
         super().__init__(iterable, desc, total, file=stream, disable=disable, **options)
-        if prints_lines:
-            threading.Thread(target=self._print_lines, name="progress", daemon=True).start()
 
     @contextmanager
-    def pausing(self, description: str) -> Iterator[None]:
-        """Exclude the work in the block from the estimate of the time left; lines show its
-        `description`.
-        """
-        if self._pause or self.disable:
-            yield
-            return
-        self._pause = description
+    def pausing(self) -> Iterator[None]:
+        """Exclude the work in the block from the estimate of the time left."""
         started = time.time()
-        try:
-            yield
-        finally:
-            self._pause = ""
-            seconds = time.time() - started
-            self.start_t += seconds
-            self.last_print_t += seconds
+        yield
+        seconds = time.time() - started
+        self.start_t += seconds
+        self.last_print_t += seconds
 
-    def close(self) -> None:
-        self._closed.set()
-        super().close()
-
-    def _print_lines(self) -> None:
-        while not self._closed.wait(SECONDS_BETWEEN_LINES):
-            with suppress(OSError, ValueError):  # the stream has been closed
-                tqdm.write(f"{time.strftime('%H:%M:%S')} {self.text()}", file=sys.stderr)
-                sys.stderr.flush()
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Draw the bar, or print a line if the last one was SECONDS_BETWEEN_LINES ago."""
+        if not self._prints_lines:
+            super().display(msg, pos)
+        elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            print(f"{time.strftime('%H:%M:%S')} {self.text()}", file=sys.stderr, flush=True)
 
     def text(self) -> str:
         """Return the progress line without the time of day."""
@@ -88,8 +65,6 @@ class Bar(tqdm):
         progress = f"{self.n:,} {units}"
         if self.total:
             progress = f"{self.n:,} of {self.total:,} {units} ({self.n / self.total:.0%})"
-        if self._pause:
-            return f"{self._pause}, at {progress}"
         state = self.format_dict
         rate = state["rate"] or (self.n - self.initial) / max(state["elapsed"], 1e-9)
         if rate:

@@ -143,12 +143,9 @@ class RunLog:
             total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0
         )
 
-    def pausing(self, description: str) -> AbstractContextManager[None]:
-        """Return a context for work between steps, which the estimate of the time left excludes.
-
-        Lines of progress show `description`, see `Bar`.
-        """
-        return nullcontext() if self._bar is None else self._bar.pausing(description)
+    def pausing(self) -> AbstractContextManager[None]:
+        """Return a context for work between steps, which the estimate of the time left excludes."""
+        return nullcontext() if self._bar is None else self._bar.pausing()
 
     def advance(self) -> None:
         if self._bar is not None:

@@ -20,12 +20,12 @@ REFUSED = {
     "steps: 3\nseed: 1\nsteps: 5\n": "line 3, column 1: key 'steps' is given twice; keep one of them",  # H7
     "data: {path: a, path: b}": "line 1, column 17: key 'path' is given twice; keep one of them",
     "!!set {a, a}": "line 1, column 11: key 'a' is given twice; keep one of them",
-    LAUGHS: "line 6, column 5: more than 20000 values, with those that aliases repeat",  # H13
+    LAUGHS: "line 6, column 10: more than 20000 values, with those that aliases repeat",  # H13
     "a: &a [1, *a]": "line 1, column 11: an alias inside of what it stands for",
     "a: &a {b: *a}": "line 1, column 11: an alias inside of what it stands for",
     "[" * 100_000: "line 1, column 21: more than 20 levels inside one another",  # H23
     "- " * 100_000: "line 1, column 41: more than 20 levels inside one another",
-    "[" + "1," * 30_000 + "]": "line 1, column 1: more than 20000 values, with those that aliases repeat",
+    "[" + "1," * 30_000 + "]": "line 1, column 40000: more than 20000 values, with those that aliases repeat",
     'data: {path: "a\\0.lmdb"}': "line 1, column 14: a NUL character",
     "x" * 2**21: "line 1, column 1: more than 1048576 characters",
 }
