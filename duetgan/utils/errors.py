@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from duetgan.utils.text import listed
-
 EXIT_OK = 0  # exit code 1 is a bug in Duet
 EXIT_USER = 2  # the user's input or environment
 EXIT_SIGNAL = 3  # stopped by a signal, after saving
@@ -97,9 +95,9 @@ def require_same_classes(
     extra = sorted(set(names) - set(reference_names))
     differences = []
     if missing:
-        differences.append(f"{listed(missing)} missing here")
+        differences.append(f"{', '.join(missing[:10])} missing here")
     if extra:
-        differences.append(f"{listed(extra)} only here")
+        differences.append(f"{', '.join(extra[:10])} only here")
     if not differences:
         label = [*map(str.__eq__, names, reference_names)].index(False)
         differences = [
