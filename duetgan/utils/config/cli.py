@@ -199,7 +199,7 @@ def number(
         except ValueError:
             value = math.nan
         if not (low < value < high if inner else low <= value <= high):
-            limit = "" if high < MAX_NUMBER else ", below 2^63"
+            limit = ", below 2^63" if abs(value) >= MAX_NUMBER else ""
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}{limit}")
         return value
 

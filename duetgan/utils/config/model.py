@@ -96,36 +96,25 @@ def section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def format_value(value: object) -> str:
-    """Return a value for a message: shortened, and without numbers of thousands of digits."""
+    """Return a value for a message, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int) and abs(value) > 2**128:
-        return f"(of {value.bit_length()} bits)"
-    if isinstance(value, (int, float)):
-        return str(value)
-    if not isinstance(value, (str, bytes)):
+    if not isinstance(value, (int, float, str, bytes)):
         return type(value).__name__
-    return repr(value) if len(value) <= 40 else f"{value[:40]!r}..."
+    text = repr(value)
+    return text if len(text) <= 42 else f"{text[:42]}..."
 
 
 # --- errors
 
 
 class Unfit(ValueError):
-    """An invalid value.
+    """An invalid value of `key`, which accepts the values `expected`, in words."""
 
-    Args:
-        expected: the values that `key` accepts, in words.
-        problem: replaces the message about `value` and `expected`.
-    """
-
-    def __init__(self, key: str, value: object, expected: str, problem: str = "") -> None:
+    def __init__(self, key: str, value: object, expected: str) -> None:
         self.key = key
-        self.value = value
-        self.expected = expected
-        self.problem = problem
-        self.refusal = problem or f" {format_value(value)}: must be {expected}"
-        super().__init__(key + (problem or f" is {format_value(value)}, but must be {expected}"))
+        self.problem = f" {format_value(value)}: must be {expected}"
+        super().__init__(key + self.problem)
 
 
 def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
@@ -150,17 +139,22 @@ def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
     return key.lstrip("."), hint
 
 
-def _first_error(error: ValidationError, model: type[BaseModel]) -> UserError | Unfit:
-    """Return one error of a validation: an unknown key if there is one, else the most nested error.
+def config_error(
+    error: ValidationError, model: type[BaseModel], source: str = "", overrides: Sequence[str] = ()
+) -> UserError:
+    """Return one error of a validation as one line: an unknown key if there is one, else the most
+    nested error.
 
-    The result is an UnknownKey, the UserError of a check, or an Unfit.
+    Args:
+        source: the name of the file in the message.
+        overrides: dotted keys from the command line, which is the source of their errors.
     """
     lines = error.errors(include_url=False)
     unknown = [line for line in lines if line["type"] in ("extra_forbidden", "invalid_key")]
     line = unknown[0] if unknown else max(lines, key=lambda line: len(line["loc"]))
-    if unknown:
-        return UnknownKey("", ".".join(map(str, line["loc"])), list(keys_of(model)))
     key, hint = _place(model, line["loc"])
+    if unknown:
+        key = ".".join(map(str, line["loc"]))
     cause = line.get("ctx", {}).get("error")
     if isinstance(cause, UserError):  # from a check; most begin with the name of a field
         section = section_of(hint)
@@ -168,38 +162,23 @@ def _first_error(error: ValidationError, model: type[BaseModel]) -> UserError | 
         separator = "." if begins_with_field else ": "
         return UserError(f"{key}{separator}{cause}" if key else str(cause))
     if isinstance(cause, Unfit):
-        return Unfit(key + cause.key, cause.value, cause.expected)
-    if cause is not None:
-        return Unfit(key, None, "", problem=f": {cause}")
-    if line["type"] == "missing":
-        return Unfit(key, None, "", problem=" is missing")
-    if not line["msg"].startswith(PYDANTIC):
-        return Unfit(key, None, "", problem=f": {line['msg']}")
-    expected = []  # by each alternative of a union
-    for alternative in lines:
-        if _place(model, alternative["loc"])[0] == key:
-            expected.append(alternative["msg"].removeprefix(PYDANTIC))
-    return Unfit(key, line["input"], ", or ".join(dict.fromkeys(expected)))
-
-
-def config_error(
-    error: ValidationError, model: type[BaseModel], source: str = "", overrides: Sequence[str] = ()
-) -> UserError:
-    """Return the first error of a configuration as one line.
-
-    Args:
-        source: the name of the file in the message.
-        overrides: dotted keys from the command line, which is the source of their errors.
-    """
-    first = _first_error(error, model)
-    if not isinstance(first, (UnknownKey, Unfit)):
-        return first
-    key = first.name if isinstance(first, UnknownKey) else first.key
+        key += cause.key
+        problem = cause.problem
+    elif line["type"] == "missing":
+        problem = " is missing"
+    elif cause is not None or not line["msg"].startswith(PYDANTIC):
+        problem = f": {cause or line['msg']}"
+    else:
+        expected = []  # by each alternative of a union
+        for alternative in lines:
+            if _place(model, alternative["loc"])[0] == key:
+                expected.append(alternative["msg"].removeprefix(PYDANTIC))
+        problem = Unfit("", line["input"], ", or ".join(dict.fromkeys(expected))).problem
     if any(f"{key}.".replace("[", ".").startswith(f"{name}.") for name in overrides):
         source = "command line"
-    if isinstance(first, UnknownKey):
-        return UnknownKey(source, first.name, first.keys)
-    return UserError(f"{source}: ".lstrip(": ") + f"{key}{first.refusal}")
+    if unknown:
+        return UnknownKey(source, key, list(keys_of(model)))
+    return UserError(f"{source}: {key}{problem}".removeprefix(": "))
 
 
 # --- the models
@@ -216,16 +195,13 @@ class Stored(_Strict):
 
     @classmethod
     def read(cls, document: object, name: str = "") -> Self:
-        """Return the model of a document. Raises ValueError `NAME.key is VALUE, but must be X`."""
+        """Return the model of a document. Raises ValueError `NAME.key VALUE: must be X`."""
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            first = _first_error(error, cls)
-        if not isinstance(first, Unfit):
-            raise first
-        raise Unfit(
-            f"{name}.{first.key}".strip("."), first.value, first.expected, problem=first.problem
-        )
+            problem = str(config_error(error, cls))
+        separator = "" if problem.startswith(" ") else "."
+        raise ValueError(f"{name}{separator}{problem}".strip("."))
 
 
 class Config(_Strict):

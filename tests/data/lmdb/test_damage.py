@@ -82,7 +82,7 @@ def test_a_lie_is_an_error_of_one_line(tmp_path: Path, encoding: str) -> None:
     [
         ({"count": 10**9}, "histogram counts 20 images, but count is 1000000000"),
         ({"count": 10**9, "histogram": [10**9, 0, 0]}, "more than a file of .* bytes and 6 records holds"),
-        ({"count": -1}, r"count is -1, but must be greater than or equal to 1"),
+        ({"count": -1}, r"count -1: must be greater than or equal to 1"),
         ({"blocks": [0]}, r"blocks\[0\] is 0"),
         ({"blocks": [1], "count": 21, "histogram": [21, 0, 0]}, "6 records"),
         ({"resolutions": [0]}, "do not fit encoding 'raw'"),

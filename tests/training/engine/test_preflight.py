@@ -146,5 +146,5 @@ def empty_meta(path: Path) -> None:
 def test_no_held_out_images(start, tmp_path):
     empty_meta(pack(tmp_path / "zero.lmdb", [0, 1, 2, 0], "cat dog emu"))
     line = start("--data.val-path", tmp_path / "zero.lmdb")
-    problem = r"zero\.lmdb: its metadata record .* read \(count is 0, but must be greater .* 1\); copy or pack"
+    problem = r"zero\.lmdb: its metadata record .* read \(count 0: must be greater .* 1\); copy or pack"
     assert re.search(problem, line)

@@ -92,10 +92,10 @@ def places(hint: Any, number: Any) -> list[Any]:
     return [number] if takes else []
 
 
-NUMBERS = [math.nan, math.inf, -math.inf, 10**5000, -(10**5000), 2**63]
+NUMBERS = [math.nan, math.inf, -math.inf, 2**63, -(2**63)]
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=["nan", "inf", "-inf", "5001 digits", "-5001 digits", "2^63"])
+@pytest.mark.parametrize("number", NUMBERS, ids=["nan", "inf", "-inf", "2^63", "-2^63"])
 def test_no_key_of_any_config_takes_what_is_no_number_of_this_world(number: Any) -> None:
     """H6 (`optimizer.lr: .nan` trained and ruined the weights) and H22: in every field of every config dataclass,
     whether it is built in Python or from a tree.
@@ -142,6 +142,6 @@ def test_numbers_that_are_too_long(tmp_path: Any) -> None:
         path.write_text(f"task: gan\nseed: {number}\n")
         with pytest.raises(UserError, match=r"recipe\.yaml: not valid YAML: line 2, column 7: a number of \d+ charact"):
             read_yaml(path)
-    with pytest.raises(UserError, match=r"seed \(of 1329 bits\): must be a finite number"):
+    with pytest.raises(UserError, match=r"seed 9+\.\.\.: must be a finite number"):
         build(GanConfig, {"seed": int("9" * 400)})
     assert_raises(UserError, r"schedule_kimg", build, GanConfig, {"schedule_kimg": int("9" * 400)})
