@@ -9,7 +9,7 @@ from annotated_types import Interval
 
 from duetgan.commands import COMMANDS
 from duetgan.utils.config.cli import Parser, add_model_options, normalise, number, positive
-from duetgan.utils.config.model import Count, Stored, Unfit, Whole
+from duetgan.utils.config.model import Count, Stored, Whole
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 
