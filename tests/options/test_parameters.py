@@ -32,7 +32,6 @@ from duetgan.training.gan.losses import (
 from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.utils.image_spec import PixelFormat
 from tests.data.reading.test_sampler import batches_of
-from tests.metrics.conftest import TINY
 
 HUB: Any = hubconf  # its entry points are made at import
 
@@ -134,12 +133,6 @@ def loaders(world: dict[str, Path]) -> list[Case]:
     content, another = (open_checkpoint(gan, which)[1] for which in ("last", "best"))
     content_c, another_c = (open_checkpoint(classifier, which)[1] for which in ("last", "best"))
     both = {"which": "best", "device": CUDA}
-    new: dict[str, Any] = {"resolution": 8, "channels": 1}
-    sizes = {"sizes": {"classes": 3}}
-
-    def hub(entry: Any) -> Callable[..., Any]:
-        return lambda sizes, **arguments: entry(**arguments, **sizes)
-
     return [
         Case(duetgan.load, {"checkpoint": gan}, {"checkpoint": classifier, **both}),
         Case(duetgan.load_classifier, {"checkpoint": classifier}, {"checkpoint": judge, **both}),
@@ -150,15 +143,8 @@ def loaders(world: dict[str, Path]) -> list[Case]:
              {"checkpoint": another_c, "device": CUDA, "several": False}),
         Case(generator_from, {"checkpoint": content | {"sets": [[0]]}, "several": True},
              {"checkpoint": another, "device": CUDA, "several": False}),
-        Case(hubconf.resnet_classifier, {"checkpoint": classifier, "sizes": {}},
-             {"checkpoint": judge, "sizes": new, **both}, call=hub(hubconf.resnet_classifier)),
-        Case(hubconf.resnet_classifier, {"sizes": new}, {"seed": 1, "device": CUDA} | {"sizes": new | {"classes": 3}},
-             call=hub(hubconf.resnet_classifier)),
-        Case(HUB.stylegan2, {"checkpoint": gan, "sizes": {}}, {"checkpoint": judge, **sizes, **both},
-             call=hub(HUB.stylegan2)),
-        Case(HUB.stylegan2, {"sizes": TINY | new},
-             {"seed": 1, "device": CUDA, "sizes": TINY | new | {"classes": 2}},
-             call=hub(HUB.stylegan2)),
+        Case(hubconf.resnet_classifier, {"checkpoint": classifier}, {"checkpoint": judge, **both}),
+        Case(HUB.stylegan2, {"checkpoint": gan}, {"checkpoint": judge, **both}),
     ]  # fmt: skip
 
 

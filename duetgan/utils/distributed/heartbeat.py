@@ -18,7 +18,7 @@ from duetgan.utils.distributed.process import process_state
 
 FILE = "rank-{}.json"
 Sign = dict[str, Any]  # content of a heartbeat file
-KEYS = {"pid", "host", "step", "beats", "left", "lost_peer"}
+KEYS = {"pid", "host", "step", "left", "lost_peer"}
 INTERVAL = 3.0  # seconds between two heartbeats
 LOOK = 0.2  # seconds between two reads of the files
 ORPHAN_EXIT_CODE = 4
@@ -49,7 +49,6 @@ class Heartbeat:
         self.parent = parent
         self.interval = interval
         self.step = 0
-        self._beats = 0
         self._left: str | None = None  # reason why this process leaves the run
         self._lost_peer = False
         self._stopped = threading.Event()
@@ -89,13 +88,11 @@ class Heartbeat:
             self._beat()
 
     def _beat(self) -> None:
-        self._beats += 1
         sign = {
             "rank": self.rank,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "step": self.step,
-            "beats": self._beats,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "left": self._left,
             "lost_peer": self._lost_peer,
@@ -120,14 +117,12 @@ def clear(folder: Path) -> None:
 
 
 def _read(folder: Path, rank: int) -> Sign | None:
-    try:
-        path = folder / "heartbeat" / FILE.format(rank)
+    path = folder / "heartbeat" / FILE.format(rank)
+    with contextlib.suppress(OSError, ValueError):
         sign = json.loads(path.read_text())
         if isinstance(sign, dict) and sign.keys() >= KEYS:
             return sign | {"touched": path.stat().st_mtime_ns}
-        return None
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def _failed(rank: int, sign: Sign | None) -> Silent | None:
@@ -145,12 +140,11 @@ def _failed(rank: int, sign: Sign | None) -> Silent | None:
     if state not in (None, "Z", "X", "T", "t"):
         return None
     gone = state not in ("T", "t")
-    condition = "gone" if gone else "stopped"
-    return Silent(
-        rank,
-        gone,
-        f"rank {rank} is {condition} (process {sign['pid']}, last seen in step {sign['step']})",
+    reason = (
+        f"rank {rank} is {'gone' if gone else 'stopped'} (process {sign['pid']}, last seen in step "
+        f"{sign['step']})"
     )
+    return Silent(rank, gone, reason)
 
 
 def silent_ranks(
@@ -178,7 +172,7 @@ def silent_ranks(
             continue
         steps[rank] = sign["step"]
         previous = first[rank]
-        if previous is not None and all(previous[key] == sign[key] for key in ("beats", "touched")):
+        if previous is not None and previous["touched"] == sign["touched"]:
             reason = (
                 f"rank {rank} gives no sign of life (host {sign['host']}, "
                 f"last seen in step {sign['step']})"

@@ -96,11 +96,9 @@ class RunFolder:
             os.truncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)  # a full disk refuses this
             failed.pop_all()
-        # The status may be missing, or an older run's without seconds.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self._earlier_seconds = float(
-                json.loads((self.path / "status.json").read_text())["seconds"]
-            )
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # an older run
+            status = json.loads((self.path / "status.json").read_text())
+            self._earlier_seconds = float(status["seconds"])
 
     def close(self) -> None:
         if self._lock is None:
@@ -146,11 +144,8 @@ class RunFolder:
             if BREAKING.match(key) and old != "auto":
                 breaking.append(f"{key}: {old!r} there, {new!r} now")
         if breaking:
-            text = "; ".join(breaking[:4])
-            if len(breaking) > 4:
-                text += f" and {len(breaking) - 4} more"
             raise UserError(
-                f"{self.path}: holds another run ({text}); choose another --run-dir, or give the run's own config"
+                f"{self.path}: holds another run ({'; '.join(breaking[:4])}); choose another --run-dir, or give the run's own config"
             )
         return [
             f"config changed since the last start: {key} was {old!r}, is {new!r}"

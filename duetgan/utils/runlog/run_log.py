@@ -70,7 +70,6 @@ class Events:
         with self._ending():
             if self._writer is not None:
                 self._writer.close()
-        self._writer = None
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
