@@ -145,7 +145,8 @@ class RunFolder:
                 breaking.append(f"{key}: {old!r} there, {new!r} now")
         if breaking:
             raise UserError(
-                f"{self.path}: holds another run ({'; '.join(breaking[:4])}); choose another --run-dir, or give the run's own config"
+                f"{self.path}: holds another run ({'; '.join(breaking[:4])}); choose another "
+                "--run-dir, or give the run's own config"
             )
         return [
             f"config changed since the last start: {key} was {old!r}, is {new!r}"
