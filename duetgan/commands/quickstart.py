@@ -12,17 +12,11 @@ from pathlib import Path
 from duetgan.commands.planning.given import SAMPLE, add_request_options
 from duetgan.commands.planning.steps import Quickstart, default_folder, plan_for
 from duetgan.utils.config.cli import Parser
-from duetgan.utils.errors import UserError
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="quickstart.py", description=__doc__)
     add_request_options(parser)
-    parser.add_argument(
-        "--predict",
-        metavar="IMAGES",
-        help="classify these new images at the end, into predictions.csv",
-    )
     parser.add_argument(
         "--dir", help="folder for the results (default: runs/quickstart, or runs/quickstart_NAME)"
     )
@@ -33,10 +27,5 @@ def main(argv: list[str]) -> int:
     if options.weights:
         options.weights = str(Path(options.weights).expanduser().resolve())
     folder = Path(options.dir or default_folder(options.source, options.quick)).resolve()
-    new_images = None
-    if options.predict:
-        new_images = Path(options.predict).expanduser().resolve()
-        if not new_images.exists():
-            raise UserError(f"--predict {options.predict}: there is no such file or folder")
     plan = plan_for(folder, options)
-    return plan if isinstance(plan, int) else Quickstart(folder, plan, new_images).run()
+    return plan if isinstance(plan, int) else Quickstart(folder, plan).run()

@@ -247,27 +247,6 @@ def test_weights_that_are_given_are_tuned_and_those_of_the_plan(commands, tmp_pa
         main([*asked, "others.pth"])
 
 
-def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands, tmp_path, images, capsys):
-    out, new = tmp_path / "out", tmp_path / "new ones"
-    asked = [str(images), "--dir", str(out), "--predict", str(new)]
-    assert run_cli(main, asked) == 2
-    assert "there is no such file or folder" in capsys.readouterr().err
-    new.mkdir()
-    commands.survey = seen(500, 0, source=str(images))
-    assert run_cli(main, asked) == 2
-    assert "these images train no classifier" in capsys.readouterr().err
-    (out / "plan.json").unlink()
-    commands.survey = seen(300, 5, source=str(images))
-    commands.fail_at, commands.code = 6, 2  # one of the new images cannot be read
-    assert (commands.names, main(asked)) == ([], 2)
-    *_, judging, naming = commands.calls
-    assert (judging[0], naming[:2]) == ("evaluate", ["predict", str(new)])
-    files = {"--checkpoint": "classifier", "--csv": "predictions.csv", "--errors": "unreadable.csv"}
-    assert [option(naming, name) for name in files] == [str(out / name) for name in files.values()]
-    assert capsys.readouterr().out.count(str(out / "predictions.csv")) == 1
-    assert (out / "report.html").exists()
-
-
 def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(commands, tmp_path, images):
     commands.survey = seen(500, 0, source=str(images))
     assert main([str(images), "--dir", str(tmp_path / "out")]) == 0

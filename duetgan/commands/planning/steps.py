@@ -54,19 +54,11 @@ class Quickstart:
 
     Args:
         folder: folder of the results.
-        new_images: images to classify at the end.
-
-    Raises UserError for new images if the plan has no classifier.
     """
 
-    def __init__(self, folder: Path, plan: Plan, new_images: Path | None = None) -> None:
-        if new_images is not None and plan.classifier is None:
-            raise UserError(
-                "--predict: these images train no classifier; put them into a folder for each class"
-            )
+    def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
         self.plan = plan
-        self.new_images = new_images
         self.train = folder / "data" / "train.lmdb"
         self.test = folder / "data" / "test.lmdb"
         file = folder / "timings.json"
@@ -76,7 +68,7 @@ class Quickstart:
         self.commands: list[str] = []
 
     def run(self) -> int:
-        """Run all steps, then classify new images, if any. Return the first exit code above 0."""
+        """Run all steps. Return the first exit code above 0."""
         for step in self.steps():
             self.commands.append(typed(step.command))
             line = f"{time.strftime('%H:%M:%S')} {step.name}"
@@ -92,15 +84,7 @@ class Quickstart:
                 print(f"{message}; the same command resumes from here", file=sys.stderr)
                 return code
         self.finish()
-        return 0 if self.new_images is None else self.predict(self.new_images)
-
-    def predict(self, images: Path) -> int:
-        """Classify images; return the exit code, which is 2 if an image could not be read."""
-        command = ["predict", str(images), "--checkpoint", display_path(self.folder / "classifier")]
-        command += ["--csv", display_path(self.folder / "predictions.csv")]
-        command += ["--errors", display_path(self.folder / "unreadable.csv")]
-        print(f"\n$ {typed(command)}", flush=True)
-        return call(command)
+        return 0
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps in order. The `done` of a step is determined after the previous ones have

