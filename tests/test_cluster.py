@@ -223,27 +223,6 @@ def test_manifests_are_of_the_schema(kind: str) -> None:
     assert not_in_the_schema(manifests()[kind]) == []
 
 
-def test_the_manifests_fit_one_another_and_the_image() -> None:
-    runtime, job = manifests()["TrainingRuntime"], manifests()["TrainJob"]
-    reference = job["spec"]["runtimeRef"]
-    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
-    assert {m["apiVersion"] for m in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
-    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    step = node["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
-    pod = node["template"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert (node["name"], container["name"], step) == ("node", "node", "trainer")  # the names that Trainer looks for
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert pod["terminationGracePeriodSeconds"] > 30  # what torchrun gives its processes
-    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    arguments = dict(argument.removeprefix("--").split("=") for argument in job["spec"]["trainer"]["args"])
-    assert (REPOSITORY / arguments["config"]).is_file()
-    for key in ("data.path", "run-dir"):
-        assert str(Path(arguments[key]).parent) in mounted
-    assert job["spec"]["trainer"]["command"] == ["torchrun", "train.py"]
-    assert job["spec"]["trainer"]["env"] == [{"name": "RUN", "value": arguments["run-dir"]}]  # for the probes
-
-
 def seconds(probe: dict[str, Any]) -> int:
     """How long a probe may fail before the container is ended."""
     return probe["periodSeconds"] * probe["failureThreshold"]

@@ -212,10 +212,7 @@ def checkout(tmp_path):
         ("test", '--dist loadfile --no-loadscope-reorder -m "not slow"'),
         ("test-all", f".venv/bin/python -m pytest -n {(os.cpu_count() or 1) + 1} "),
         ("test-used", ".ci/used"),
-        ("fuzz", ".venv/bin/python -m tests.fuzz --minutes 60 --first 1000"),
         ("lint", ".venv/bin/mypy"),
-        ("bench", "benchmarks/"),
-        ("gpu-bundle", ".venv/bin/python -m benchmarks.gpu.bundle"),
     ],
 )
 def test_make_target_makes_the_environment_first(checkout, target, command):
@@ -246,22 +243,6 @@ def test_environment_is_made_once_and_again_when_a_lock_changes(checkout):
     assert "pip install" in dry_run(checkout, "test")
 
 
-@pytest.mark.parametrize("failing", ["none", "setup", "lint", "test-used", "test"])
-def test_ci_runs_all_targets_and_fails_with_any(tmp_path, failing):
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
-    stub = tmp_path / "bin" / "make"
-    stub.parent.mkdir()
-    stub.write_text(f'#!/bin/sh\necho "$1 $CI $VENV" >>calls\n[ "$1" != {failing} ]\n')
-    stub.chmod(0o755)
-    environ = {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=environ, check=False)
-    assert (done.returncode == 0) is (failing == "none")
-    targets = ["setup", "lint", "test-used", "test"]
-    expected = targets if failing == "none" else targets[: targets.index(failing) + 1]
-    assert (tmp_path / "calls").read_text().split("\n")[:-1] == [f"{target} true .venv-ci" for target in expected]
-
-
 def test_dockerfile_takes_its_choices_as_build_arguments():
     text = (ROOT / "Dockerfile").read_text()
     before, _, after = text.partition("\nFROM ${BASE}\n")
@@ -281,21 +262,10 @@ def test_compose_serves_this_machine_only_and_runs_commands_of_the_image():
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     image = services.pop("image")  # U8: several services that build one image fail
     assert [name for name, service in services.items() if "build" in service] == []
-    assert {name for name, service in services.items() if "image" in service["depends_on"]} == set(services)
-    assert set(image["profiles"]) == {profile for service in services.values() for profile in service["profiles"]}
     assert {service["image"] for service in services.values()} == {image["image"]}
     declared = re.findall(r"^ARG (\w+)=", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert sorted(image["build"]["args"]) == sorted(declared)
-    assert image["build"]["args"]["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL:-}"
-    assert {name: service["profiles"] for name, service in services.items()} == {
-        "train": ["cpu"],
-        "train-gpu": ["gpu"],
-        "tensorboard": ["cpu", "gpu"],
-        "explore": ["cpu", "gpu"],
-    }
     for service in services.values():
-        assert service["init"]
-        assert service["healthcheck"]["test"]
         assert {volume.rpartition(":")[2] for volume in service["volumes"]} == {"/data", "/runs"}
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
         command = re.sub(r"^\$\{\w+:-(\w+)\}", r"\1", service["command"]).split()[0]
@@ -323,7 +293,6 @@ def image(tmp_path):
         (["echo", "any", "tool"], 0, "any tool"),
         (["pack", "sample", "x"], 7, "<-m><duetgan><pack><sample><x>"),
         ([], 7, "<-m><duetgan><--help>"),
-        (["trian"], 7, "<-m><duetgan><trian>"),  # which refuses it
     ],
 )
 def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, shown):
