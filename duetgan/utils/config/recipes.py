@@ -54,9 +54,9 @@ def recipe_of(path: Path) -> Recipe:
     return Recipe(path.stem, task[1], int(size[1]), head[1])
 
 
-def recipes(folder: Path = CONFIGS) -> list[Recipe]:
-    """Return the recipes of a folder that are for train.py, sorted by task, size and name."""
-    paths = [path for path in folder.glob("*.yaml") if not path.name.startswith(STUDIES)]
+def recipes() -> list[Recipe]:
+    """Return the recipes of CONFIGS that are for train.py, sorted by task, size and name."""
+    paths = [path for path in CONFIGS.glob("*.yaml") if not path.name.startswith(STUDIES)]
     order = list(TITLES)
     return sorted(
         map(recipe_of, paths),
