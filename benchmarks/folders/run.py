@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks.folders.make import FOLDERS
-from duetgan import HOME as ROOT
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.files import as_json, write_atomic
