@@ -206,13 +206,6 @@ def test_evaluation_uses_fewer_images_if_time_is_short_and_pixels_without_featur
     assert int(slow.evaluation[slow.evaluation.index("--n") + 1]) < 2000
 
 
-def test_resnets_features_of_large_samples_cost_more_time():
-    """It sees images above 64 px at 224."""
-    large, small = (choose(seen(50_000, 100, side=side), Accelerator(), minutes=600) for side in (128, 64))
-    assert (large.gan.resolution, small.gan.resolution) == (128, 64)
-    assert large.seconds["evaluate gan"] - Fast.start > 8 * (small.seconds["evaluate gan"] - Fast.start)
-
-
 def test_what_measuring_took_is_part_of_the_minutes():
     first, later = (choose(SAMPLE, Fast(), minutes=15, spent=seconds) for seconds in (0.0, 60.0))
     assert "plan" not in first.seconds
@@ -253,15 +246,6 @@ def test_muon_is_for_short_trainings(minutes, adam):
     assert made.config == PAIRS
     assert (made.steps * made.batch_size > MUON) is adam
     assert ("--generator-optimizer.name adam" in " ".join(made.overrides)) is adam
-
-
-def test_where_sixteen_channels_would_see_too_few_images_eight_stay():
-    class Hardly(Fast):
-        gan = 100.0
-
-    for minutes, channels in ((10, 8), (30, 16)):
-        given = " ".join(choose(SAMPLE, Hardly(), minutes=minutes).gan.overrides)
-        assert f"--generator.channel-base {32 * channels} --generator.channel-max {8 * channels}" in given
 
 
 @pytest.mark.parametrize("unlabelled", [3, 1000])
