@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.folders.make import FOLDERS
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.files import as_json, write_atomic
 
+ROOT = Path(__file__).resolve().parents[2]
 HEADER = ["folder", "images", "exit", "minutes", "classifier", "floor", "script", "recognised", "diversity", "copies"]
 WARNING = re.compile(r"warning:|error:|skipped +\d|left out|Traceback")
 
