@@ -85,7 +85,7 @@ class Plan(Stored):
     """The settings of a quickstart, which plan.json stores for a resume."""
 
     survey: Survey
-    request: list[str] = []  # command-line arguments, see `request_words`
+    request: list[str]  # command-line arguments, see `request_words`
     minutes: float
     quick: bool
     seed: int = 0  # seed of the choice of held-out images and of both trainings
@@ -209,6 +209,7 @@ class _Choice:
         sides = [training.resolution for training in (gan, classifier) if training]
         return Plan(
             survey=survey,
+            request=[],  # `measure.make_plan` sets it
             minutes=self.minutes,
             quick=self.quick,
             size=max(sides),

@@ -47,9 +47,10 @@ class Bar(tqdm):
         """Exclude the work in the block from the estimate of the time left."""
         started = time.time()
         yield
-        seconds = time.time() - started
-        self.start_t += seconds
-        self.last_print_t += seconds
+        if not self.disable:
+            seconds = time.time() - started
+            self.start_t += seconds
+            self.last_print_t += seconds
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Draw the bar, or print a line if the last one was SECONDS_BETWEEN_LINES ago."""
