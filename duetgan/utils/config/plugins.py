@@ -47,9 +47,12 @@ def _file(path: Path) -> str:
     digest = hashlib.sha256(content).hexdigest()
     spec = importlib.util.spec_from_file_location(f"imported_{path.stem}_{digest[:8]}", path)
     if spec is not None and spec.loader is not None and spec.name not in sys.modules:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[spec.name] = module
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
     return digest
 
 
