@@ -36,7 +36,7 @@ OWN = {  # what opens files otherwise, and why
     # a library opens them, after their check
     *("data/lmdb/environment.py", "data/reading/weighted_sampling.py", "data/tar_files.py"),
     "data/packing/sources/files.py",
-    *("extras/official/nvidia.py", "models/restore.py", "models/weights.py", "data/packing/sources/arrays.py"),
+    *("extras/official/nvidia.py", "models/restore.py", "models/weights.py"),
     "utils/checkpoint/__init__.py",
     # bytes in memory
     *("data/images/__init__.py", "data/packing/records.py", "data/packing/sources/named.py", "reporting/pictures.py"),
