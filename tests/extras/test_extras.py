@@ -27,7 +27,7 @@ NEAREST = {
     "duetgan.metrics.features.extractors": "tests/metrics/features/test_extractors.py",
     "duetgan.metrics.tables": "tests/metrics/test_figures.py",
     "duetgan.models.classifier": "tests/models/test_classifier.py",
-    "duetgan.extras.official.nvidia": "tests/extras/official/test_convert.py",
+    "duetgan.extras.official.nvidia": "tests/extras/official/test_export.py",
     "duetgan.models.registry": "tests/models/test_restore.py",
     "duetgan.models.restore": "tests/models/test_restore.py",
     "duetgan.training.classifier.network": "tests/training/classifier/test_task.py",

@@ -23,7 +23,8 @@ def parser() -> Parser:
         "file",
         type=Path,
         metavar="FILE",
-        help="NVIDIA's StyleGAN .pkl (PyTorch), R3GAN's .pkl, or rosinality's .pt",
+        help="NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or "
+        "a file of export.py",
     )
     options.add_argument("out", type=Path, metavar="OUT", help="the run folder to create")
     options.add_argument(
@@ -74,8 +75,8 @@ def read(path: Path) -> "Converted":
     No code in the file is run. Raises UserError for a file that is missing, damaged, or holds
     networks that Duet does not support.
     """
-    from duetgan.extras.official import nvidia, r3gan, rosinality
-    from duetgan.extras.official.unpickle import Inert, Refused, read_pickle
+    from duetgan.extras.official import nvidia, r3gan, rosinality, tensorflow
+    from duetgan.extras.official.unpickle import Inert, read_pickle
     from duetgan.models.weights import read_plain
 
     files.refuse_page(path)
@@ -86,11 +87,13 @@ def read(path: Path) -> "Converted":
         "give a network of NVIDIA's StyleGAN, R3GAN or rosinality's stylegan2-pytorch",
         *faults,
     ):
+        if path.suffix == ".safetensors":
+            return nvidia.from_file(path)
         if path.suffix != ".pkl":
             return rosinality.convert(read_plain(path, "fetch it again"))
         content = read_pickle(path)
         if not isinstance(content, dict):
-            raise Refused("it is no file of those programs for PyTorch")
+            return tensorflow.convert(content)
         generator = content.get("G_ema")
         if isinstance(generator, Inert) and "_init_kwargs" in generator.state:
             return nvidia.convert(content)

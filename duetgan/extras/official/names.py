@@ -1,11 +1,13 @@
-"""Conversion of networks from the files of other programs, tensor by tensor.
+"""Conversion of networks from and to the files of other programs, tensor by tensor.
 
 For each program and network, one function maps our (Duet's) tensor names to the program's names.
+Both directions of the conversion use this function.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,17 @@ FILTER = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2
 NETWORKS = {"generator": "G", "generator_ema": "G_ema", "discriminator": "D"}
 
 
-Places = Callable[[str], str]  # our name of a tensor -> its name in the other program
+class Place(NamedTuple):
+    """Name of a tensor in another program's network, and the index that turns ours into it.
+
+    `ours[view]` has the other tensor's shape, which differs only in dimensions of size 1.
+    """
+
+    name: str
+    view: tuple[int | slice | None, ...] = ()
+
+
+Places = Callable[[str], Place]  # our name of a tensor -> its place
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
@@ -32,6 +44,24 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
         if match:
             return match.expand(template)
     return name
+
+
+def official_state(
+    state: Mapping[str, Tensor], place: Places, filters: Iterable[str], gain: float = 1.0
+) -> dict[str, Tensor]:
+    """Return the state of another program's network: contiguous float32 tensors by its names.
+
+    Args:
+        state: Our state dict.
+        place: Maps our names to the program's.
+        filters: Names of the resampling filters, which are added.
+        gain: Factor of the filters.
+    """
+    tensors = dict.fromkeys(filters, gain * FILTER)
+    for key, value in state.items():
+        name, view = place(key)
+        tensors[name] = value.detach().cpu().float()[view]
+    return {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
 
 
 class Source:
@@ -121,7 +151,7 @@ class Converted:
             if key.endswith(absent):
                 state[key] = torch.zeros(expected.shape)
                 continue
-            name = place(key)
+            name = place(key).name
             value = source.take(name)
             if [n for n in value.shape if n != 1] != [n for n in expected.shape if n != 1]:
                 raise Refused(

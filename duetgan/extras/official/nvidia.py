@@ -1,25 +1,33 @@
 """Networks of NVIDIA's PyTorch programs stylegan2-ada-pytorch and stylegan3."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from duetgan.extras.official.names import (
     NETWORKS,
     Converted,
+    Place,
     Places,
     Source,
     number,
+    official_state,
     renamed,
     sizes,
 )
 from duetgan.extras.official.unpickle import Inert, Refused, module_state
-from duetgan.utils import extras
+from duetgan.models.restore import read_tensors
+from duetgan.utils import extras, files
 from duetgan.utils.config.yaml_files import Tree
 
 FILTER = [1, 3, 3, 1]
+ENTRY = "nvidia"  # metadata key of .safetensors files: JSON of the keyword arguments
 GENERATOR = {  # our names, with blocks called by their size (`b8` for 8 px) -> NVIDIA's names
     "w_avg": "mapping.w_avg",
     "constant": "synthesis.b4.const",
@@ -37,6 +45,7 @@ DISCRIMINATOR = {
     r"embed\.(.+)": r"mapping.embed.\1",
     r"label_mapping\.(.+)": r"mapping.fc\1",
 }
+FILTERED = re.compile(r"(.*b\d+\.(?:conv\d?|skip|fromrgb))\.weight")
 
 
 class Arguments:
@@ -111,22 +120,41 @@ def convert(content: Mapping[str, object]) -> Converted:
         class_name = "Discriminator" if name == "D" else "Generator"
         if network.name != class_name or "_init_kwargs" not in network.state:
             raise Refused(f"{name} is a {network.name!r}, none of StyleGAN's networks")
-    generator = networks["G_ema"].state["_init_kwargs"]
-    states = {name: module_state(network) for name, network in networks.items()}
+    return converted(
+        networks["G_ema"].state["_init_kwargs"],
+        networks["D"].state["_init_kwargs"],
+        {name: module_state(network) for name, network in networks.items()},
+    )
+
+
+def converted(
+    generator: object, discriminator: object, states: Mapping[str, Mapping[str, Tensor]]
+) -> Converted:
+    """Convert NVIDIA's networks.
+
+    Args:
+        generator: Keyword arguments that the generator was built with.
+        discriminator: Keyword arguments of the discriminator; unused if `states` has no `D`.
+        states: State dicts of `G_ema` and optionally `G` and `D`.
+    """
     kinds = [name for name in GENERATORS if name in states["G_ema"]]
     read = GENERATORS[kinds[0]] if kinds else _stylegan2
     # Only stylegan2-ada-pytorch has `synthesis_kwargs`; stylegan3 has other defaults.
     is_ada = isinstance(generator, dict) and "synthesis_kwargs" in generator
     defaults = {} if is_ada else {"num_fp16_res": 4, "conv_clamp": 256}
     g = read(_arguments(generator, defaults, "the generator's arguments"))
-    arguments = networks["D"].state["_init_kwargs"]
-    d, d_shape, multiplier, notes = _discriminator_arguments(
-        _arguments(arguments, defaults, "the discriminator's arguments")
-    )
-    if g.shape != d_shape:
-        raise Refused(f"the generator draws {g.shape}, the discriminator looks at {d_shape}")
-    gan = Converted(g.architecture, g.shape, g.config, d, {}, notes)
+    # If the file has no discriminator, a new one is as wide as the generator.
+    d = {name: g.config[name] for name in ("channel_base", "channel_max")}
+    gan = Converted(g.architecture, g.shape, g.config, d, {})
+    multiplier = 0.01
+    if "D" in states:
+        arguments = _arguments(discriminator, defaults, "the discriminator's arguments")
+        gan.discriminator, d_shape, multiplier, gan.notes = _discriminator_arguments(arguments)
+        if g.shape != d_shape:
+            raise Refused(f"the generator draws {g.shape}, the discriminator looks at {d_shape}")
     for part, network in NETWORKS.items():
+        if network not in states:
+            continue
         source = Source(states[network], network)
         if network == "D":
             source.drop_filters("resample_filter")
@@ -134,18 +162,92 @@ def convert(content: Mapping[str, object]) -> Converted:
         else:
             g.drop_filters(source)
             gan.take(part, source, g.place, g.absent)
-    for name, value in gan.state["discriminator"].items():
+    for name, value in gan.state.get("discriminator", {}).items():
         if name.startswith("label_mapping."):
             value.mul_(multiplier / 0.01)
     return gan
 
 
-def _place(network: str, side: int, name: str) -> str:
-    """Return the name of our tensor `name` in `G`, `G_ema` or `D` of `side` px.
+def from_file(path: Path) -> Converted:
+    """Convert the networks in a .safetensors file of `export.py --format nvidia`.
+
+    Raises UserError if the file is missing, too large or damaged; Refused for other content.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    tensors, metadata = read_tensors(path, "export it again")
+    with files.reading(path, "export it again", ValueError, RecursionError):
+        arguments = json.loads(metadata.get(ENTRY, "null"))
+    if isinstance(arguments, dict):
+        for key, value in tensors.items():
+            network, _, name = key.partition(".")
+            states.setdefault(network, {})[name] = value
+    if "G_ema" not in states or not states.keys() <= {"G", "G_ema", "D"}:
+        raise Refused(
+            "it holds no networks in NVIDIA's names (export.py --format nvidia writes such files)"
+        )
+    return converted(arguments.get("G"), arguments.get("D"), states)
+
+
+def to_official(gan: Converted) -> tuple[dict[str, Tensor], Tree]:
+    """Return a GAN's networks in the form of stylegan2-ada-pytorch.
+
+    Returns:
+        The state dicts of `G`, `G_ema`, `D` (if present) as NETWORK.NAME -> tensor, and the keyword
+        arguments of `G` and `D`.
+    """
+    g = gan.generator
+    d = gan.discriminator
+    image = {official: gan.shape[key] for key, official in SHAPE.items()}
+    arguments: Tree = {
+        "G": {
+            "z_dim": g["z_dim"],
+            "w_dim": g["w_dim"],
+            **image,
+            "mapping_kwargs": {
+                "num_layers": g["mapping_layers"],
+                "lr_multiplier": g["mapping_lr_multiplier"],
+                "w_avg_beta": g["w_avg_beta"],
+            },
+            "synthesis_kwargs": _official_sizes(g),
+        }
+    }
+    if "discriminator" in gan.state:
+        group = d["minibatch_std_group"]
+        architectures = {ours: official for official, ours in ARCHITECTURES.items()}
+        arguments["D"] = {
+            **image,
+            "architecture": architectures[d["architecture"]],
+            **_official_sizes(d),
+            "mapping_kwargs": {"num_layers": d["mapping_layers"], "lr_multiplier": 0.01},
+            "epilogue_kwargs": {"mbstd_group_size": group, "mbstd_num_channels": int(group > 1)},
+        }
+    tensors: dict[str, Tensor] = {}
+    for part, network in NETWORKS.items():
+        state = gan.state.get(part)
+        if not state:
+            continue
+        place = partial(_place, network, gan.shape["resolution"])
+        # Each block except b4, and each convolution except ToRGB's, has a resampling filter.
+        matches = [FILTERED.fullmatch(place(name).name) for name in state]
+        layers = {match[1] for match in matches if match}
+        blocks = {layer.rpartition(".")[0] for layer in layers} - {"b4"}
+        filters = [f"{owner}.resample_filter" for owner in sorted(layers | blocks)]
+        for name, value in official_state(state, place, filters).items():
+            tensors[f"{network}.{name}"] = value
+    return tensors, arguments
+
+
+def _place(network: str, side: int, name: str) -> Place:
+    """Return the `Place` of our tensor `name` in `G`, `G_ema` or `D` of `side` px.
 
     NVIDIA's blocks are named by their resolution.
     """
     is_discriminator = network == "D"
+    view: tuple[int, ...] = ()
+    if name == "constant":
+        view = (0,)
+    elif name.endswith("noise_const"):
+        view = (0, 0)
 
     def block_name(match: re.Match[str]) -> str:
         number = int(match[1])
@@ -153,11 +255,13 @@ def _place(network: str, side: int, name: str) -> str:
 
     name = name.replace("from_rgb", f"b{side}.fromrgb")
     name = re.sub(r"^blocks\.(\d+)", block_name, name)
-    return renamed(name, DISCRIMINATOR if is_discriminator else GENERATOR)
+    return Place(renamed(name, DISCRIMINATOR if is_discriminator else GENERATOR), view)
 
 
 # --- arguments that the networks were built with
 
+# our name -> NVIDIA's
+SHAPE = {"resolution": "img_resolution", "channels": "img_channels", "classes": "c_dim"}
 ARCHITECTURES = {"resnet": "residual", "orig": "plain"}  # NVIDIA's name -> ours
 
 
@@ -267,6 +371,20 @@ def size_arguments(arguments: Arguments) -> Tree:
         "fp16_resolutions": arguments.number("num_fp16_res", 0),
         "conv_clamp": limit if limit is None else float(limit),
         "clamp_always": limit is not None,  # NVIDIA's networks clamp in fp32 as well
+    }
+
+
+def _official_sizes(config: Tree) -> Tree:
+    """Return NVIDIA's size arguments for our configuration.
+
+    NVIDIA's networks clamp in fp32, too. If ours clamps only in fp16, clamp and fp16 are left out.
+    """
+    is_exact = config["clamp_always"] or config["conv_clamp"] is None
+    return {
+        "channel_base": config["channel_base"],
+        "channel_max": config["channel_max"],
+        "num_fp16_res": config["fp16_resolutions"] if is_exact else 0,
+        "conv_clamp": config["conv_clamp"] if is_exact else None,
     }
 
 

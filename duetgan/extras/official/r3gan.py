@@ -3,7 +3,7 @@
 import re
 from functools import partial
 
-from duetgan.extras.official.names import NETWORKS, Converted, Source, number, renamed, sizes
+from duetgan.extras.official.names import NETWORKS, Converted, Place, Source, number, renamed, sizes
 from duetgan.extras.official.unpickle import Inert, Refused, module_state
 from duetgan.utils.config.yaml_files import Tree
 
@@ -51,8 +51,8 @@ def convert(content: Tree) -> Converted:
     return gan
 
 
-def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> str:
-    """Return the name of our tensor `name`, given the last stage and the blocks per stage.
+def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> Place:
+    """Return the `Place` of our tensor `name`, given the last stage and the blocks per stage.
 
     A stage of R3GAN's generator, as of ours, begins with the layer that changes the width. In
     R3GAN's discriminator this layer ends a stage; in ours it begins the next one. The layers at
@@ -60,17 +60,17 @@ def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> str:
     """
     edge = f"{MAIN}.{last}.Layers.{blocks}" if is_discriminator else f"{MAIN}.0.Layers.0"
     if name == "basis":
-        return f"{edge}.Basis.weight" if is_discriminator else f"{edge}.Basis"
+        return Place(f"{edge}.Basis.weight" if is_discriminator else f"{edge}.Basis")
     if name in ("linear.weight", "output.weight"):
-        return f"{edge}.LinearLayer.weight"
+        return Place(f"{edge}.LinearLayer.weight")
     if match := re.fullmatch(r"stages\.(\d+)\.change\.weight", name):
         stage = int(match[1]) - is_discriminator
         layer = blocks * is_discriminator
-        return f"{MAIN}.{stage}.Layers.{layer}.LinearLayer.Layer.weight"
+        return Place(f"{MAIN}.{stage}.Layers.{layer}.LinearLayer.Layer.weight")
     if match := re.fullmatch(r"stages\.(\d+)\.blocks\.(\d+)\.(.+)", name):
         layer = int(match[2]) + (not is_discriminator)
         name = f"{MAIN}.{match[1]}.Layers.{layer}.{match[3]}"
-    return renamed(name, NAMES)
+    return Place(renamed(name, NAMES))
 
 
 def _sizes(source: Source, stages: int, is_discriminator: bool) -> Tree:

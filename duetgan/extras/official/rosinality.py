@@ -1,4 +1,4 @@
-"""Conversion from rosinality's stylegan2-pytorch: `.pt` files, unconditional, RGB."""
+"""Conversion from and to rosinality's stylegan2-pytorch: `.pt` files, unconditional, RGB."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from duetgan.extras.official.names import Converted, Source, renamed, sizes
+from duetgan.extras.official.names import Converted, Place, Source, official_state, renamed, sizes
+from duetgan.extras.official.unpickle import Refused
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.yaml_files import Tree
@@ -15,6 +16,7 @@ from duetgan.utils.seeding import generator as keyed
 DRAWS = 4096  # latents for the mean w, which training files do not have
 # entry of our checkpoint's state -> rosinality's key
 NETWORKS = {"generator_ema": "g_ema", "generator": "g", "discriminator": "d"}
+LR_MULTIPLIER = 0.01  # learning-rate factor of rosinality's mapping network
 STYLED = {  # our name -> rosinality's
     r"conv\.affine\.(.+)": r"conv.modulation.\1",
     "noise_strength": "noise.weight",
@@ -83,6 +85,51 @@ def convert(content: Tree) -> Converted:
     return gan
 
 
+def to_official(gan: Converted) -> Tree:
+    """Return the content of a file of rosinality's program.
+
+    It has `g_ema`, `latent_avg` (one mean w for both generators) and, if present, `g` and `d`.
+    A discriminator that the program does not support is left out. Raises Refused for other networks
+    that it does not support.
+    """
+    shape = gan.shape
+    g = gan.generator
+    d = gan.discriminator
+    if shape["classes"] or shape["channels"] != 3:
+        raise Refused(
+            "rosinality's networks are RGB and without classes, this one has "
+            f"{shape['channels']} channels and {shape['classes']} classes"
+        )
+    if g["z_dim"] != g["w_dim"] or g["mapping_lr_multiplier"] != LR_MULTIPLIER:
+        raise Refused(
+            "rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of "
+            f"{LR_MULTIPLIER}"
+        )
+    generator_filters: list[str] = []
+    discriminator_filters: list[str] = []
+    for n in range(len(sizes(shape["resolution"])) - 1):
+        generator_filters += [f"convs.{2 * n}.conv.blur.kernel", f"to_rgbs.{n}.upsample.kernel"]
+        discriminator_filters += [
+            f"convs.{n + 1}.conv2.0.kernel",
+            f"convs.{n + 1}.skip.0.kernel",
+        ]
+    content: Tree = {}
+    for part in ("generator_ema", "generator"):
+        if part in gan.state:
+            state = official_state(gan.state[part], _generator_place, generator_filters, gain=4.0)
+            content[NETWORKS[part]] = state
+            content["latent_avg"] = state.pop("latent_avg")
+    if (
+        "discriminator" in gan.state
+        and d["architecture"] == "residual"
+        and d["minibatch_std_group"] > 1
+    ):
+        content["d"] = official_state(
+            gan.state["discriminator"], _discriminator_place, discriminator_filters
+        )
+    return content
+
+
 @torch.no_grad()
 def _mean(state: Mapping[str, Tensor], config: Tree, shape: Mapping[str, int]) -> Tensor:
     """Return the mean w of DRAWS latents, like rosinality's `mean_latent`."""
@@ -98,16 +145,16 @@ def _mean(state: Mapping[str, Tensor], config: Tree, shape: Mapping[str, int]) -
     return network(z, None).mean(dim=0)
 
 
-def _generator_place(name: str) -> str:
-    """Return a tensor's name; files hold `latent_avg` next to the network, not inside it."""
+def _generator_place(name: str) -> Place:
+    """Return a tensor's `Place`; files hold `latent_avg` next to the network, not inside it."""
     if match := re.fullmatch(r"mapping\.layers\.(\d+)\.(.+)", name):
-        return f"style.{int(match[1]) + 1}.{match[2]}"
+        return Place(f"style.{int(match[1]) + 1}.{match[2]}")
     if match := re.fullmatch(r"blocks\.(\d+)\.(first|second|to_rgb)\.(.+)", name):
         n = int(match[1])
         layer = match[2]
         part = match[3]
         if part == "noise_const":
-            return f"noises.noise_{2 * n - (layer == 'first')}"
+            return Place(f"noises.noise_{2 * n - (layer == 'first')}")
         if layer == "to_rgb":
             official = f"to_rgbs.{n - 1}" if n else "to_rgb1"
         elif n:
@@ -115,12 +162,13 @@ def _generator_place(name: str) -> str:
         else:
             official = "conv1"
         if layer == "to_rgb" and part == "bias":
-            return f"{official}.bias"
-        return f"{official}.{renamed(part, STYLED)}"
-    return {"w_avg": "latent_avg", "constant": "input.input"}[name]
+            return Place(f"{official}.bias", (None, slice(None), None, None))
+        view = (None,) if part in ("conv.weight", "noise_strength") else ()
+        return Place(f"{official}.{renamed(part, STYLED)}", view)
+    return Place({"w_avg": "latent_avg", "constant": "input.input"}[name])
 
 
-def _discriminator_place(name: str) -> str:
+def _discriminator_place(name: str) -> Place:
     if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
-        return f"convs.{int(match[1]) + 1}.{renamed(match[2], BLOCK)}"
-    return renamed(name, DISCRIMINATOR)
+        return Place(f"convs.{int(match[1]) + 1}.{renamed(match[2], BLOCK)}")
+    return Place(renamed(name, DISCRIMINATOR))

@@ -2,7 +2,7 @@
 
 import torch
 
-from duetgan.extras.official.names import Source, renamed
+from duetgan.extras.official.names import Place, Source, renamed
 from duetgan.extras.official.nvidia import (
     GENERATORS,
     Arguments,
@@ -53,12 +53,12 @@ def read(arguments: Arguments) -> GeneratorForm:
         outputs = networks.signals(generator, shape["resolution"], shape["channels"])
     layers = [f"synthesis.L{i}_{y.size}_{y.channels}" for i, y in enumerate(outputs)]
 
-    def place(name: str) -> str:
+    def place(name: str) -> Place:
         head, _, tail = name.partition(".")
         if head != "layers":
-            return renamed(name, NAMES)
+            return Place(renamed(name, NAMES))
         number, _, tensor = tail.partition(".")
-        return f"{layers[int(number)]}.{tensor}"
+        return Place(f"{layers[int(number)]}.{tensor}")
 
     def drop_filters(source: Source) -> None:
         last_radial = generator.layers - generator.critical_layers

@@ -148,6 +148,10 @@ def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
             f"{job.out}: exists; give --overwrite, or another name",
         ),
         (
+            not job.out.name.endswith(form.suffix),
+            f"{job.out}: a file of {title} must end in {form.suffix}",
+        ),
+        (
             form.task not in (None, task),
             f"{title} is for checkpoints of task {form.task}, this one is of {task}; choose "
             f"{', '.join(programs)} or safetensors",

@@ -30,6 +30,7 @@ class Format:
     several_labels: bool = True  # True if images may have several labels
     truncates: bool = False  # True if a generator's truncation can be included
     folder: bool = False  # True if the export is a folder
+    suffix: str = ""  # required suffix
 
     def write(self, subject: "Subject", path: Path) -> None:
         """Write the file."""

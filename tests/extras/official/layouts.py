@@ -5,6 +5,7 @@ that nothing of the conversion is used.
 """
 
 import contextlib
+import math
 import pickle
 import sys
 import types
@@ -217,6 +218,81 @@ def nvidia_network(state, kind):
         mapping=SimpleNamespace(embed=embed, layers=mapping),
         noise=[state[name].double().numpy() for name in noise if name in state],
     )
+
+
+# --- NVIDIA, TensorFlow
+
+
+class Network:
+    """dnnlib.tflib.network.Network: it pickles as its state."""
+
+    def __init__(self, **state):
+        self.state = state
+
+    def __getstate__(self):
+        return {"version": 5, "name": "G", "build_module_src": "raise SystemExit('compiled')", **self.state}
+
+
+COMMON: dict[str, Any] = {"resolution": 16, "num_channels": 3, "label_size": 3, "mapping_layers": 2}
+COMMON |= {"fmap_base": 32, "fmap_max": 6}
+
+
+def write_tensorflow(path, generator, average, discriminator, arguments=None):
+    """The networks of NVIDIA's PyTorch names in a TensorFlow file: legacy.py's table, read backwards."""
+
+    def dense(x):
+        return x.numpy().transpose()
+
+    def filters(x):
+        return x.numpy().transpose(2, 3, 1, 0)
+
+    def build_g(state):
+        mapping, synthesis = {}, {"lod": np.float32(0), "4x4/Const/const": state["synthesis.b4.const"].numpy()[None]}
+        for part, turn in (("weight", dense), ("bias", lambda x: x.numpy())):
+            mapping[f"LabelEmbed/{part}"] = turn(state[f"mapping.embed.{part}"])
+            for k in range(2):
+                mapping[f"Dense{k}/{part}"] = turn(state[f"mapping.fc{k}.{part}"])
+        for size in SIZES:
+            theirs = {"conv1": "Conv" if size == 4 else "Conv1", "torgb": "ToRGB"}
+            for name, there in (theirs | ({"conv0": "Conv0_up"} if size > 4 else {})).items():
+                layer, place = f"synthesis.b{size}.{name}", f"{size}x{size}/{there}"
+                weight = filters(state[f"{layer}.weight"])
+                synthesis[f"{place}/weight"] = weight[::-1, ::-1] if name == "conv0" else weight
+                synthesis[f"{place}/bias"] = state[f"{layer}.bias"].numpy()
+                synthesis[f"{place}/mod_weight"] = dense(state[f"{layer}.affine.weight"])
+                synthesis[f"{place}/mod_bias"] = state[f"{layer}.affine.bias"].numpy() - 1
+                if name != "torgb":
+                    synthesis[f"{place}/noise_strength"] = state[f"{layer}.noise_strength"].numpy()
+                    index = 2 * int(math.log2(size)) - (5 if name == "conv0" else 4)
+                    synthesis[f"noise{index}"] = state[f"{layer}.noise_const"].numpy()[None, None]
+        parts = {"mapping": mapping, "synthesis": synthesis}
+        inner = {name: Network(variables=list(part.items()), static_kwargs={}) for name, part in parts.items()}
+        given = COMMON | {"latent_size": 5, "dlatent_size": 7, "truncation_psi": 0.5, **(arguments or {})}
+        return Network(
+            variables=[("dlatent_avg", state["mapping.w_avg"].numpy())], components=inner, static_kwargs=EasyDict(given)
+        )
+
+    def build_d(state):
+        there = {}
+        for name, value in state.items():
+            layer, _, part = name.rpartition(".")
+            turn: Any = {1: lambda x: x.numpy(), 2: dense, 4: filters}.get(value.ndim)
+            block, _, inner = layer.partition(".")
+            size = block[1:]
+            if part == "resample_filter":
+                continue
+            if block == "mapping":
+                place = "LabelEmbed" if inner == "embed" else f"Mapping{inner[2:]}"
+            elif block == "b4":
+                place = {"conv": "4x4/Conv", "fc": "4x4/Dense0", "out": "Output"}[inner]
+            else:
+                names = {"fromrgb": "FromRGB", "conv0": "Conv0", "conv1": "Conv1_down", "skip": "Skip"}
+                place = f"{size}x{size}/{names[inner]}"
+            there[f"{place}/{part}"] = turn(value)
+        return Network(variables=list(there.items()), static_kwargs=EasyDict(COMMON | {"mbstd_group_size": 2}))
+
+    with programs(dnnlib__tflib__network__Network=Network, dnnlib__EasyDict=EasyDict), open(path, "wb") as file:
+        pickle.dump((build_g(generator), build_d(discriminator), build_g(average)), file, protocol=2)
 
 
 # --- rosinality

@@ -93,6 +93,20 @@ def test_unconditional_plain_and_without_noise_with_stylegan3s_arguments(tmp_pat
     assert all(not t.any() for n, t in converted.state["generator"].items() if "noise" in n)
 
 
+def test_tensorflows_networks_are_those_of_pytorch(tmp_path):
+    generator, discriminator = layouts.nvidia_generator(), layouts.nvidia_discriminator()
+    average = {n: t + 1 if "filter" not in n else t for n, t in generator.items()}
+    layouts.write_tensorflow(tmp_path / "network.pkl", generator, average, discriminator)
+    layouts.write_nvidia(tmp_path / "torch.pkl", generator=generator, average=average, discriminator=discriminator)
+    found, expected = read(tmp_path / "network.pkl"), read(tmp_path / "torch.pkl")
+    assert found.shape == expected.shape
+    for part, state in expected.state.items():
+        torch.testing.assert_close(found.state[part], state, rtol=1e-6, atol=1e-6)
+        exact = [name for name in state if "affine.bias" not in name]  # of which 1 is taken off and put back
+        assert all(found.state[part][name].equal(state[name]) for name in exact)
+    assert found.generator["channel_base"] == 64
+
+
 def test_rosinalitys_networks(tmp_path):
     (state, named), (theirs, ours) = layouts.rosinality_generator(), layouts.rosinality_discriminator()
     content = {"g_ema": state, "g": state, "d": theirs, "args": Namespace(lr=0.002), "d_optim": {"state": {}}}

@@ -1,0 +1,17 @@
+"""The formats of export.py for other programs' StyleGAN2."""
+
+from duetgan.inference.export.formats import FORMATS, Format
+
+FORMATS["nvidia"] = Format(
+    module="duetgan.extras.official.nvidia_export",
+    help="StyleGAN2's weights by NVIDIA's names",
+    limit=0.0,
+    task="gan",
+    suffix=".safetensors",  # by which `convert.read` recognises the format
+)
+FORMATS["rosinality"] = Format(
+    module="duetgan.extras.official.rosinality_export",
+    help="StyleGAN2's weights by rosinality's names",
+    limit=0.0,
+    task="gan",
+)
