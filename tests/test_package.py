@@ -90,8 +90,9 @@ def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
     assert all((site / "duetgan" / file).is_file() for file in recipes)
 
 
-def test_make_setup_installs_the_checkout_in_editable_mode(copy, mine, tmp_path):
+def test_make_setup_installs_the_checkout_in_editable_mode(copy, mine, tmp_path, monkeypatch):
     """U4: an environment whose packages are there; `make setup` adds `duet` and `duetgan` without a network."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv", with_pip=False)
     interpreter = str(tmp_path / "venv/bin/python")
     (packages,) = (tmp_path / "venv/lib").glob("*/site-packages")
