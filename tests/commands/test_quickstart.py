@@ -37,7 +37,6 @@ class Commands:
         self.fail_at, self.code = fail_at, code
         self.calls: list[list[str]] = []
         self.survey, self.machine = SAMPLE.model_copy(update={"source": "sample"}), Fast()
-        self.now = 0.0  # a clock
         self.first: Plan | None = None
         self.unreadable = 0  # images
 
@@ -55,7 +54,6 @@ class Commands:
             self.first = made.model_copy(update={"seed": seed, "request": request})
             write(Path(option(command, "--out")), self.first.model_dump())
             return 0
-        self.now += self.seconds(command)
         if name == "pack":
             Path(command[2]).parent.mkdir(parents=True, exist_ok=True)
             Path(command[2]).touch()
@@ -74,15 +72,6 @@ class Commands:
             write(folder / "gan" / "data.json", counts)
         return 0
 
-    def seconds(self, command: list[str]) -> float:
-        """What a command takes by the plan."""
-        plan = self.first
-        assert plan is not None
-        if command[0] == "pack":
-            return plan.seconds["pack"] / (1 if "--val-dest" in command else 2)
-        what, run = ("train", "--run-dir") if command[0] == "train" else ("evaluate", "--checkpoint")
-        return plan.seconds.get(f"{what} {Path(option(command, run)).name}", 0.0)
-
     @property
     def names(self) -> list[str]:
         return [command[0].removeprefix("quickstart-") for command in self.calls]
@@ -93,7 +82,6 @@ def commands(tmp_path, monkeypatch):
     stub = Commands()
     monkeypatch.setattr(steps, "call", stub)
     monkeypatch.setattr(steps, "complete", lambda file: True)
-    monkeypatch.setattr(time, "monotonic", lambda: stub.now)
     return stub
 
 

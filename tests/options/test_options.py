@@ -140,7 +140,6 @@ class Stubs:
         if command == "quickstart.py":
             self.commands = Commands()
             patch.setattr("duetgan.commands.planning.steps.call", self.call)
-            patch.setattr("time.monotonic", lambda: self.commands.now)
             patch.setattr("duetgan.commands.planning.steps.complete", lambda file: True)
         if command == "explore":
             patch.setattr("waitress.server.create_server", self.server)

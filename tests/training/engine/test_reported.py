@@ -190,7 +190,7 @@ def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slim
             self.begun = record.count
 
         def close(self) -> None:
-            if not self._closed.is_set():
+            if not self.disable:
                 record.bars.append((self.text(), record.count - self.begun))
             super().close()
 
