@@ -283,7 +283,7 @@ def check_progress(record: Record, rows: list[dict[str, Any]]) -> None:
         seconds = sum(work_seconds(update) + READ for update in range(first, first + count))
         done = first + count
         if (done, total) == (SPIKE + 2, 20):  # it is closed while it is left behind
-            assert words.startswith(f"rolling back, at {done} of {total} steps (75%)"), words
+            assert words.startswith(f"{done} of {total} steps (75%), "), words
             continue
         parts = re.match(rf"{done} of {total} steps \({done / total:.0%}\), ([\d.]+)/s, .+ left, ", words)
         assert parts, words
