@@ -23,6 +23,7 @@ from duetgan.models.gan import (
 )
 from duetgan.models.layers import (
     ACTIVATION_GAIN,
+    Equalized,
     EqualizedConv2d,
     EqualizedLinear,
     blur_fir,
@@ -31,21 +32,28 @@ from duetgan.models.layers import (
     normalize_second_moment,
     pointwise,
     scaled_activation,
-    scaled_parameters,
     upsample_fir,
 )
 from duetgan.models.layers.convolution import Geometry, convolve
 from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, normalised_for_fp16
-from duetgan.models.layers.scaling import demodulated, scaled
+from duetgan.models.layers.scaling import (
+    cast,
+    corners,
+    demodulated,
+    scaled,
+    scaled_noise,
+    stacked,
+    twice,
+)
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     FromRGB,
-    LinearLayers,
     MappingNetwork,
     channels_at,
     minibatch_std,
 )
 from duetgan.utils.config.model import Decay, PositiveFloat, PositiveInt
+from duetgan.utils.distributed import collectives
 
 NoiseMaps = Sequence[Tensor | None]
 Clamp = float | None  # limit of convolutions' outputs
@@ -148,10 +156,10 @@ class ModulatedConv2d(nn.Module):
         return blur_fir(x, padding=1, gain=4.0)
 
 
-def modulations(
+def modulate(
     convolutions: Sequence[ModulatedConv2d],
     ws: Sequence[Tensor],  # [N, w_dim] for each
-    dtype: torch.dtype,  # of the convolutions
+    dtypes: Sequence[torch.dtype],  # of the convolutions: the parameters' or one other
     gain: float = 1.0,
 ) -> list[Modulation]:
     """Return the modulations of several convolutions, computed together with few operators.
@@ -162,37 +170,61 @@ def modulations(
     """
     with torch.autocast(ws[0].device.type, enabled=False):
         precision = convolutions[0].weight.dtype
-        affine = scaled_parameters([conv.affine for conv in convolutions], precision)
-        parts = []
-        for conv, w, parameters in zip(convolutions, ws, affine, strict=True):
-            style = conv.affine(w.to(precision), parameters)
-            part: tuple[Tensor, Tensor, Tensor | None] = (style, conv.weight, None)
-            weight_gain = 1.0
-            if conv.demodulate:
-                # Demodulation cancels the weight's gain, so the gain is not applied.
-                weight_gain = conv.weight_gain
-                part = demodulated(style, conv.weight, gain, 1e-8 / weight_gain**2)
-            parts.append(
-                normalised_for_fp16(*part, weight_gain) if dtype == torch.float16 else part
+        affine = [conv.affine.scaled_parameters(precision) for conv in convolutions]
+        weights = stacked([parameters["weight"] for parameters in affine])
+        biases = stacked([parameters["bias"][:, None] for parameters in affine])
+        # [L, inputs, N], so that gradients of weights have the memory order of the weights
+        stack = torch.baddbmm(biases, weights, torch.stack(list(ws)).to(precision).mT)
+        stack = stack.mT.contiguous()  # [L, N, inputs]
+        energy_filters, filters = twice([conv.weight for conv in convolutions])
+        # Demodulation cancels the weight's gain, so the gain is not applied.
+        epsilons = [1e-8 / conv.weight_gain**2 for conv in convolutions]
+        scales = demodulated(stack, energy_filters, gain, epsilons)
+        styles = corners(stack, [(len(ws[0]), conv.weight.shape[1]) for conv in convolutions])
+        for n, conv in enumerate(convolutions):
+            if dtypes[n] == torch.float16:
+                styles[n], filters[n], scales[n] = normalised_for_fp16(
+                    styles[n],
+                    filters[n],
+                    scales[n] if conv.demodulate else None,
+                    conv.weight_gain if conv.demodulate else 1.0,
+                )
+        targets = [
+            dtype if conv.demodulate else precision
+            for conv, dtype in zip(convolutions, dtypes, strict=True)
+        ]
+        # Filters are cast apart, so that path lengths compute no gradients of filters.
+        filters = cast(filters, targets)
+        others = iter(cast([*styles, *scales], targets * 2))
+        styles = [next(others) for _ in convolutions]
+        modulations = []
+        for conv, dtype, style, weight, scale in zip(
+            convolutions, dtypes, styles, filters, others, strict=True
+        ):
+            has_scale = conv.demodulate or dtype == torch.float16
+            modulations.append(
+                Modulation(style, weight, scale[:, :, None, None] if has_scale else None)
             )
-        count = sum(conv.demodulate for conv in convolutions)  # ToRGB comes last.
-        reduced = scaled([t for part in parts[:count] for t in part if t is not None], None, dtype)
-        parts[:count] = zip(reduced[::3], reduced[1::3], reduced[2::3], strict=True)
-    return [
-        Modulation(style, weight, None if scale is None else scale[:, :, None, None])
-        for style, weight, scale in parts
-    ]
+        return modulations
 
 
-class StyledLayer(nn.Module):
+class StyledLayer(Equalized):
     """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky
     ReLU, clamp. `size` is the height and width in px, or the side.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, w_dim: int, *size: int, upsample: bool = False
+        self,
+        in_channels: int,
+        out_channels: int,
+        w_dim: int,
+        *size: int,
+        precision: LayerPrecision | None = None,
+        upsample: bool = False,
     ) -> None:
         super().__init__()
+        self.gains = {"bias": ACTIVATION_GAIN}
+        self.precision = precision
         self.conv = ModulatedConv2d(in_channels, out_channels, 3, w_dim, upsample=upsample)
         self.bias = nn.Parameter(torch.zeros(out_channels))
         self.noise_strength = nn.Parameter(torch.zeros([]))
@@ -201,13 +233,13 @@ class StyledLayer(nn.Module):
     def forward(
         self, x: Tensor, modulation: Modulation, noise: Tensor | None, clamp: Clamp = None
     ) -> Tensor:
+        """Return the output; `noise` [N, 1, H, W] has been multiplied by its strength."""
         x = self.conv(x, modulation)
         assert modulation.scale is not None
-        parameters = [self.bias, self.noise_strength]
-        bias, strength = scaled(parameters, [ACTIVATION_GAIN] * 2, self.bias.dtype)
+        bias = self.scaled_parameters(x.dtype)["bias"]
         if noise is not None:
-            noise = (noise * strength).to(x.dtype)
-        return scaled_activation(x, modulation.scale, bias.to(x.dtype), noise, clamp)
+            noise = noise.to(x.dtype)
+        return scaled_activation(x, modulation.scale, bias, noise, clamp)
 
 
 class ToRGB(nn.Module):
@@ -249,8 +281,10 @@ class SynthesisBlock(nn.Module):
         self.precision = precision
         self.first = None
         if not is_first:
-            self.first = StyledLayer(in_channels, out_channels, w_dim, *size, upsample=True)
-        self.second = StyledLayer(out_channels, out_channels, w_dim, *size)
+            self.first = StyledLayer(
+                in_channels, out_channels, w_dim, *size, precision=precision, upsample=True
+            )
+        self.second = StyledLayer(out_channels, out_channels, w_dim, *size, precision=precision)
         self.to_rgb = ToRGB(out_channels, channels, w_dim)
 
     @property
@@ -262,16 +296,20 @@ class SynthesisBlock(nn.Module):
         self,
         x: Tensor,  # [N, in_channels, H / 2, W / 2], or the constant [N, C, H, W]
         image: Tensor | None,  # [N, channels, H / 2, W / 2], None in the first block
-        ws: Sequence[Tensor],  # [N, w_dim] for each layer and for ToRGB
-        noise: NoiseMaps,  # [N, 1, H, W] for each layer
+        modulations: Sequence[Modulation],  # for each layer and for ToRGB
+        noise: NoiseMaps,  # [N, 1, H, W] for each layer, times its strength
     ) -> tuple[Tensor, Tensor]:
-        return self.precision.call(self._forward, x, image, ws, noise)
+        return self.precision.call(self._forward, x, image, modulations, noise)
 
     def _forward(
-        self, x: Tensor, image: Tensor | None, ws: Sequence[Tensor], noise: NoiseMaps, clamp: Clamp
+        self,
+        x: Tensor,
+        image: Tensor | None,
+        modulations: Sequence[Modulation],
+        noise: NoiseMaps,
+        clamp: Clamp,
     ) -> tuple[Tensor, Tensor]:
-        convolutions = [layer.conv for layer in self.layers] + [self.to_rgb.conv]
-        *styled, rgb = modulations(convolutions, ws, compute_dtype(x), ACTIVATION_GAIN)
+        *styled, rgb = modulations
         for layer, modulation, layer_noise in zip(self.layers, styled, noise, strict=True):
             x = layer(x, modulation, layer_noise, clamp)
         return x, self.add_rgb(image, self.to_rgb(x, rgb, clamp))
@@ -335,32 +373,60 @@ class Generator(StyledGenerator):
             noise: One [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes`), "const" (stored maps)
                 or "none".
         """
-        maps = self._noise_maps(noise)
+        maps = iter(self._noise_maps(noise))
         x = self.constant.expand(ws.shape[0], -1, -1, -1)
         image: Tensor | None = None
         recompute = self.config.activation_checkpointing
+        blocks = self.used_blocks()
+        # With several processes gradients are sent while the backward pass goes on, so that those
+        # of a block must not wait for other blocks.
+        groups = [blocks] if collectives.world_size() == 1 else [[block] for block in blocks]
         styles = ws.unbind(1)
-        layer = 0
-        for block in self.used_blocks():
-            stop = layer + len(block.layers)
-            noise_maps = maps[layer:stop]
-            x, image = run(
-                block, x, image, styles[layer : stop + 1], noise_maps, recompute=recompute
-            )
-            layer = stop
+        for group in groups:
+            counts = [len(block.layers) + 1 for block in group]  # The last one is ToRGB's.
+            modulations = iter(self._modulations(group, styles))
+            styles = styles[sum(counts) - len(group) :]
+            for block, count in zip(group, counts, strict=True):
+                parts = [next(modulations) for _ in range(count)]
+                noise_maps = [next(maps) for _ in block.layers]
+                x, image = run(block, x, image, parts, noise_maps, recompute=recompute)
         assert image is not None
         return self.finished(image)
 
+    def _modulations(
+        self, blocks: Sequence[SynthesisBlock], styles: Sequence[Tensor]
+    ) -> list[Modulation]:
+        """Return the modulations of all layers of blocks; `styles` begin with the first layer's."""
+        convolutions: list[ModulatedConv2d] = []
+        ws: list[Tensor] = []
+        dtypes: list[torch.dtype] = []
+        first = 0
+        for block in blocks:
+            stop = first + len(block.layers)
+            convolutions += [*(layer.conv for layer in block.layers), block.to_rgb.conv]
+            ws += styles[first : stop + 1]  # A ToRGB has the style of the layer that follows it.
+            dtypes += [block.precision.dtype(self.constant)] * (stop + 1 - first)
+            first = stop
+        return modulate(convolutions, ws, dtypes, ACTIVATION_GAIN)
+
     def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> NoiseMaps:
-        """Return a noise map, or None, for each layer. The model itself draws none."""
+        """Return a noise map times its strength, or None, for each layer.
+
+        The model itself draws none.
+        """
         layers = self.styled_layers()
         if noise == "none":
             return [None] * len(layers)
         if noise == "const":
-            return [layer.noise_const for layer in layers]
+            noise = self.stored_noise()
         if noise == "random" or len(noise) != len(layers):
             raise ValueError(f"noise: const, none or {len(layers)} maps are needed")
-        return noise
+        strengths = [layer.noise_strength for layer in layers]
+        gains = [ACTIVATION_GAIN] * len(layers)
+        maps = scaled_noise(noise, scaled(strengths, gains, strengths[0].dtype))
+        blocks = self.used_blocks()
+        dtypes = [block.precision.dtype(self.constant) for block in blocks for _ in block.layers]
+        return cast(maps, dtypes)
 
 
 # --- the discriminator
@@ -396,7 +462,7 @@ class Discriminator(ImageDiscriminator):
         self.output = EqualizedLinear(last, last if classes else 1)
         self.embed = EqualizedLinear(classes, last) if classes else None
         layers = range(config.mapping_layers if classes else 0)
-        self.label_mapping = LinearLayers(
+        self.label_mapping = nn.Sequential(
             *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
         )
 
@@ -421,6 +487,7 @@ class Discriminator(ImageDiscriminator):
 
     def last_layers(self, x: Tensor) -> Tensor:
         """Return the hidden activations [N, F] from the smallest maps [N, F, h, w]."""
+        assert self.from_rgb.precision is not None
         clamp = self.from_rgb.precision.clamp(x)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.last_conv.weight.dtype)
@@ -428,8 +495,7 @@ class Discriminator(ImageDiscriminator):
             if group > 1:
                 is_strided = self.config.minibatch_std_order == "strided"
                 x = minibatch_std(x, group, strided=is_strided)
-            conv, linear = scaled_parameters([self.last_conv, self.last_linear], x.dtype)
-            return self.last_linear(self.last_conv(x, clamp, conv).flatten(1), linear)
+            return self.last_linear(self.last_conv(x, clamp).flatten(1))
 
     def embedded(self, labels: Tensor) -> Tensor:
         return self.label_mapping(normalize_second_moment(super().embedded(labels)))

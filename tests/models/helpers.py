@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from duetgan.models.layers import ACTIVATION_GAIN, compute_dtype
-from duetgan.models.stylegan2 import modulations
+from duetgan.models.stylegan2 import modulate
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import generator
 
@@ -58,5 +58,7 @@ def kept_bytes(network, *inputs):
 
 
 def styled(layer, x, w, *arguments):
-    """The output of a StyledLayer or of ToRGB."""
-    return layer(x, modulations([layer.conv], [w], compute_dtype(x), ACTIVATION_GAIN)[0], *arguments)
+    """The output of a StyledLayer, whose noise is multiplied by its strength, or of ToRGB."""
+    if arguments and arguments[0] is not None:
+        arguments = (arguments[0] * layer.noise_strength * ACTIVATION_GAIN, *arguments[1:])
+    return layer(x, modulate([layer.conv], [w], [compute_dtype(x)], ACTIVATION_GAIN)[0], *arguments)

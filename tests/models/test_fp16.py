@@ -150,7 +150,9 @@ def test_huge_and_tiny_styles_and_weights_stay_in_range(monkeypatch, kind, style
 
 
 def not_normalised(style, weight, scale, weight_gain):
-    return style, weight * weight_gain if scale is None else weight, scale
+    if scale is None:
+        return style, weight * weight_gain, torch.ones(len(style), len(weight))
+    return style, weight, scale
 
 
 def test_a_large_style_that_meets_only_zeros_gives_no_nan():

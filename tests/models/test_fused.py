@@ -189,29 +189,16 @@ def test_penalties_of_whole_networks_are_those_of_plain_code(monkeypatch):
     assert min(launch.call_count for launch in launches.values()) >= 10
 
 
-def test_a_device_whose_kernels_fail_or_differ_runs_plain_code_and_the_plan_says_so(monkeypatch):
-    module = interpret(monkeypatch)
-    layers.check_kernels(CPU)
-    monkeypatch.setattr(layers, "uses_kernels", lambda _: False)
-    for attribute, value, words in (
-        ("LEAKY_SLOPE", 0.1, "ValueError: the results differ"),
-        ("fir", None, "TypeError"),
-    ):
-        fused.problem.cache_clear()
-        with monkeypatch.context() as context:
-            context.setattr(module, attribute, value)
-            context.setattr(fused, "kernels", lambda: module)
-            context.setattr(layers, "check_kernels", lambda _, check=layers.check_kernels: check(CPU))
-            assert layers.describe_kernels(CUDA).startswith(f"plain, because {words}")
+def test_a_device_whose_kernels_fail_runs_plain_code_and_the_plan_says_so(monkeypatch):
     fused.problem.cache_clear()
-    assert layers.describe_kernels(CPU) == "plain, because cpu is not a CUDA device"
-    monkeypatch.setattr(fused, "setting", "off")
-    assert layers.describe_kernels(CUDA) == "plain, because kernels is off"
-    monkeypatch.undo()
-    monkeypatch.delitem(sys.modules, "duetgan.models.layers.triton_kernels", raising=False)
+    assert fused.describe(CPU) == "plain, because cpu is not a CUDA device"
     monkeypatch.setitem(sys.modules, "triton", None)
-    fused.problem.cache_clear()
-    assert layers.describe_kernels(CUDA).startswith("plain, because ")
+    monkeypatch.delitem(sys.modules, "duetgan.models.layers.triton_kernels", raising=False)
+    monkeypatch.setattr(torch, "ones", Mock())  # an image of the device
+    assert fused.describe(CUDA).startswith("plain, because ")
+    monkeypatch.setattr(fused, "setting", "off")
+    assert fused.describe(CUDA) == "plain, because kernels is off"
+    monkeypatch.undo()
     fused.problem.cache_clear()
 
 
@@ -263,7 +250,7 @@ def test_kernels_compile_for_gpus_and_load_sixteen_bytes_at_once(monkeypatch, tm
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_the_kernels_equal_plain_code_and_can_be_captured():
-    assert layers.describe_kernels(CUDA) == "Triton"
+    assert fused.describe(CUDA) == "Triton"
     for layout, dtype in product(LAYOUTS, (torch.float32, torch.float16, torch.bfloat16)):
         tensors = [x.to(CUDA) for x in inputs((3, 64, 17, 9), dtype, layout=layout)]
         rounding = 4 * torch.finfo(dtype).eps

@@ -22,7 +22,7 @@ from duetgan.models.layers import (
     scaled_activation,
     upsample_fir,
 )
-from duetgan.models.stylegan2 import ModulatedConv2d, StyledLayer, modulations
+from duetgan.models.stylegan2 import ModulatedConv2d, StyledLayer, modulate
 from duetgan.utils.seeding import forked, generator
 from tests.models import reference
 from tests.models.helpers import close, draw, randomised, same, styled
@@ -97,7 +97,7 @@ FORMS = [(3, True, False), (3, True, True), (1, True, False), (1, False, False),
 
 def whole(layer, x, w, gain=1.0):
     """The convolution's output with the demodulation applied."""
-    modulation = modulations([layer], [w], x.dtype, gain)[0]
+    modulation = modulate([layer], [w], [x.dtype], gain)[0]
     out = layer(x, modulation)
     return out if modulation.scale is None else out * modulation.scale
 
@@ -148,7 +148,7 @@ def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
     assert error < 0.01
     # a huge style overflows no square: energies are not summed in reduced precision
     with torch.autocast("cpu", dtype=torch.float16):
-        scale = modulations([layer.conv], [w * 1e3], torch.float16)[0].scale
+        scale = modulate([layer.conv], [w * 1e3], [torch.float16])[0].scale
     assert scale is not None
     assert torch.isfinite(scale).all()
     assert scale.min() > 0

@@ -80,17 +80,20 @@ def random_shift(
 
     The padding is black, or with `reflect` the mirror image.
     """
-    n, channels, height, width = images.shape
-    padded = images if reflect else F.pad(images, [padding] * 4, value=_black(images))
+    height, width = images.shape[2:]
     device = images.device
-    positions = offsets[..., None] + torch.arange(max(height, width), device=device)
-    rows = positions[:, 0, :height]
-    columns = positions[:, 1, :width]
-    if reflect:
-        rows, columns = _reflected(rows - padding, height), _reflected(columns - padding, width)
-    samples = torch.arange(n, device=device)[:, None, None, None]
-    planes = torch.arange(channels, device=device)[:, None, None]
-    return padded[samples, planes, rows[:, None, :, None], columns[:, None, None, :]]
+    if reflect:  # torch does not reflect uint8
+        rows, columns = (
+            _reflected(torch.arange(-padding, side + padding, device=device), side)
+            for side in (height, width)
+        )
+        padded = images[:, :, rows][..., columns]
+    else:
+        padded = F.pad(images, [padding] * 4, value=_black(images))
+    # [n, C, row offsets, column offsets, H, W], a view
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    samples = torch.arange(len(images), device=device)
+    return windows[samples, :, offsets[:, 0], offsets[:, 1]]
 
 
 def random_erase(
@@ -267,10 +270,13 @@ def draw_mixing(
     rows = slice(start, start + count)
     uniform = uniform[rows]
     mixed = uniform[:, 0] < config.mix_prob
-    cutmix_probability = 0.5 if config.mixup and config.cutmix else float(config.cutmix > 0)
-    pastes = mixed & (uniform[:, 1] < cutmix_probability)
+    pastes = mixed
+    if config.mixup:
+        pastes = mixed & (uniform[:, 1] < (0.5 if config.cutmix else 0.0))
     boxes = cut_boxes(pasted[rows], uniform[:, 2:], *size) * pastes[:, None]
     remaining = 1 - (boxes[:, 2] * boxes[:, 3]) / (size[0] * size[1])
+    if not config.mixup:
+        return Mixing(remaining, torch.ones_like(remaining), boxes)
     blend = blended[rows].masked_fill(pastes == mixed, 1.0)
     # One factor is 1, because an image is not mixed in both ways.
     return Mixing(remaining * blend, blend, boxes)
@@ -283,7 +289,8 @@ def _betas(first: float, second: float, count: int, numbers: torch.Generator) ->
     """
     shape = (2, count, 2)
     gammas = torch.full(shape, first, device=numbers.device, dtype=widest(numbers.device))
-    gammas[1] = second
+    if second != first:
+        gammas[1] = second
     gammas = torch._standard_gamma(gammas, generator=numbers)
     # Both variates of a small alpha may be 0.
     return (gammas[..., 0] / gammas.sum(-1)).nan_to_num(0.5).float()
@@ -301,7 +308,8 @@ def cut_boxes(
     """
     side = (1 - remaining).sqrt()
     size = torch.full((2,), height, device=side.device)
-    size[1] = width
+    if width != height:
+        size[1] = width
     sides = (side[:, None] * size).long()
     first = (centres * size).long() - sides // 2
     end = torch.minimum(first + sides, size)

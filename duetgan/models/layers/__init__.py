@@ -3,8 +3,10 @@
 Formulas: Karras et al., StyleGAN (1812.04948) and StyleGAN2 (1912.04958).
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 from duetgan.models.layers import fused
 from duetgan.models.layers.convolution import Context, Geometry, convolve
 from duetgan.models.layers.convolution import compute_dtype as compute_dtype
-from duetgan.models.layers.scaling import scaled
+from duetgan.models.layers.fp16 import LayerPrecision
+from duetgan.models.layers.scaling import scaled, twice
+from duetgan.utils.distributed import collectives
 
 LEAKY_SLOPE = 0.2
 ACTIVATION_GAIN = math.sqrt(2)
@@ -24,10 +28,66 @@ def normalize_second_moment(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-8)
 
 
-Parameters = tuple[Tensor, Tensor | None]  # weight and bias of a layer, times their gains
+Parameters = dict[str, Tensor]  # parameters of a layer by name, times their gains
 
 
-class EqualizedLinear(nn.Module):
+class Equalized(nn.Module):
+    """Base class of layers with equalised learning rate: each pass multiplies parameters by gains."""
+
+    gains: dict[str, float]  # names of the parameters, and their gains
+    precision: LayerPrecision | None = None  # None: the layer runs without autocast
+    # In a block of `scaled_together`, results of `scaled_parameters` that passes take in turn.
+    ready: deque[Parameters] | None = None
+
+    def scaled_parameters(self, dtype: torch.dtype) -> Parameters:
+        """Return the parameters times their gains, as `dtype`."""
+        if self.ready is None:
+            return _by_layer([self], _scaled([self], dtype))[0]
+        self.ready.rotate()
+        return self.ready[0]
+
+
+def _scaled(layers: Sequence[Equalized], dtype: torch.dtype) -> list[Tensor]:
+    tensors = [getattr(layer, name) for layer in layers for name in layer.gains]
+    return scaled(tensors, [gain for layer in layers for gain in layer.gains.values()], dtype)
+
+
+def _by_layer(layers: Sequence[Equalized], tensors: Iterable[Tensor]) -> list[Parameters]:
+    results = iter(tensors)
+    return [{name: next(results) for name in layer.gains} for layer in layers]
+
+
+@contextlib.contextmanager
+def scaled_together(network: nn.Module) -> Iterator[None]:
+    """Multiply the parameters of all layers by their gains once, for all passes in the block.
+
+    Passes use two copies of the products in turn, so that one operator adds the gradients of two
+    passes. With several processes the parameters of a block of the network are multiplied together,
+    so that their gradients are sent while the backward pass goes on. Blocks may be nested.
+    """
+    is_single = collectives.world_size() == 1
+    groups: dict[object, tuple[torch.dtype, list[Equalized]]] = {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, Equalized) and layer.ready is None:
+            weight = next(layer.parameters())
+            dtype = weight.dtype if layer.precision is None else layer.precision.dtype(weight)
+            block = "" if is_single else ".".join(name.split(".")[:2])
+            key = (dtype, weight.requires_grad, block)
+            groups.setdefault(key, (dtype, []))[1].append(layer)
+    layers = []
+    for dtype, group in groups.values():
+        copies = [_by_layer(group, tensors) for tensors in twice(_scaled(group, dtype))]
+        for layer, *pair in zip(group, *copies, strict=True):
+            layer.ready = deque(pair)
+        layers += group
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.ready = None
+
+
+class EqualizedLinear(Equalized):
     """Fully connected layer with equalised learning rate, [N, in_features] -> [N, out_features].
 
     The weight starts as N(0, 1) / lr_multiplier. Each pass multiplies it by lr_multiplier /
@@ -49,22 +109,22 @@ class EqualizedLinear(nn.Module):
         self.weight = nn.Parameter(torch.randn(out_features, in_features) / lr_multiplier)
         self.bias = nn.Parameter(torch.full([out_features], bias_init / lr_multiplier))
         # leaky ReLU is positively homogeneous, so its gain goes into the product
-        self.bias_gain = lr_multiplier * gain * (ACTIVATION_GAIN if activation else 1.0)
-        self.weight_gain = self.bias_gain / math.sqrt(in_features)
+        bias_gain = lr_multiplier * gain * (ACTIVATION_GAIN if activation else 1.0)
+        self.gains = {"weight": bias_gain / math.sqrt(in_features), "bias": bias_gain}
         self.activation = activation
 
-    def forward(self, x: Tensor, parameters: Parameters | None = None) -> Tensor:
-        """Return the output; `parameters`, if given, are the results of `scaled_parameters`."""
-        x = F.linear(x, *(parameters or scaled_parameters([self], x.dtype)[0]))
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, **self.scaled_parameters(x.dtype))
         return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
 
-class EqualizedConv2d(nn.Module):
+class EqualizedConv2d(Equalized):
     """Convolution with equalised learning rate, bias, and optional FIR downsampling by 2 before it.
 
     Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2].
     `gain` scales the output (sqrt(0.5) on residual branches). To save an operation, `gain` and the
-    activation's gain are multiplied into the weights and the bias.
+    activation's gain are multiplied into the weights and the bias. Without `precision` the layer
+    must run without autocast.
     """
 
     def __init__(
@@ -72,6 +132,7 @@ class EqualizedConv2d(nn.Module):
         in_channels: int,
         out_channels: int,
         kernel_size: int,
+        precision: LayerPrecision | None = None,
         *,
         downsample: bool = False,
         bias: bool = True,
@@ -79,21 +140,20 @@ class EqualizedConv2d(nn.Module):
         gain: float = 1.0,
     ) -> None:
         super().__init__()
+        self.precision = precision
         self.weight = nn.Parameter(torch.randn(out_channels, in_channels, kernel_size, kernel_size))
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         self.downsample = downsample
         self.activation = activation
-        self.bias_gain = gain * (ACTIVATION_GAIN if activation else 1.0)
-        self.weight_gain = self.bias_gain / math.sqrt(in_channels * kernel_size**2)
+        bias_gain = gain * (ACTIVATION_GAIN if activation else 1.0)
+        self.gains = {"weight": bias_gain / math.sqrt(in_channels * kernel_size**2)}
+        if bias:
+            self.gains["bias"] = bias_gain
 
-    def forward(
-        self, x: Tensor, limit: float | None = None, parameters: Parameters | None = None
-    ) -> Tensor:
-        """Return the output, clamped to +-limit if a limit is given and there is an activation.
-
-        `parameters`, if given, are the results of `scaled_parameters`.
-        """
-        weight, bias = parameters or scaled_parameters([self], compute_dtype(x))[0]
+    def forward(self, x: Tensor, limit: float | None = None) -> Tensor:
+        """Return the output, clamped to +-limit if a limit is given and there is an activation."""
+        parameters = self.scaled_parameters(compute_dtype(x))
+        weight, bias = parameters["weight"], parameters.get("bias")
         kernel_size = weight.shape[-1]
         geometry = Geometry(padding=kernel_size // 2)
         if self.downsample and kernel_size == 1:
@@ -123,27 +183,6 @@ def activated_convolution(
     x = convolve(x, weight, bias, geometry)
     # In place, because no derivative of a convolution needs its output.
     return clamped(F.leaky_relu(x, LEAKY_SLOPE, inplace=True), limit)
-
-
-def scaled_parameters(
-    layers: Sequence[EqualizedConv2d | EqualizedLinear], dtype: torch.dtype
-) -> list[Parameters]:
-    """Return the weights and biases of layers times their gains, as `dtype`.
-
-    One operator scales the tensors of all layers, and one casts them.
-    """
-    if not layers:
-        return []
-    tensors: list[Tensor] = []
-    gains: list[float] = []
-    for layer in layers:
-        tensors.append(layer.weight)
-        gains.append(layer.weight_gain)
-        if layer.bias is not None:
-            tensors.append(layer.bias)
-            gains.append(layer.bias_gain)
-    results = iter(scaled(tensors, gains, dtype))
-    return [(next(results), None if layer.bias is None else next(results)) for layer in layers]
 
 
 class _ScaledActivation(torch.autograd.Function):
@@ -270,8 +309,9 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
         x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it is cheapest
         with torch.autocast(x.device.type, enabled=False):  # CUDA's autocast would return fp32
             x = F.interpolate(x, scale_factor=2, mode="bilinear")
-        for edge in (x[:, :, :1], x[:, :, -1:], x[..., :1], x[..., -1:]):
-            edge.mul_(0.75)
+        # the outermost rows, then the outermost columns
+        x[:, :, :: x.shape[2] - 1].mul_(0.75)
+        x[..., :: x.shape[3] - 1].mul_(0.75)
         return x
     channels, stride = x.shape[1], 2 if kind == "down" else 1
     if not uses_sums(x):
@@ -342,42 +382,4 @@ def upsample_fir(x: Tensor) -> Tensor:
 
 def uses_kernels(x: Tensor) -> bool:
     """Return True if the kernels of `fused` are used for an image."""
-    return fused.can_use(x) and not fused.problem(x.device, check_kernels)
-
-
-def describe_kernels(device: torch.device) -> str:
-    """Name the kernels that GANs use on a device, with the reason if they are not Triton's."""
-    if fused.setting == "off":
-        return "plain, because kernels is off"
-    problem = fused.problem(device, check_kernels)
-    return f"plain, because {problem}" if problem else "Triton"
-
-
-def check_kernels(device: torch.device) -> None:
-    """Compare the kernels on a device with plain code on the CPU, on a small image.
-
-    Raises ValueError if the results differ.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        plain = _samples(torch.device("cpu"), scaled_activation, _run)
-        results = _samples(device, fused.Activation.apply, fused.kernels().fir)
-    for result, expected in zip(results, plain, strict=True):
-        if not torch.allclose(result.cpu(), expected, rtol=1e-4, atol=1e-4):
-            raise ValueError("the results differ from those of plain code")
-
-
-def _samples(
-    device: torch.device, activation: Callable[..., Tensor], resample: Callable[..., Tensor]
-) -> list[Tensor]:
-    """Return an activation of a small image, its first and second derivatives, and the image
-    resampled by each operation.
-    """
-    shapes = ((2, 8, 6, 4), (2, 8, 1, 1), (8,), (2, 1, 6, 4))
-    values = [torch.linspace(-1.5, 1, math.prod(shape)).view(shape).to(device) for shape in shapes]
-    values[0] = values[0].to(memory_format=torch.channels_last)
-    leaves = x, *_ = [value.requires_grad_() for value in values]
-    y = activation(*leaves, 1.0)
-    first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-    squares = torch.stack([gradient.square().sum() for gradient in first])
-    second = torch.autograd.grad(squares.sum(), leaves)
-    return [y, *first, *second, *(resample(x, kind, 2.0, 1) for kind in TRANSPOSED)]
+    return fused.can_use(x) and not fused.problem(x.device)

@@ -48,6 +48,11 @@ class LayerPrecision:
         uses_fp16 = config.fp16_resolutions > 0 and compute_dtype(x) == torch.float16
         return config.conv_clamp if config.clamp_always or uses_fp16 else None
 
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of convolutions of `x` at this resolution."""
+        dtype = compute_dtype(x)
+        return x.dtype if dtype == torch.float16 and not self.is_half else dtype
+
     def call(self, layers: Callable[..., Output], x: Tensor, *arguments: object) -> Output:
         """Return `layers(x, *arguments, clamp)`, run in the precision of this resolution."""
         clamp = self.clamp(x)

@@ -6,7 +6,6 @@ graphs of torch.compile and in exports the plain code of `duetgan.models.layers`
 """
 
 import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
 
@@ -36,16 +35,24 @@ def can_use(x: Tensor) -> bool:
 
 
 @functools.cache
-def problem(device: torch.device, check: Callable[[torch.device], None]) -> str:
-    """Return the reason why the kernels do not run on a device; "" if they pass `check`."""
+def problem(device: torch.device) -> str:
+    """Return the reason why the kernels do not run on a device; "" if they run."""
     if device.type != "cuda":
         return f"{device.type} is not a CUDA device"
     try:
-        check(device)
+        image = torch.ones(1, 1, 4, 4, device=device)
+        kernels().fir(image, "blur", 1.0, 1)
+        kernels().activation(image, None, None, None, None)
     except Exception as error:  # Triton may be missing; it needs a C compiler and certain GPUs
         message = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {message[:200]}"
     return ""
+
+
+def describe(device: torch.device) -> str:
+    """Name the kernels that GANs use on a device, with the reason if they are not Triton's."""
+    reason = "kernels is off" if setting == "off" else problem(device)
+    return f"plain, because {reason}" if reason else "Triton"
 
 
 class Activation(torch.autograd.Function):

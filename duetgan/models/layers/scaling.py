@@ -1,5 +1,5 @@
-"""Parameters of several layers times their gains, standard deviations and demodulation, with few
-operators.
+"""Operations on the parameters of several layers at once: gains and casts, affine layers,
+demodulation; and the standard deviation of groups.
 
 A GPU waits for the host where a step has many small operators (docs/measurements/operators.md). The
 autograd functions here have derivatives with fewer operators than those that autograd derives from
@@ -11,15 +11,40 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 EPSILON = 1e-8
 
 
 def is_plain() -> bool:
-    """Return True where plain operators run: without gradients, and while a graph is recorded."""
-    is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return is_recorded or not torch.is_grad_enabled()
+    """Return True while a graph is recorded, which needs operators that exports know."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors * 2)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        first, second = grads[: len(grads) // 2], grads[len(grads) // 2 :]
+        pairs = [(a, b) for a, b in zip(first, second, strict=True) if None not in (a, b)]
+        sums = iter(torch._foreach_add(*zip(*pairs, strict=True)) if pairs else ())
+        return tuple(
+            (b if a is None else a) if a is None or b is None else next(sums)
+            for a, b in zip(first, second, strict=True)
+        )
+
+
+def twice(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors twice; one operator adds the gradients of both uses."""
+    if is_plain():
+        return list(tensors), list(tensors)
+    results = _Twice.apply(*tensors)
+    return list(results[: len(tensors)]), list(results[len(tensors) :])
 
 
 # --- equalised learning rate
@@ -70,6 +95,101 @@ def scaled(
     return list(_Scaled.apply(gains, dtype, *tensors))
 
 
+def cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return each tensor as its dtype, with one operator for all tensors of a dtype."""
+    results = list(tensors)
+    for dtype in set(dtypes):
+        numbers = [n for n, t in enumerate(tensors) if dtypes[n] == dtype != t.dtype]
+        copies = scaled([tensors[n] for n in numbers], None, dtype)
+        for n, copy in zip(numbers, copies, strict=True):
+            results[n] = copy
+    return results
+
+
+class _ScaledNoise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, maps: list[Tensor], *strengths: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.maps = maps
+        return torch._foreach_mul(maps, strengths)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *(
+            None if grad is None else torch.dot(grad.flatten(), noise.flatten())
+            for grad, noise in zip(grads, ctx.maps, strict=True)
+        )
+
+
+def scaled_noise(maps: Sequence[Tensor], strengths: Sequence[Tensor]) -> list[Tensor]:
+    """Return noise maps, which have no gradients, times their strengths [], which may have some."""
+    if is_plain():
+        return [noise * strength for noise, strength in zip(maps, strengths, strict=True)]
+    return list(_ScaledNoise.apply(list(maps), *strengths))
+
+
+# --- several matrices in one tensor
+
+
+class _Stacked(torch.autograd.Function):
+    """Matrices in the corners of a tensor of zeros; the derivative is `_Corners`."""
+
+    @staticmethod
+    def forward(ctx: Any, size: torch.Size, *matrices: Tensor | None) -> Tensor:
+        ctx.shapes = [None if matrix is None else matrix.shape for matrix in matrices]
+        present = [matrix for matrix in matrices if matrix is not None]
+        stack = present[0].new_zeros(size)
+        corners = _corners(stack, ctx.shapes)
+        torch._foreach_copy_([corner for corner in corners if corner is not None], present)
+        return stack
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Corners.apply(grad, ctx.shapes)
+
+
+class _Corners(torch.autograd.Function):
+    """Matrices of the given shapes from a stack; the derivative is `_Stacked`."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.size = stack.shape
+        return tuple(_corners(stack, shapes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return None, None
+        return _Stacked.apply(ctx.size, *grads), None
+
+
+def _corners(stack: Tensor, shapes: Sequence[torch.Size | None]) -> list[Tensor | None]:
+    """Return views of a stack, of the given shapes; None where a shape is None."""
+    return [
+        None if shape is None else matrix[: shape[0], : shape[1]]
+        for matrix, shape in zip(stack.unbind(), shapes, strict=True)
+    ]
+
+
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """Return matrices [r, c] of several sizes in one tensor [n, max r, max c], filled with zeros."""
+    rows = max(matrix.shape[0] for matrix in matrices)
+    columns = max(matrix.shape[1] for matrix in matrices)
+    if is_plain():
+        return torch.stack(
+            [F.pad(m, (0, columns - m.shape[1], 0, rows - m.shape[0])) for m in matrices]
+        )
+    return _Stacked.apply(torch.Size([len(matrices), rows, columns]), *matrices)
+
+
+def corners(stack: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the matrices of the given shapes from a tensor like that of `stacked`."""
+    if is_plain():
+        return [matrix[:r, :c] for matrix, (r, c) in zip(stack.unbind(), shapes, strict=True)]
+    return list(_Corners.apply(stack, [torch.Size(shape) for shape in shapes]))
+
+
 # --- statistics and demodulation
 
 
@@ -101,60 +221,68 @@ def group_std(x: Tensor) -> Tensor:
 
 
 class _Demodulated(torch.autograd.Function):
-    """Style, filters and demodulation coefficient of a convolution.
-
-    The first two are returned so that their gradients need not be added to those of the
-    coefficient by further operators.
-    """
-
     @staticmethod
     def forward(
-        ctx: Any, style: Tensor, weight: Tensor, gain: float, epsilon: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, styles: Tensor, gain: float, epsilons: Sequence[float], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.gain = gain
-        ctx.squares = _squares(style, weight)
-        scale = _coefficient(ctx.squares[0], ctx.squares[1], gain, epsilon)
-        ctx.save_for_backward(style, weight, scale)
-        return style, weight, scale
+        ctx.squares = _squares(styles, weights)
+        energies = _energies(ctx.squares, weights)
+        scales = torch._foreach_rsqrt(torch._foreach_add(energies, epsilons))
+        scales = torch._foreach_mul(scales, gain)
+        ctx.save_for_backward(styles, *weights, *scales)
+        return scales
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        style, weight, scale = ctx.saved_tensors
-        squares = _squares(style, weight) if torch.is_grad_enabled() else ctx.squares
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        styles, *saved = ctx.saved_tensors
+        weights, scales = tuple(saved[: len(grads)]), saved[len(grads) :]
+        squares = _squares(styles, weights) if torch.is_grad_enabled() else ctx.squares
+        present = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        if not present:
+            return (None,) * (3 + len(grads))
         # d scale / d energy = -scale^3 / (2 gain^2), and the energy is style^2 @ (weight^2)^T.
-        slope = grads[2] * scale.pow(3)
-        value = -1 / ctx.gain**2
-        by_weight = (slope.t() @ squares[0])[:, :, None, None]
-        return (
-            torch.addcmul(grads[0], style, slope @ squares[1], value=value),
-            torch.addcmul(grads[1], weight, by_weight, value=value),
-            None,
-            None,
+        cubes = torch._foreach_pow([scales[n] for n in present], 3.0)
+        products = torch._foreach_mul(cubes, [*present.values()])
+        slopes = iter(torch._foreach_mul(products, -1 / ctx.gain**2))
+        size = torch.Size([len(grads), styles.shape[1], squares[1].shape[1]])
+        slope = _Stacked.apply(
+            size, *(next(slopes) if n in present else None for n in range(len(grads)))
         )
+        by_weight = _Corners.apply(slope.mT @ squares[0], [weight.shape[:2] for weight in weights])
+        weight_grads = torch._foreach_mul(
+            weights, [matrix[:, :, None, None] for matrix in by_weight]
+        )
+        return styles * (slope @ squares[1]), None, None, *weight_grads
 
 
-def _squares(style: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return style.square(), weight.square().sum(dim=(2, 3))
+def _squares(styles: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the squares of styles [L, N, I] and of filters, summed over pixels [L, O, I]."""
+    squares = torch._foreach_mul(weights, weights)
+    return styles.square(), stacked([square.sum(dim=(2, 3)) for square in squares])
 
 
-def _coefficient(styles: Tensor, weights: Tensor, gain: float, epsilon: float) -> Tensor:
-    # One operator adds epsilon and divides by gain^2: rsub is other - alpha * input.
-    energy = styles @ weights.t()
-    return torch.rsub(energy, epsilon / gain**2, alpha=-1 / gain**2).rsqrt()
+def _energies(squares: tuple[Tensor, Tensor], weights: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the sums [N, O] of (weight * style)^2 of each convolution."""
+    energies = squares[0] @ squares[1].mT
+    return corners(energies, [(energies.shape[1], len(weight)) for weight in weights])
 
 
 def demodulated(
-    style: Tensor, weight: Tensor, gain: float, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `style` and `weight`, and gain / sqrt(sum (weight * style)^2 + epsilon), [N, O].
+    styles: Tensor, weights: Sequence[Tensor], gain: float, epsilons: Sequence[float]
+) -> list[Tensor]:
+    """Return gain / sqrt(sum (weight * style)^2 + epsilon), [N, O], of each of L convolutions.
 
     Args:
-        style: [N, I].
-        weight: Filters [O, I, k, k].
+        styles: [L, N, I], see `stacked`.
+        weights: Filters [O, I, k, k] of each convolution.
         gain: Factor of the coefficients.
-        epsilon: Lower bound of the sum over inputs and pixels of a filter.
+        epsilons: Lower bounds of the sums over inputs and pixels of a filter.
     """
-    if is_plain():
-        styles, weights = _squares(style, weight)
-        return style, weight, _coefficient(styles, weights, gain, epsilon)
-    return _Demodulated.apply(style, weight, gain, epsilon)
+    if not is_plain():
+        return list(_Demodulated.apply(styles, gain, epsilons, *weights))
+    filters = tuple(weights)
+    energies = _energies(_squares(styles, filters), filters)
+    pairs = zip(energies, epsilons, strict=True)
+    return [(energy + epsilon).rsqrt() * gain for energy, epsilon in pairs]

@@ -12,9 +12,7 @@ from duetgan.models.gan import floor_to_two, one_hot
 from duetgan.models.layers import (
     EqualizedConv2d,
     EqualizedLinear,
-    compute_dtype,
     normalize_second_moment,
-    scaled_parameters,
 )
 from duetgan.models.layers.fp16 import LayerPrecision
 from duetgan.models.layers.scaling import group_std
@@ -26,16 +24,6 @@ def channels_at(resolution: int, base: int, maximum: int) -> int:
     The resolution is rounded down to a power of two.
     """
     return max(1, min(base // floor_to_two(resolution), maximum))
-
-
-class LinearLayers(nn.Sequential):
-    """A sequence of fully connected layers, [N, F] -> [N, F]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers: list[EqualizedLinear] = list(self)  # type: ignore[arg-type]
-        for layer, parameters in zip(layers, scaled_parameters(layers, x.dtype), strict=True):
-            x = layer(x, parameters)
-        return x
 
 
 class MappingNetwork(nn.Module):
@@ -51,7 +39,7 @@ class MappingNetwork(nn.Module):
         super().__init__()
         self.embed = EqualizedLinear(classes, w_dim) if classes else None
         widths = [z_dim + (w_dim if classes else 0)] + [w_dim] * layers
-        self.layers = LinearLayers(
+        self.layers = nn.Sequential(
             *(
                 EqualizedLinear(a, b, lr_multiplier=lr_multiplier, activation=True)
                 for a, b in pairwise(widths)
@@ -71,10 +59,10 @@ class FromRGB(EqualizedConv2d):
     """1x1 convolution of images, [N, channels, H, W] -> [N, width, H, W]."""
 
     def __init__(self, channels: int, width: int, precision: LayerPrecision) -> None:
-        super().__init__(channels, width, 1)
-        self.precision = precision
+        super().__init__(channels, width, 1, precision)
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        assert self.precision is not None
         return self.precision.call(super().forward, images)
 
 
@@ -91,14 +79,17 @@ class DiscriminatorBlock(nn.Module):
         super().__init__()
         self.precision = precision
         self.gain = math.sqrt(0.5) if residual else 1.0
-        self.first = EqualizedConv2d(in_channels, in_channels, 3)
-        self.second = EqualizedConv2d(in_channels, out_channels, 3, downsample=True, gain=self.gain)
+        self.first = EqualizedConv2d(in_channels, in_channels, 3, precision)
+        self.second = EqualizedConv2d(
+            in_channels, out_channels, 3, precision, downsample=True, gain=self.gain
+        )
         self.skip = None
         if residual:
             self.skip = EqualizedConv2d(
                 in_channels,
                 out_channels,
                 1,
+                precision,
                 downsample=True,
                 bias=False,
                 activation=False,
@@ -109,13 +100,9 @@ class DiscriminatorBlock(nn.Module):
         return self.precision.call(self._forward, x)
 
     def _forward(self, x: Tensor, clamp: float | None) -> Tensor:
-        layers = [self.first, self.second]
-        if self.skip is not None:
-            layers.append(self.skip)
-        first, second, *skip = scaled_parameters(layers, compute_dtype(x))
         limit = None if clamp is None else clamp * self.gain
-        y = self.second(self.first(x, clamp, first), limit, second)
-        return y if self.skip is None else self.skip(x, None, *skip).add_(y)
+        y = self.second(self.first(x, clamp), limit)
+        return y if self.skip is None else self.skip(x).add_(y)
 
 
 def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:

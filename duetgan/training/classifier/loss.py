@@ -190,8 +190,8 @@ class Targets(NamedTuple):
         if self.partner_labels is None or self.fraction is None:
             is_correct = predicted == self.labels
             return (is_correct if self.is_counted is None else is_correct & self.is_counted).sum()
-        is_label = (predicted == self.labels).to(logits.dtype)
-        is_partner = (predicted == self.partner_labels).to(logits.dtype)
+        pairs = torch.stack([self.labels, self.partner_labels])
+        is_label, is_partner = (predicted == pairs).to(logits.dtype)
         return _mixed(is_label, is_partner, self.fraction).sum()
 
 
@@ -395,8 +395,8 @@ def sample_weights(
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
     """Return the targets [n, classes] in [0, 1]; rows add up to 1 with one label per image."""
-    hard = one_hot(targets.labels, classes, dtype)
     if targets.partner_labels is None or targets.fraction is None:
-        return hard
-    partners = one_hot(targets.partner_labels, classes, dtype)
+        return one_hot(targets.labels, classes, dtype)
+    pairs = torch.stack([targets.labels, targets.partner_labels])
+    hard, partners = one_hot(pairs, classes, dtype)
     return _mixed(hard, partners, targets.fraction[:, None])

@@ -157,8 +157,8 @@ class Replica:
         `applied` is bool, 0-d: False if the update was masked.
         """
         counters = [counter for norm, counter in self.counters.items() if norm.training]
-        for (device, dtype), (group,) in by_kind(counters).items():
-            torch._foreach_add_(group, applied.to(device, dtype), alpha=passes)
+        for (device, _), (group,) in by_kind(counters).items():
+            torch._foreach_add_(group, applied.to(device), alpha=passes)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

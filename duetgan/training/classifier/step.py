@@ -73,9 +73,9 @@ class ClassifierStep(Task):
         with phase("optimizer"):
             update = self.updater.step(step)
             # The NaN of a masked step must not remain in the running statistics.
-            statistics.restore(update.skipped)
+            statistics.restore(update.applied)
             passes = len(self.inputs.micro.slices())
-            self.replica.count_batches(update.skipped < 1, passes)
+            self.replica.count_batches(update.applied, passes)
             self.replica.average_statistics()
             self.precision.update_scale()
         with phase("ema"):

@@ -9,11 +9,12 @@ decodes other ones. `InfiniteLoader` (data/reading/loader.py) copies the `Batch`
 network's `hidden` (models/stylegan2.py), under autocast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.reading.dataset import Dataset
@@ -24,6 +25,7 @@ from duetgan.models.gan import (
     StyledGenerator,
     conditioning_vectors,
 )
+from duetgan.models.layers import scaled_together
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.data import label_frequencies
 from duetgan.training.base.graphs import value
@@ -81,6 +83,19 @@ class Context:
         self._compiled_hidden = Compiled(
             discriminator.hidden, "the discriminator", setting=config.compile, device=device
         )
+
+    @contextmanager
+    def scaled(self, *networks: nn.Module) -> Iterator[None]:
+        """Multiply the networks' parameters by their gains once, for all passes in the block.
+
+        A compiled network multiplies them in its graphs.
+        """
+        with ExitStack() as stack:
+            if not self._compiled_hidden.on:
+                with self.precision.autocast():
+                    for network in networks:
+                        stack.enter_context(scaled_together(network))
+            yield
 
     def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
         """Return this rank's real images in micro-batches, after the augmentation of the data set.
@@ -150,7 +165,7 @@ class Context:
         if self.generator.classes:
             conditions = conditioning_vectors(labels, self.label_sets)
         maps = [layer[rows] for layer in noise]
-        with self.precision.autocast():
+        with self.scaled(self.generator), self.precision.autocast():
             if self.styled is None:
                 return Images(network(latents.z[rows], conditions, noise=maps), labels)
             ws, w = mix_styles(self.styled, latents, rows, conditions)
@@ -177,9 +192,10 @@ class Context:
                 for name, part in zip(names, images.chunk(len(names)), strict=True)
             ]
             images = parts[0] if len(parts) == 1 else torch.cat(parts)
-        with self.precision.autocast():
-            hidden = network(images)
-        features = self.discriminator.output(hidden)
-        conditions = conditioning_vectors(batch.labels, self.label_sets)
-        logits = self.discriminator.project(features, conditions)
+        with self.scaled(self.discriminator):
+            with self.precision.autocast():
+                hidden = network(images)
+            features = self.discriminator.output(hidden)
+            conditions = conditioning_vectors(batch.labels, self.label_sets)
+            logits = self.discriminator.project(features, conditions)
         return DiscriminatorOutput(names[0], batch.images, batch.labels, hidden, features, logits)

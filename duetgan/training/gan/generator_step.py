@@ -69,9 +69,11 @@ class GeneratorStep:
         partners = reals if self.objective.paired else ()
         latents, noise = self.context.latents(step_slice, "generator", partners)
         for rows, real in zip(step_slice.micro_batches(), reals, strict=True):
-            with phase("generator/forward"):
-                fake = self.context.sample(latents, noise, rows, compiled=compiled)
-            yield rows, real, fake
+            # The networks stay as they are until the caller has the gradients of the micro-batch.
+            with self.context.scaled(self.context.generator, self.context.discriminator):
+                with phase("generator/forward"):
+                    fake = self.context.sample(latents, noise, rows, compiled=compiled)
+                yield rows, real, fake
 
     def losses(
         self,

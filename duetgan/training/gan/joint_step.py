@@ -64,7 +64,7 @@ class JointStep:
             partner = real_output._replace(logits=real_output.logits.detach())
         judged = Judged(step_slice, detached, output, partner)
         terms = [loss(judged) for loss in self.generator_step.terms.values()]
-        total = torch.stack(terms).sum() * self.context.precision.scale()
+        total = self.context.precision.scaler.scale(torch.stack(terms).sum())
         self.generator_step.overlap(step_slice, rows)
         with phase("generator/backward"):
             (gradient,) = torch.autograd.grad(total, detached.images, retain_graph=True)

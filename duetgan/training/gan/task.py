@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator
-from duetgan.models.layers import describe_kernels, fused
+from duetgan.models.layers import fused
 from duetgan.models.registry import architecture_of
 from duetgan.training.base.config import Shape
 from duetgan.training.base.data import check_same_classes
@@ -122,7 +122,7 @@ class GanTask(Task):
         if self.dataset.classes and not self.shape["classes"]:
             rows = {"labels": "not used: the GAN is unconditional"} | rows
         if self.device.type != "cpu":
-            rows["kernels"] = describe_kernels(self.device)
+            rows["kernels"] = fused.describe(self.device)
         rows["graphs"] = self.graphs.describe(map(self.kind, range(MANY)))
         return rows
 

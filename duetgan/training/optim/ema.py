@@ -45,7 +45,7 @@ class EMA(Generic[Network]):
         if skipped is None:  # Filled on the device, since the host would have to wait for a copy.
             weight = torch.full((), 1 - beta, device=reference.device, dtype=reference.dtype)
         else:
-            weight = (1 - beta) * (1 - skipped.to(reference.dtype))
+            weight = torch.rsub(skipped.to(reference.dtype), 1 - beta, alpha=1 - beta)
         averaged: list[tuple[Tensor, Tensor]] = []
         copied: list[tuple[Tensor, Tensor]] = []
         for pair in zip(self.model.buffers(), model.buffers(), strict=True):

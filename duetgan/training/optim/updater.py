@@ -76,15 +76,14 @@ class Update(NamedTuple):
     norm: Tensor  # total gradient norm before clipping
     skipped: Tensor  # 1.0 if the update was masked because the norm is not finite
     nonfinite: Tensor  # 1.0 if it was masked, but not because fp16's loss scale is too high
+    applied: Tensor  # bool: False if the update was masked
 
     def metrics(self, name: str) -> dict[str, Tensor]:
         """Return metrics of the network `name`, which add up over the ranks."""
-        norm, skipped, nonfinite = torch.stack(self) / collectives.world_size()
-        return {
-            f"gradient_norm/{name}": norm,
-            f"skipped_updates/{name}": skipped,
-            f"nonfinite_updates/{name}": nonfinite,
-        }
+        world = collectives.world_size()
+        values = self[:3] if world == 1 else torch.stack(self[:3]) / world
+        names = ("gradient_norm", "skipped_updates", "nonfinite_updates")
+        return {f"{key}/{name}": value for key, value in zip(names, values, strict=True)}
 
 
 class Updater:
@@ -157,14 +156,15 @@ class Updater:
         # With several devices the norm is computed on the device of the first gradient.
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
         clip_(self.parameters, self.config, norm, self.head)
-        skipped = (norm < math.inf).logical_not().float()  # 1.0 for NaN, too
+        applied = norm < math.inf  # False for NaN, too
+        skipped = applied.logical_not().float()
         outside(partial(self._apply, [p.grad for p in self.parameters], skipped), step)
         nonfinite = skipped
         if self.precision.scaler.is_enabled():
             # A loss scale above 1 explains an overflow and will be lowered. With a scale of at most
             # 1 the gradients themselves are not finite.
             nonfinite = skipped * (self.precision.scale() <= 1)
-        return Update(norm, skipped, nonfinite)
+        return Update(norm, skipped, nonfinite, applied)
 
     def _apply(self, gradients: Sequence[Tensor | None], skipped: Tensor, step: int) -> None:
         """Update the parameters from their gradients, unless the 0-d flag `skipped` is 1."""

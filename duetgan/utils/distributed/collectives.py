@@ -383,13 +383,14 @@ class Snapshot:
         self.groups = [group for (group,) in by_kind(tensors).values()]
         self.values = [_flat(group) for group in self.groups]
 
-    def restore(self, flag: Tensor | None = None) -> None:
-        """Write the values back; with a 0-d `flag`, only if it is 1, without waiting for the
-        device.
+    def restore(self, unless: Tensor | None = None) -> None:
+        """Write the values back, but not if the 0-d bool `unless` is True.
+
+        The host does not wait for the device.
         """
         for tensors, values in zip(self.groups, self.values, strict=True):
-            if flag is not None:
-                values = torch.where(flag.to(values.device) > 0, values, _flat(tensors))
+            if unless is not None:
+                values = torch.where(unless.to(values.device), _flat(tensors), values)
             unflatten_into(values, tensors)
 
 

@@ -88,10 +88,10 @@ def test_an_update_is_made_on_each_device(options, frozen, slim, monkeypatch):
             before = Snapshot(model.buffers())
             mixed.scale()
             update = updater.step(step)
-            before.restore(update.skipped)
+            before.restore(update.applied)
             mixed.update_scale()
             average.update(model, 0.9, update.skipped, updater.average(model.parameters()))
-            assert [figure.device for figure in update] == [GPUS[0]] * 3
+            assert [figure.device for figure in update] == [GPUS[0]] * 4
         for parameter in updater.parameters:
             for key, value in updater.optimizer.state[parameter].items():
                 assert value.device == parameter.device, key

@@ -69,7 +69,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_step
         steps(m, u, range(good_steps))
     set_gradients(model, 50)
     model.weight.grad[0, 0] = value
-    norm, skipped, nonfinite = updater.step(good_steps)
+    norm, skipped, nonfinite, _ = updater.step(good_steps)
     assert not torch.isfinite(norm)
     assert (skipped.item(), nonfinite.item()) == (1.0, 1.0)
     for parameter, expected in zip(model.parameters(), untouched.parameters(), strict=True):
@@ -154,7 +154,7 @@ def run_scaled(bad_step=None, precision="fp16", name="sgd", **config):
         updater.zero_grad()
         before = model.weight.detach().clone()
         mixed.backward(model(x).square().mean() * (math.inf if step == bad_step else 1.0))
-        norm, skipped, nonfinite = updater.step(step)
+        norm, skipped, nonfinite, _ = updater.step(step)
         assert nonfinite == 0  # the loss scale of 2^16 is the likely reason
         assert torch.equal(model.weight, before) == (step == bad_step)
         norms.append(norm.item())
