@@ -31,7 +31,8 @@ def test_serves_until_ctrl_c(folder):
     process, place = start("--checkpoint", folder / "gan", "--checkpoint", folder / "classifier")
     try:
         assert place.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(place) as answer:
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())  # keeps the token
+        with browser.open(place) as answer:
             assert answer.status == 200
             assert "Server" not in answer.headers
         connection = http.client.HTTPConnection(place.split("/")[2])
