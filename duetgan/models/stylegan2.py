@@ -180,7 +180,7 @@ def modulate(
         # Demodulation cancels the weight's gain, so the gain is not applied.
         epsilons = [1e-8 / conv.weight_gain**2 for conv in convolutions]
         scales = demodulated(stack, energy_filters, gain, epsilons)
-        styles = corners(stack, [(len(ws[0]), conv.weight.shape[1]) for conv in convolutions])
+        styles = corners(stack, [(ws[0].shape[0], conv.weight.shape[1]) for conv in convolutions])
         for n, conv in enumerate(convolutions):
             if dtypes[n] == torch.float16:
                 styles[n], filters[n], scales[n] = normalised_for_fp16(

@@ -259,7 +259,10 @@ class _Demodulated(torch.autograd.Function):
 
 def _squares(styles: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Return the squares of styles [L, N, I] and of filters, summed over pixels [L, O, I]."""
-    squares = torch._foreach_mul(weights, weights)
+    if is_plain():
+        squares = tuple(weight.square() for weight in weights)
+    else:
+        squares = torch._foreach_mul(weights, weights)
     return styles.square(), stacked([square.sum(dim=(2, 3)) for square in squares])
 
 
