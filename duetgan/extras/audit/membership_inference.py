@@ -15,7 +15,6 @@ from torch import Tensor
 from duetgan.metrics.classification.answers import Ranking
 from duetgan.metrics.intervals import Measured, wilson
 from duetgan.metrics.protocol import Document
-from duetgan.metrics.samples.memorisation import mann_whitney
 from duetgan.metrics.samples.neighbours import neighbours
 from duetgan.utils.text import columns, decimal
 
@@ -34,6 +33,19 @@ NOT_SHOWN = [
     "that no part of an image, a face or a text, was copied into another scene",
     "anything of training images that were not searched",
 ]
+
+
+def mann_whitney(first: Tensor, second: Tensor) -> float:
+    """Return Z_U = (U - n m / 2) / sqrt(n m (n + m + 1) / 12) (2004.05675, section 3).
+
+    U is the number of pairs (value of `first` [n], of `second` [m]) in which the first is larger; a
+    tie counts as half. Z_U is about N(0, 1) for equal distributions.
+    """
+    from scipy.stats import mannwhitneyu  # imported here because the import takes a second
+
+    n, m = len(first), len(second)
+    u = mannwhitneyu(first.numpy(), second.numpy(), method="asymptotic").statistic
+    return float((u - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))
 
 
 def attack(members: Tensor, held_out: Tensor) -> Document:

@@ -2,10 +2,9 @@
 
 There are two tests, because each alone can mislead:
 
-- Are samples nearer to training images than held-out images are? (`fraction_below`, `data_copying`;
-  the three-sample test of Meehan, Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are
-  bland or collapsed samples: the mean of all images is nearer to each image than images are to one
-  another.
+- Are samples nearer to training images than held-out images are? (`fraction_below`; as in Meehan,
+  Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are bland or collapsed samples: the
+  mean of all images is nearer to each image than images are to one another.
 - Are the real images nearest to unusually near samples training rather than held-out images?
   (`training_bound`.) If a generator has not memorised single images, the nearest image is a
   training image as often as the numbers of both kinds suggest, whatever the samples look like. The
@@ -32,7 +31,6 @@ from duetgan.utils.images import visible
 PAIRS = 12  # length of the lists of the closest and of the first samples
 TAIL = 0.01  # fraction of the held-out images that counts as unusually near to training images
 LEVEL = 0.001  # significance level: one false alarm in a thousand evaluations
-MIN_CELL_SIZE = 20  # samples, and held-out images, that a cell of `data_copying` needs
 
 
 @dataclass(frozen=True)
@@ -83,40 +81,6 @@ def fraction_below(
     k = max(1, int(tail * len(held_out)))
     bound = held_out.sort().values[k - 1]
     return float((samples < bound).double().mean()), k / (len(held_out) + 1), float(bound)
-
-
-def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
-    """Return Z_U = (U - n m / 2) / sqrt(n m (n + m + 1) / 12) of Meehan et al. (section 3).
-
-    U is the number of pairs (sample [n], held-out image [m]) in which the sample's distance is
-    larger; a tie counts as half. Z_U is about N(0, 1) for equal distributions, below 0 for copies.
-    """
-    from scipy.stats import mannwhitneyu  # imported here because the import takes a second
-
-    n, m = len(samples), len(held_out)
-    u = mannwhitneyu(samples.numpy(), held_out.numpy(), method="asymptotic").statistic
-    return float((u - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))
-
-
-def data_copying(
-    samples: Tensor,  # distance of each sample to the nearest training image, [n]
-    held_out: Tensor,  # the same of each held-out image, [m]
-    sample_cells: Tensor,  # cell of each sample in the feature space, int64 [n]
-    held_out_cells: Tensor,  # cell of each held-out image, int64 [m]
-) -> float | None:
-    """Return C_T of Meehan et al., the mean of Z_U over cells, weighted by their held-out images.
-
-    At -3 and below, samples are nearer to the training images than held-out images are; above 0
-    they are farther away. Cells with fewer than MIN_CELL_SIZE samples or held-out images are
-    ignored. Returns None if all are.
-    """
-    total, weights = 0.0, 0
-    for cell in held_out_cells.unique():
-        near, far = samples[sample_cells == cell], held_out[held_out_cells == cell]
-        if min(len(near), len(far)) >= MIN_CELL_SIZE:
-            total += len(far) * mann_whitney(near, far)
-            weights += len(far)
-    return total / weights if weights else None
 
 
 def chance_bound(counts: np.ndarray, probabilities: np.ndarray, observed: int) -> float:
@@ -175,13 +139,10 @@ def training_bound(
 def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[Document, Nearest]:
     """Test if a generator copies training images, by the features of its samples, [n, F].
 
-    The cells of `data_copying` are the classes of the nearest training images; like the k-means
-    cells of the paper, they partition the feature space.
-
     Returns:
         The results, ready for JSON, and the nearest training image of each sample. The results are
         `n`; `searched`, the number of training images; `share` and `expected` of `fraction_below`;
-        `c_t` of `data_copying`; `near`, `near_train` and `p_value` of `training_bound`; the verdict
+        `near`, `near_train` and `p_value` of `training_bound`; the verdict
         `copies`; and `usual_distance`, the median distance of held-out images to their nearest
         training image.
     """
@@ -189,14 +150,12 @@ def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[Do
     to_held_out = nearest(samples, held_out.features)
     reference = nearest(held_out.features, train.features)
     fraction, expected, bound = fraction_below(to_train.distances, reference.distances)
-    cells = train.labels[to_train.indices], train.labels[reference.indices]
     near, near_train, p = training_bound(to_train, to_held_out, train, held_out, bound=bound)
     figures = {
         "n": len(samples),
         "searched": len(train.labels),
         "share": fraction,
         "expected": expected,
-        "c_t": data_copying(to_train.distances, reference.distances, *cells),
         "near": near,
         "near_train": near_train,
         "p_value": p,

@@ -1,5 +1,6 @@
 """`evaluate.py --audit` on untrained, memorising and overfitted GANs."""
 
+import math
 import re
 
 import numpy as np
@@ -11,7 +12,7 @@ from duetgan.commands import evaluate
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.audit.evaluate import audit_score, choose_sides
-from duetgan.extras.audit.membership_inference import TOPS, attack, audit_table, verdict
+from duetgan.extras.audit.membership_inference import TOPS, attack, audit_table, mann_whitney, verdict
 from duetgan.metrics.features import selection
 from duetgan.utils.errors import UserError
 from tests.faults.conftest import run_command
@@ -25,6 +26,10 @@ def test_an_attack_is_scipys_test_where_members_score_higher_throughout():
     expected = mannwhitneyu(members, held_out, alternative="greater", use_continuity=False).pvalue
     tests = 1 + len({max(1, int(share * 300)) for share in TOPS})
     assert attack(members, held_out)["p_value"] == pytest.approx(tests * expected, rel=1e-6)
+    first, second = ((part[:count] * 4).round() for part, count in ((members, 17), (held_out, 23)))  # with ties
+    u = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a in first for b in second)
+    expected = (u - 17 * 23 / 2) / math.sqrt(17 * 23 * (17 + 23 + 1) / 12)
+    assert mann_whitney(first, second) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.fixture(scope="module")
