@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # imports of torch take seconds, so the options are checked f
     from duetgan.models.gan import NoiseMode
 
 SEARCH = settings.ProjectionConfig()  # defaults of options
-WEIGHT, ABOVE_0 = number(float, 0), number(float, 0, inner=True)
 IN_ALL = "number of images in all (default: {} per class; {} without classes)"
 Add = Callable[..., object]  # a parser's `add_argument`
 C = TypeVar("C")
@@ -234,25 +233,12 @@ def add_projection_options(add: Add) -> None:
         help="features to compare images by (default: resnet50, or pixels without its weights)",
     )
     add("--weights", metavar="FILE", help="ResNet-50's weights (default: $DUET_WEIGHTS, weights/)")
-    add(
-        "--pixel-weight",
-        type=WEIGHT,
-        default=SEARCH.pixel_weight,
-        help="weight of the pixels' difference in the loss",
-    )
     add("--steps", type=positive, default=SEARCH.steps, help="steps of the search, in each space")
-    add("--lr", type=ABOVE_0, default=SEARCH.lr, help="highest learning rate")
     add(
         "--noise-mode",
         choices=("const", "none", "optimise"),
         default="const",
         help="use the stored noise maps, none, or optimise them as well",
-    )
-    add(
-        "--noise-weight",
-        type=WEIGHT,
-        default=SEARCH.noise_weight,
-        help="weight of the noise regularisation",
     )
     add(
         "--save",

@@ -341,10 +341,6 @@ def find(
     generator = with_styles(sampler.generator, "project")
     network = build_features(config.features, config.weights, sampler.device)
     generator.spec.need_plain("a projection")
-    if network is None and config.pixel_weight == 0:
-        raise UserError(
-            "--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out"
-        )
     pixels = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1
     with full_float32(sampler.device):
         distance = Distance(pixels, features=network, pixel_weight=config.pixel_weight)

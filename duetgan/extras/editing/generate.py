@@ -4,9 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from duetgan.commands.generate import (
-    ABOVE_0,
     OUTPUTS,
-    WEIGHT,
     Add,
     Output,
     config_from,
@@ -42,14 +40,21 @@ def add_options(add: Add) -> None:
     add("--samples", type=number(int, 2), default=EDIT.samples, metavar="N", help=text)
     for name, noun in (("pixel", "pixels"), ("keep", "other classes")):
         text = f"weight of changes of {noun} in the loss"
-        add(f"--{name}-weight", type=WEIGHT, default=EDIT.pixel_weight, metavar="X", help=text)
+        add(
+            f"--{name}-weight",
+            type=number(float, 0),
+            default=EDIT.pixel_weight,
+            metavar="X",
+            help=text,
+        )
     add(
         "--reach",
         type=number(float, 0, 1, inner=True),
         default=EDIT.reach,
         help="probability of the new class at which the edit is complete",
     )
-    add("--limit", type=ABOVE_0, default=EDIT.limit, help="longest step in the latent space")
+    text = "longest step in the latent space"
+    add("--limit", type=number(float, 0, inner=True), default=EDIT.limit, help=text)
 
 
 def edit(options: Namespace) -> str:
