@@ -31,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import duetgan.commands.pack
 from benchmarks.harness import parser_of, show
-from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
+from benchmarks.soaking.verdict import MEASURES, other_rows, trends
 from duetgan.utils.checkpoint import file_name, load
 from duetgan.utils.config.yaml_files import save_yaml
 from duetgan.utils.distributed.process import die_with_parent, process_state, run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import runs_folder
+from tests.end_to_end.helpers import differing
 
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = "DUET_SOAK_DISK"  # set in the process that has the disk of its own: its folder
@@ -174,11 +175,11 @@ class Soak:
         step = self.undisturbed(straight, task)
         self.disturbed(disturbed, task, step)
         states = [load(run / "checkpoints" / file_name(step))["state"] for run in (straight, disturbed)]
-        differing, rows = unequal(*states), other_rows(straight, disturbed)
-        self.log(run=task, step=step, differing=differing, rows=rows)
+        names, rows = differing(*states), other_rows(straight, disturbed)
+        self.log(run=task, step=step, differing=names, rows=rows)
         self.counts["steps"] += step
-        if differing or rows:
-            self.findings.append(f"{task}: the ends differ: {differing[:5]}, rows of steps {rows[:5]}")
+        if names or rows:
+            self.findings.append(f"{task}: the ends differ: {names[:5]}, rows of steps {rows[:5]}")
         shutil.rmtree(straight)  # make room for the next task's
         shutil.rmtree(disturbed)
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 HUGE_PAGE = 2.0  # MiB
 # measure -> what a trend may add up to over a lifetime and still count as flat. Memory: two huge pages, in which the
 # heap grows (utils/heap.py); a leak adds up with time, however little it is.
@@ -76,18 +74,6 @@ def _saved(samples: Sequence[Mapping[str, Any]], times: int) -> float:
     """When a process had saved so often: time of the sample, infinity if it never did."""
     changes = (row["time"] for before, row in itertools.pairwise(samples) if row["saved"] != before["saved"])
     return next(itertools.islice(changes, times - 1, None), math.inf)
-
-
-def unequal(a: Any, b: Any, where: str = "state") -> list[str]:
-    """Names of what is not the same, to the bit, in two checkpoints' states."""
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [name for key in a for name in unequal(a[key], b[key], f"{where}.{key}")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [name for i, pair in enumerate(zip(a, b, strict=True)) for name in unequal(*pair, f"{where}[{i}]")]
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) and a.shape == b.shape
-        return [] if same else [where]
-    return [] if type(a) is type(b) and (a == b or (a != a and b != b)) else [where]
 
 
 def other_rows(straight: Path, disturbed: Path) -> list[int]:

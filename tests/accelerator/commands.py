@@ -1,8 +1,8 @@
 """The commands on `sim:1`, in a process of their own: `python -m tests.accelerator.commands FOLDER NAME...` prints a
 JSON object.
 
-FOLDER holds train.lmdb and test.lmdb. A GAN and a classifier are trained on the CPU; each command runs there and on the
-device, whose neighbour `sim:0` must stay empty, and leaves the same files and words.
+FOLDER holds train.lmdb and test.lmdb. A GAN and a classifier are trained on the CPU; each command runs on the device,
+whose neighbour `sim:0` must stay empty. Trainings are compared with the CPU's: cases.py.
 """
 
 import contextlib
@@ -11,13 +11,11 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.data.images import encode
@@ -30,7 +28,7 @@ from duetgan.utils.distributed.process import run_cli
 from tests import slim
 from tests.accelerator import device
 from tests.accelerator.cases import snapshots_take_the_cpus_tensors
-from tests.end_to_end.helpers import TIMING, contents, train_in_process, write_config
+from tests.end_to_end.helpers import contents, train_in_process, write_config
 
 PLACE = "sim:1"
 QUIET = ["--log.samples-every", "0", "--evaluation.every", "0"]
@@ -39,12 +37,6 @@ GAN, CLASSIFIER = "--checkpoint {gan}", "--checkpoint {classifier}"
 FP32 = "--precision fp32"  # auto is another one on an accelerator
 FAST = "--n 20 --json"  # of an export's check
 SEARCH = "--run-dir {out} --lr-find --lr-find-steps 16"
-
-# which device it was, when, and how fast
-PASSING = (
-    *("command.txt", "config.yaml", "report.html", "status.json", "best.json", "last.json"),
-    *(".log", ".pt2", ".sha256"),
-)
 
 # name -> the command's main, and what it is given; {out} is a folder, and the device goes last
 COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
@@ -108,60 +100,23 @@ def runs(folder: Path) -> dict[str, str]:
     return given | BETWEEN
 
 
-def ran(folder: Path, name: str, given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
-    """What a command prints, and its files; on both devices its folder has the same name."""
+def ran(folder: Path, name: str, given: dict[str, str]) -> dict[str, Any]:
+    """Run a command on the device; return its files, what each device has allocated at most, and waits by line."""
     main, template = COMMANDS[name]
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        argv = [each.format(out=out, **given) for each in template.split()]
-        code = run_cli(main, argv if main is export.main else [*argv, "--device", where])
-    if code:
-        raise RuntimeError(f"{name} on {where}: exit code {code}")
-    words, files = printed.getvalue(), {name: _lasting(name, content) for name, content in contents(out).items()}
-    if main is export.main:
-        words = str({key: value for key, value in json.loads(words).items() if key != "rows"})  # these are times
-    return words, files
-
-
-def _lasting(name: str, content: bytes) -> bytes:
-    """What two runs of a command have in common: of a checkpoint its state; a .safetensors file names its tensors in
-    any order.
-    """
-    if name.endswith(PASSING):
-        return b""
-    if name.endswith(".pt"):
-        state = torch.load(io.BytesIO(content), weights_only=True)["state"]
-        return repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), state)).encode()
-    if name.endswith((".json", ".jsonl")):
-        trees = content.splitlines() if name.endswith("l") else [content]
-        return repr([json.loads(tree, object_pairs_hook=_without_times) for tree in trees]).encode()
-    if not name.endswith(".safetensors"):
-        return content
-    end = 8 + int.from_bytes(content[:8], "little")
-    return json.dumps(json.loads(content[8:end]), sort_keys=True).encode() + content[end:]
-
-
-def _without_times(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in pairs if key not in ("seconds", *TIMING)]
-
-
-def compared(run: Callable[[str], tuple[str, dict[str, bytes]]]) -> dict[str, Any]:
-    """A command on both: what differs, the waits by source line, what each device has allocated at most."""
-    words, files = run("cpu")
     before = device.waits.copy()
     for memory in device.memory:
-        memory.peak = memory.allocated
+        memory.forget()
     start = [memory.peak for memory in device.memory]
-    there, others = run(PLACE)
-    differing = [file for file in sorted(files.keys() | others.keys()) if files.get(file) != others.get(file)]
-    if words != there:
-        differing.append("what is printed")
+    argv = [each.format(out=out, **given) for each in template.split()]
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = run_cli(main, argv if main is export.main else [*argv, "--device", PLACE])
+    if code:
+        raise RuntimeError(f"{name}: exit code {code}")
     return {
-        "differing": differing,
-        "files": len(files),
+        "files": len(contents(out)),
         "bytes": [memory.peak - least for memory, least in zip(device.memory, start, strict=True)],
         "waits": dict(device.waits - before),
     }
@@ -176,7 +131,7 @@ def main(folder: Path, names: list[str]) -> None:
     with device.Mode(), torch.autograd.set_multithreading_enabled(False):  # see trainings.compared
         given = runs(folder)
         for name in names:
-            result[name] = compared(partial(ran, folder, name, given))
+            result[name] = ran(folder, name, given)
     print(json.dumps(result))
 
 
