@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from duetgan.commands.planning import measure, steps
 from duetgan.commands.planning.measure import FEWEST, survey
 from duetgan.commands.planning.plan import choose
+from duetgan.commands.planning.steps import Quickstart
+from duetgan.commands.quickstart import main as quickstart
 from duetgan.utils.config.cli import Parser, add_table_options
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -56,6 +59,26 @@ def test_flat_folder_zip_and_csv(tmp_path, folder):
     words = ["--label-column=kind", f"--root={folder}"]
     found = survey(str(table), parser.parse_args(words))
     assert (found.classes, found.options) == (2, words)
+
+
+def test_relative_names_give_the_plan_of_absolute_ones(tmp_path, folder, monkeypatch):
+    rows = [f"{image.relative_to(folder)},{image.parent.name}" for image in sorted(folder.rglob("*.png"))]
+    (tmp_path / "table.csv").write_text("\n".join(["path,label", *rows]))
+    started = []
+
+    def start(self):
+        started.append((self.folder, self.plan.request, [step.command for step in self.packing()]))
+        return 0
+
+    monkeypatch.setattr(steps, "call", lambda command: run_cli(measure.main, command[1:]))
+    monkeypatch.setattr(Quickstart, "run", start)
+    monkeypatch.chdir(tmp_path)
+    for parent in ("", f"{tmp_path}/"):
+        words = [f"{parent}table.csv", "--root", f"{parent}photos", "--dir", f"{parent}results", "--quick"]
+        assert run_cli(quickstart, words) == 0
+        shutil.rmtree(tmp_path / "results")
+    assert started[0] == started[1]
+    assert f"--root={folder}" in started[0][1]
 
 
 def test_the_embedded_sample_has_its_own_held_out_part():

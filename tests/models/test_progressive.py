@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.models.gan import generate
+from duetgan.models.gan import ImageGenerator, ImageNetwork, generate
 from duetgan.models.growing import GrowingDiscriminator, GrowingGenerator, StageGenerator
 from tests.conftest import assert_raises
 from tests.models import reference, test_discriminator, test_generator
@@ -70,6 +70,20 @@ def test_a_stage_can_be_sampled_from_like_a_generator_of_its_size():
         assert found.equal(small.repeat_interleave(4, 2).repeat_interleave(4, 3))
     assert generate(stage, labels=labels, indices=[3, 4], seed=0).shape == (2, 3, 32, 32)
     assert {id(p) for p in stage.parameters()} == {id(p) for p in generator.parameters()}
+
+
+def test_a_stage_has_all_that_a_generator_says_about_its_images():
+    """Every attribute that the interface declares, away from its default."""
+    generator = build_generator(8)
+    generator.label_sets = [[0], [0, 1]]
+    generator.pixel_format = {"depth": "uint16", "low": 100.0, "high": 4000.0}
+    stage = StageGenerator(generator)
+    declared = {*ImageNetwork.__annotations__, *ImageGenerator.__annotations__} - {"has_styles"}
+    assert declared >= {"channels", "resolution", "classes", "pixel_format", "z_dim", "label_sets"}
+    for name in declared:
+        assert getattr(stage, name) == getattr(generator, name), name
+        assert getattr(stage, name) != getattr(ImageGenerator, name, None), name
+    assert (stage.spec, stage.num_labels) == (generator.spec, 2)
 
 
 @pytest.mark.parametrize("architecture", ["residual", "plain"])

@@ -103,6 +103,21 @@ def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFix
     assert "b.png = c.png" in printed(capsys, duplicates_main, *files)
 
 
+def test_similar_images_of_two_files_go_by_the_names_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrays = photo_like(5)
+    files = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
+    printed(capsys, main, write(tmp_path / "a", **{f"a{n}": image for n, image in enumerate(arrays)}), files[0])
+    copies = {f"b{n}": image for n, image in enumerate(saved(arrays[1:4], 70))}
+    printed(capsys, main, write(tmp_path / "b", **copies), files[1])
+    lines = printed(capsys, duplicates_main, *files[::-1], "--similar")
+    assert sorted(line.split(",")[0] for line in lines if " ~ " in line) == [
+        f"b{n}.png ~ a{n + 1}.png" for n in range(3)
+    ]
+    assert not any(" ~ " in line for line in printed(capsys, duplicates_main, *files[::-1]))
+
+
 def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
     arrays = sample_images(3)
     pack(source_at(write(tmp_path / "x", a=arrays[0], b=arrays[1], c=arrays[2])), tmp_path / "x.lmdb")

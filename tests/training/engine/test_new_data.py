@@ -148,6 +148,29 @@ def test_all_but_the_classes_the_order_and_the_best_stays(begun):
     assert all(place.startswith((".loader.", ".loop.best", ".loop.stopping")) for place in changed), changed
 
 
+GROWTH = "{start: 8, fade_kimg: 0.016, stable_kimg: 0.016}"
+MIXED = "{path: FOLDER/test.lmdb, share: 0.5, until: 2}"
+
+
+@pytest.mark.parametrize("options", [["--progressive", GROWTH], ["--data.synthetic", MIXED]])
+def test_what_depends_on_the_step_goes_on_there(options, tmp_path, packed, folder, slim):
+    """The order starts again, but not the stages of growth and the part of the run with synthetic images."""
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    options = ["--evaluation.every=0", "--loss.objective=relativistic", *options]  # which reads two batches a step
+    first, other = ([word.replace("FOLDER", str(place)) for word in options] for place in (packed, folder))
+    assert train_in_process(config, tmp_path / "run", "--max-steps=2", *first) == 0
+    other += [f"--data.path={folder}/train.lmdb", f"--data.val-path={folder}/test.lmdb"]
+    tree = build_run_config(read_yaml(config), other, "recipe")
+    loop = prepare(tree, RunFolder(tmp_path / "run"), torch.device("cpu"))
+    loop.manager.images.new_data = True
+    assert loop.resume()
+    assert (loop.step, loop.loader.step) == (2, 2)
+    assert loop.loader.state_dict()["consumed"] == 0
+    batch = next(loop.loader)
+    assert batch.images.shape[2:] == (16, 16)
+    assert batch.synthetic is None or not batch.synthetic.any()
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from duetgan.utils.runlog.run_log import Events, RunLog, cut_back
+from tests.end_to_end.helpers import events_of
 
 
 def rows(folder):
@@ -52,6 +53,28 @@ def test_a_resumed_log_goes_on_where_the_checkpoint_was(tmp_path):
     with logging(tmp_path, 2) as run_log:
         run_log.metrics(3, {"x": 33.0})
     assert rows(tmp_path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 2.0}, {"step": 3, "x": 33.0}]
+
+
+@pytest.mark.parametrize("resumed", [0, 1, 3])
+@pytest.mark.parametrize("later", [0, 1])
+def test_tensorboard_shows_the_rows_of_a_resumed_run(tmp_path, resumed, later):
+    """The checkpoint is at a row; the process may have written rows after it before it was killed."""
+
+    def train(start, last):
+        with logging(tmp_path, start, tensorboard=True) as run_log:
+            for step in range(start + 1, last + 1):
+                run_log.metrics(step, {"x": 10.0 * last + step})
+                run_log.metrics(step, {"val/x": 20.0 * last + step})
+
+    train(0, resumed + later)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.rename(file.with_name("events.out.tfevents.0"))  # before the next one, also in the same second
+    train(resumed, 5)
+    events = events_of(tmp_path)
+    for key in ("x", "val/x"):
+        shown = [(event.step, event.value) for event in events.Scalars(key)]
+        assert shown == [(row["step"], row[key]) for row in rows(tmp_path) if key in row]
+        assert [step for step, _ in shown] == [1, 2, 3, 4, 5]
 
 
 @contextmanager
