@@ -6,7 +6,7 @@
   position, the window of metrics, and the loop with its callbacks. Random number generators have no
   state, because each draw has its own seed (docs/randomness.md).
 - Restoring: `Loop.resume` calls `CheckpointManager.restore` on all ranks, which finds the newest
-  readable file; restoring.py checks it and calls `load_state_dict` of each object. The manager
+  readable file; base/restoring.py checks it and calls `load_state_dict` of each object. The manager
   itself restores the lineage and the best evaluation. Other programs build a network alone from a
   checkpoint, by models/restore.py.
 
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
+from duetgan.training.base.restoring import ImageHistory, load_states
 from duetgan.training.base.task import Stateful
-from duetgan.training.engine.restoring import ImageHistory, load_states
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.checkpoint.writer import Snapshot
