@@ -24,26 +24,20 @@ COLUMNS = 10
 MAX_ROWS = 20
 # px: smaller images are enlarged by an integer factor, those above 2 * CELL are scaled down to it
 CELL = 64
-BAR = 40  # characters of the longest bar of the histogram
 
 
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
-    """Return the description of a file as text, with a bar for each class."""
+    """Return the description of a file as text, with a line for each class."""
     document = document | ({} if meta.passport else {"passport": "none, real images"})
     rows = [
         (key, _text(value))
         for key, value in document.items()
         if key not in ("classes", "histogram", "label_sets")
     ]
-    text = columns(
-        [*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<"
-    ).splitlines()
-    largest = max([1, *meta.by_class])
-    bars = [
-        (f"  {label}", name, f"{count:,}", "#" * round(BAR * count / largest))
-        for label, (name, count) in enumerate(zip(meta.classes, meta.by_class, strict=True))
-    ]
-    return text + columns(bars, "><><").splitlines()
+    rows.append(("classes", str(len(meta.classes) or "none, unlabelled")))
+    for name, count in zip(meta.classes, meta.by_class, strict=True):
+        rows.append((f"  {name}", f"{count:,}"))
+    return columns(rows, "<").splitlines()
 
 
 def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:

@@ -24,8 +24,6 @@ from duetgan.utils.runlog.progress import Bar
 LARGEST = Fraction(1, 2)  # largest held-out fraction
 # largest number of groups for which every choice of held-out groups is tried
 TRIED = 12
-# largest number of pairs of groups, times classes, for which groups are also exchanged
-EXCHANGED = 2_000_000
 
 
 def val_path(dest: Path) -> Path:
@@ -180,10 +178,10 @@ def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarra
     """Choose groups to hold out, bool [groups], with a low `split_cost`.
 
     For up to TRIED groups the choice has the lowest cost of all. With more groups, the choice
-    `start` is improved step by step: the move of one group, or the exchange of two, that lowers the
-    cost most is applied until none lowers it. Unless a class would be lacking, the sum of squares
-    is then at most half of the sum over groups and classes of w (the group's fraction of the
-    class)^2, where w is `fraction` for training groups and 1 - `fraction` for held-out groups.
+    `start` is improved step by step: the move of the group that lowers the cost most is applied
+    until none lowers it. Unless a class would be lacking, the sum of squares is then at most half
+    of the sum over groups and classes of w (the group's fraction of the class)^2, where w is
+    `fraction` for training groups and 1 - `fraction` for held-out groups.
 
     Args:
         counts: numbers of images of each class, and their total, int64 [groups, classes + 1].
@@ -196,21 +194,13 @@ def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarra
     if len(counts) <= TRIED:
         choices = np.arange(2 ** len(counts))[:, None] >> np.arange(len(counts)) & 1
         return choices[cost(choices @ counts).argmin()].astype(bool)
-    # The last group is empty: an exchange with it moves a single group.
-    counts = np.vstack([counts, np.zeros_like(sizes)])
-    is_empty = np.arange(len(counts)) == len(start)
-    chosen = np.append(start, False)
+    chosen = start.copy()
     while True:
-        inside = np.flatnonzero(chosen | is_empty)
-        outside = np.flatnonzero(~chosen | is_empty)
-        exchanges = [(inside, outside)]
-        if len(inside) * len(outside) * len(sizes) > EXCHANGED:
-            exchanges = [(inside, outside[-1:]), (inside[-1:], outside)]
-        pairs = np.vstack([np.stack(np.meshgrid(*sides), -1).reshape(-1, 2) for sides in exchanges])
-        costs = cost(counts[chosen].sum(0) - counts[pairs[:, 0]] + counts[pairs[:, 1]])
-        if costs.min() >= costs[-1] - 1e-12:  # The last pair changes nothing.
-            return chosen[:-1]
-        chosen[pairs[costs.argmin()]] ^= True
+        held_out = counts[chosen].sum(0)
+        costs = cost(held_out + np.where(chosen, -1, 1)[:, None] * counts)
+        if costs.min() >= cost(held_out) - 1e-12:
+            return chosen
+        chosen[costs.argmin()] ^= True
 
 
 def draw_groups(

@@ -1,7 +1,5 @@
 """Progressive growing: batches whose resolution and size change with the training step."""
 
-import bisect
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,22 +98,6 @@ def at_resolution(dataset: Dataset, side: int) -> Dataset:
 
 def stages_text(dataset: Dataset, resolutions: Sequence[int]) -> str:
     """Describe for the run's plan which resolutions are read as stored, and which are scaled."""
-    stored_sides = dataset.meta.resolutions
-    if dataset.crop is not None:
-        return f"{_sides(resolutions)} scaled from random crops"
-    if stored_sides == [0]:
-        return f"{_sides(resolutions)} scaled from images of sizes of their own"
-    stored = [side for side in resolutions if side in stored_sides]
-    missing = [side for side in resolutions if side not in stored_sides]
-    texts = [f"{_sides(stored)} as stored"] if stored else []
-    # `stored_sides` is ascending: the next larger one is the source of a side.
-    for source, sides in itertools.groupby(
-        missing, lambda side: stored_sides[bisect.bisect(stored_sides, side)]
-    ):
-        texts.append(f"{_sides(list(sides))} scaled from {source} px while reading")
-    hint = f" (duet pack --pyramid {min(missing)} stores them)" if missing else ""
-    return ", ".join(texts) + hint
-
-
-def _sides(resolutions: Sequence[int]) -> str:
-    return ", ".join(map(str, resolutions)) + " px"
+    stored = set() if dataset.crop is not None else set(dataset.meta.resolutions)
+    texts = [f"{side} px {'as stored' if side in stored else 'scaled'}" for side in resolutions]
+    return ", ".join(texts)

@@ -89,21 +89,9 @@ def weighted_epochs(
 
 def _check(weights: np.ndarray, source: str, count: int) -> None:
     """Raise UserError unless there are `count` weights, finite, not negative and not all 0."""
-    if weights.shape != (count,):
-        raise UserError(
-            f"{source}: {weights.dtype} {list(weights.shape)}, expected {count} numbers, a weight"
-            " for each image"
-        )
-    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-    if len(bad):
-        raise UserError(
-            f"{source}: weight number {bad[0] + 1} is {weights[bad[0]]}; a weight is a finite number"
-            " of at least 0"
-        )
-    if not weights.any():
-        raise UserError(
-            f"{source}: all weights are 0 so no image would be drawn; give some a weight above 0"
-        )
+    is_valid = weights.shape == (count,) and np.isfinite(weights).all() and weights.min() >= 0
+    if not is_valid or not weights.any():
+        raise UserError(f"{source}: give {count} finite weights of at least 0 that are not all 0")
 
 
 def _expected_draws(weights: np.ndarray) -> np.ndarray:

@@ -71,11 +71,9 @@ def test_few_groups_are_divided_as_well_as_any_choice_can(case: tuple[np.ndarray
     assert exact_cost(counts, tuple(near), fraction)[0] == best[0] or best[0] > 0
 
 
-@pytest.mark.parametrize("exchanged", [split.EXCHANGED, 0])  # with 0: only moves of single groups
 @pytest.mark.parametrize("seed", range(4))
-def test_many_groups_are_within_the_bound(monkeypatch: pytest.MonkeyPatch, seed: int, exchanged: int) -> None:
+def test_many_groups_are_within_the_bound(seed: int) -> None:
     """No move improves the choice; added up over all groups, that is the bound in `balance`."""
-    monkeypatch.setattr(split, "EXCHANGED", exchanged)
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 2, (60, 4)) * rng.integers(1, 30, (60, 4))
     counts = np.column_stack([counts, counts.sum(1)])[counts.any(1)]
@@ -94,8 +92,7 @@ def test_many_groups_are_within_the_bound(monkeypatch: pytest.MonkeyPatch, seed:
         moved = chosen.copy()
         moved[group] ^= True
         assert squares(moved) >= squares(chosen) - 1e-9
-    if exchanged:
-        assert np.abs(parts[chosen].sum(0) - fraction).max() < 0.02  # of every class, and of all
+    assert np.abs(parts[chosen].sum(0) - fraction).max() < 0.04  # of every class, and of all
 
 
 def test_a_class_of_one_group_is_trained_on_and_counts_add_up() -> None:

@@ -40,8 +40,8 @@ def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = [line.split() for line in lines]
     for expected in (["count", "20"], ["channels", "3"], ["resolutions", "8"], ["encoding", "raw"]):
         assert expected in words
-    assert ["0", "cat", "7", "#" * 40] in words
-    assert ["2", "emu", "6", "#" * 34] in words
+    assert ["cat", "7"] in words
+    assert ["emu", "6"] in words
     with Image.open(packed.parent / "packed.grid.png") as file:
         image = np.asarray(file.convert("RGB"))
     first = sample_images(20)[0].transpose(1, 2, 0).repeat(8, axis=0).repeat(8, axis=1)

@@ -357,7 +357,7 @@ SIDES = {
 SPLIT_NAMES = {name: side for side, names in SIDES.items() for name in names}
 # value of --split -> the splits that are taken for it, in descending order of preference
 SPLITS = {"train": ("train",), "test": ("test", "val"), "val": ("val", "test")}
-SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # kinds of shards
+SHARDED = (".parquet", ".arrow", ".tar")  # suffixes of shards
 NAMES = "|".join(sorted(SPLIT_NAMES, key=len, reverse=True))
 SPLIT_INSIDE = re.compile(rf"(?:^|[-_.])({NAMES})(?=[-_.]|$)")
 SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")

@@ -27,7 +27,6 @@ from duetgan.data.errors import ImageError, read_error
 from duetgan.data.images import SUFFIXES
 from duetgan.data.packing.sources import labels
 from duetgan.data.packing.sources.base import (
-    SHARDED,
     Problem,
     Source,
     SourceOptions,
@@ -229,12 +228,6 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     ignored = [name for name in names if suffixes.get(name) not in kinds]
     if images:
         return images, ignored
-    for name in ignored:
-        if name.endswith(tuple(SHARDED)) and "/" in name:  # a snapshot of the Hugging Face hub
-            inner, kind = name.rpartition("/")[0], SHARDED[PurePosixPath(name).suffix]
-            raise UserError(
-                f"{where} holds no images; its {kind} files lie below: give {where}/{inner}"
-            )
     supported = " ".join(sorted(SUFFIXES))
     raise UserError(f"{where} holds no images{_describe_files(ignored)}; supported are {supported}")
 

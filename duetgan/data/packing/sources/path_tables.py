@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from duetgan.data.images import SUFFIXES
 from duetgan.data.packing.sources import base, labels
 from duetgan.data.packing.sources.files import LocalSource
 from duetgan.utils import files
@@ -27,7 +26,7 @@ PATHS = (
     *("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img"),
     *("img_path", "fname", "image_name", "image index", "image_id", "id_code", "id", "name"),
 )
-MOST_TRIALS = 20  # One of so many first values must be a file; also most sub-folders to search.
+MOST_TRIALS = 20  # One of so many first values must be a file.
 
 
 class Table(Protocol):
@@ -209,9 +208,7 @@ def _find_place(
     path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions
 ) -> Place:
     """Return the conversion of values to files, for the first column of PATHS in which an early
-    value is a file.
-
-    Raises UserError if there are no files, or several possible conversions.
+    value is a file. Raises UserError if there is none.
     """
     lower = {name.lower(): name for name in counts}
     columns = [lower[name] for name in PATHS if name in lower]
@@ -221,36 +218,16 @@ def _find_place(
         raise UserError(
             f"{path}: no column path, its columns are {', '.join(counts)}; pass --path-column NAME"
         )
+    suffix = options.suffix or ""
+    if suffix.isalnum():
+        suffix = f".{suffix}"
     for column in columns:
-        values = list(itertools.islice(filter(None, counts[column]), MOST_TRIALS))
-        places = _places(column, values, folder, options)
-        if len(places) > 1:
-            files = " and ".join(str(place.file(values[0])) for place in places[:2])
-            raise UserError(f"{path}: {files} fit: choose with --root and --suffix")
-        if places:
-            return places[0]
+        place = Place(column, folder, suffix)
+        values = itertools.islice(filter(None, counts[column]), MOST_TRIALS)
+        if any(map(os.path.isfile, map(place.file, values))):
+            return place
     example = folder / next(iter(counts[columns[0]]))
     raise UserError(
         f"{path}: {example} is no file, as are others of the column {columns[0]}: pass"
         " --root with the folder of the images, and --suffix .jpg where the names have none"
     )
-
-
-def _places(
-    column: str, values: Sequence[str], folder: Path, options: base.SourceOptions
-) -> list[Place]:
-    """Return the ways to convert values to paths for which one of them is a file.
-
-    Files are searched for in `folder`, and then, unless it is `options.root`, in its sub-folders.
-    A suffix is added only if the values without one are no files.
-    """
-    below = [] if options.root else sorted(filter(Path.is_dir, folder.iterdir()))[:MOST_TRIALS]
-    suffixes = [[""], sorted(SUFFIXES | set(map(str.upper, SUFFIXES)))]
-    if options.suffix is not None:
-        suffixes = [[f".{options.suffix}" if options.suffix.isalnum() else options.suffix]]
-    for added, folders in itertools.product(suffixes, ([folder], below)):
-        places = [Place(column, inside, text) for inside in folders for text in added]
-        fitting = [place for place in places if any(map(os.path.isfile, map(place.file, values)))]
-        if fitting:
-            return fitting
-    return []

@@ -125,8 +125,6 @@ def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
     flat = tar(tmp_path / "flat.tar", {f"cat.{n}.jpg": content_of(n) for n in range(3)})
     assert source_at(flat).classes == []
     assert source_at(flat, classes_from="name").classes == ["cat"]
-    tar(tmp_path / "hub" / "train" / "0.tar", samples(1, 0))
-    refused(tmp_path / "hub", f"its tar files lie below: give {tmp_path}/hub/train$")
 
 
 def test_links_and_special_members_are_not_followed(tmp_path: Path) -> None:
