@@ -136,7 +136,7 @@ def make_parser() -> Parser:
         "--against",
         type=Path,
         metavar="OTHER.lmdb",
-        help="take the classes of this file, refuse others, and report images that are in both",
+        help="take the classes of this file, and refuse others",
     )
     add(
         "--apart",

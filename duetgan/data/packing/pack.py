@@ -107,8 +107,7 @@ def pack(
     workers: int | None = None,  # threads besides this one; None: one per core
     # most images that on_error "skip" omits; None: 100 or 1 % of the images, whichever is more
     max_skipped: int | None = None,
-    # a packed file with the same classes; images that are also in it are reported
-    against: Path | None = None,
+    against: Path | None = None,  # a packed file with the same classes
     duplicates: bool = True,  # report equal images
     # a packed file with the same classes; images that are in it, or similar, are omitted
     apart: Path | None = None,
@@ -156,7 +155,7 @@ def pack(
         seconds = time.perf_counter() - started
         text = None
         if duplicates:
-            text = _find_duplicates(whole.path, targets[0], against, name, report)
+            text = _find_duplicates(whole.path, targets[0], name, report)
     return Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
@@ -276,23 +275,14 @@ def _write(
 def _find_duplicates(
     path: Path,  # the packed file of all images
     dest: Path,  # its name in the report
-    against: Path | None,
     name: Name,
     existing: Report | None,  # a report on duplicates within the file
 ) -> list[str]:
-    """Return the report on exact duplicates within a packed file, and between it and `against`."""
+    """Return the report on exact duplicates within a packed file."""
     try:
         with LMDBReader(path) as reader:
             report = existing or find(reader, item_name=name)
-            reports = [dataclasses.replace(report, near=None)]
-            if against is not None:
-                with LMDBReader(against) as second:
-                    reports.append(find(reader, second, item_name=name))
-        text: list[str] = []
-        for report in reports:
-            report.file = str(dest)
-            text += lines(report, LISTED)
-        return text
+        return lines(dataclasses.replace(report, file=str(dest), near=None), LISTED)
     # The file is complete: an error in the search must not look like one of packing.
     except Exception as error:
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]

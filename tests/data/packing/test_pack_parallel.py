@@ -1,6 +1,5 @@
 """Packing in several threads gives the same file as packing in one, and no fault leaves anything."""
 
-import contextlib
 import hashlib
 import os
 import resource
@@ -151,16 +150,6 @@ def test_packing_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_full_disk_with_workers(tmp_path: Path) -> None:
-    mixed_folder(tmp_path / "photos")
-    command = f"'{sys.executable}' -m data.pack {tmp_path / 'photos'} {tmp_path / 'x.lmdb'} --size 128 --workers 2"
-    limit = f"ulimit -f 64; exec {command} --on-error skip"
-    done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "cannot write" in done.stderr
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["photos"]
-
-
 SLOW = """
 import pathlib, sys, time
 from duetgan.data.packing.pack import pack
@@ -288,26 +277,6 @@ def test_h19_h23_dataset_json_that_is_none(tmp_path: Path, make: Callable[[Path]
     save(tmp_path / "a.png")
     make(tmp_path / "dataset.json")
     assert_raises(UserError, rf"dataset\.json {message}", open_source, str(tmp_path))
-
-
-@pytest.mark.parametrize("depth", [1100, pytest.param(2100, marks=pytest.mark.slow)])  # Python recurses less deep
-def test_h23_tree_that_is_too_deep(tmp_path: Path, depth: int) -> None:
-    """A path has at most 4,096 bytes: up to there it is read, beyond it is refused by one line."""
-    (tmp_path / "in").mkdir()
-    with contextlib.chdir(tmp_path / "in"):
-        for _ in range(depth):
-            os.mkdir("d")
-            os.chdir("d")
-        save(Path("a.png"))
-    try:
-        if depth == 1100:
-            assert len(source_at(tmp_path / "in")) == 1
-        else:
-            with pytest.raises(UserError, match=r"File name too long.*move its files") as refused:
-                source_at(tmp_path / "in")
-            assert len(str(refused.value)) < 400
-    finally:
-        subprocess.run(["rm", "-rf", str(tmp_path / "in")], check=True)  # shutil's own would recurse
 
 
 def test_h25_all_skipped_files_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

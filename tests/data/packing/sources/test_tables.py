@@ -145,16 +145,6 @@ def test_damaged_parquet(plain: Callable[..., Path]) -> None:
         refused(path, r"x\.parquet cannot be read")
 
 
-def test_damage_between_pieces_of_a_row_group(plain: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "IMAGE_ROWS", 1)
-    source = source_at(plain(rows=4, write_batch_size=1, data_page_size=1))  # a page for each row
-    for index in (0, 1, 2, 2, 3, 1, 2, 0):
-        if index < 2:
-            assert source.content(index) == content_of(index)
-        else:
-            item_refused(source, index, "cannot be read")
-
-
 @pytest.mark.parametrize("rows", [1000, 10])
 def test_parquet_memory_is_flat(tmp_path: Path, rows: int) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (1000, 20_000), dtype=np.uint8)
