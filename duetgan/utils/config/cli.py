@@ -221,7 +221,7 @@ TABLE_OPTIONS = {  # options of duet pack and the quickstart for reading a label
     "path_column": ("NAME", "column of a table with the names of the image files"),
     "label_column": (
         "NAME",
-        "column of a table, or field of a .tar file, with the labels; several: a,b,c; none: no labels",
+        "column of a table, or field of a .tar file, with the labels; none: no labels",
     ),
     "label_separator": (
         "TEXT",

@@ -42,7 +42,7 @@ class SourceOptions(NamedTuple):
     root: Path | None = None  # the folder of a named source, or of the images that a table names
     # Columns of a table (data/packing/sources/labels.py): "none" means no column; None: they are found by
     # their names and values.
-    label_column: str | None = None  # one or more names, separated by commas
+    label_column: str | None = None
     label_separator: str | None = None  # between several labels of an image
     split_column: str | None = None  # NAME, or NAME=VALUE,... with the values of held-out images
     path_column: str | None = None

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,12 +23,9 @@ LABEL_COLUMNS = (
     *("labels", "label_name", "fine_label", "class", "class_name", "category", "target"),
     *("tags", "choice", "choices", "finding labels"),
 )
-# values of a one-hot column
+# values of a column such as is_valid
 POSITIVE = frozenset(("1", "1.0", "true", "yes"))
-NEGATIVE = frozenset(("", "0", "0.0", "false", "no"))
-# means "no" in columns with 1 (CelebA)
-MINUS = frozenset(("-1", "-1.0"))
-NUMBERING = frozenset(("", "id", "index", "unnamed: 0"))  # columns that number the rows
+NEGATIVE = frozenset(("0", "0.0", "false", "no"))
 SPLIT_COLUMNS = frozenset(
     ("split", "set", "subset", "partition", "usage", "fold", "kfold", "phase")
 )
@@ -41,19 +38,18 @@ Counts = Mapping[str, Counter[str]]
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns of labels and of the split."""
+    """The names of the columns of labels, of the groups and of the split; None: there is none."""
 
-    labels: Sequence[str] = ()  # empty: unlabelled
-    one_hot: bool = False  # True: each class is a column of 0 and 1
-    assumed: bool = False  # True: neither set by an option nor called "label"
-    group: str | None = None  # column of group names
-    split: str | None = None
+    label: str | None
+    assumed: bool  # True: `label` is neither set by an option nor called "label"
+    group: str | None
+    split: str | None
     # value of the split column -> train, val or test
-    sides: Mapping[str, str] = field(default_factory=dict)
+    sides: Mapping[str, str]
 
     @property
     def names(self) -> list[str]:
-        return [*self.labels, *filter(None, [self.group, self.split])]
+        return list(filter(None, [self.label, self.group, self.split]))
 
 
 def as_text(value: object) -> str:
@@ -101,40 +97,30 @@ def choose_columns(
     """Return the columns of labels, of the groups and of the split.
 
     Options choose the columns. Without an option the columns of labels and of the split are chosen
-    by name, else by their values, and no column defines groups. Raises UserError for a missing
-    column, and if several columns are possible.
+    by name, else that of the split by its values, and no column defines groups. Raises UserError
+    for a missing column, and if several columns are possible.
     """
     group = None
     if options.group_column is not None:
         group = find_name(where, "--group-column", options.group_column, counts)
         counts = {name: values for name, values in counts.items() if name != group}
-    labels = _labels_by_name(where, counts, options.label_column, declared)
-    remaining = {name: values for name, values in counts.items() if name not in (*labels, paths)}
+    label = _label_by_name(where, counts, options.label_column, declared)
+    remaining = {name: values for name, values in counts.items() if name not in (label, paths)}
     split, sides = _split(where, remaining, options.split_column)
-    if labels or options.label_column is not None:
-        one_hot = len(labels) > 1 and all(_is_one_hot(counts[name]) for name in labels)
-        assumed = options.label_column is None and labels[0].lower() != LABEL
-        return Columns(labels, one_hot, assumed, group, split, sides)
-    remaining.pop(split or "", None)
-    binary = [
-        name
-        for name, values in remaining.items()
-        if name.lower() not in NUMBERING and len(values) > 1 and _is_one_hot(values)
-    ]
-    if len(binary) > 1:
-        return Columns(binary, True, True, group, split, sides)
-    source.remarks += base.looks_like_labels(where, remaining)
-    return Columns(group=group, split=split, sides=sides)
+    if label is None and options.label_column is None:
+        remaining.pop(split or "", None)
+        source.remarks += base.looks_like_labels(where, remaining)
+    assumed = label is not None and options.label_column is None and label.lower() != LABEL
+    return Columns(label, assumed, group, split, sides)
 
 
-def _labels_by_name(
+def _label_by_name(
     where: str, counts: Counts, option: str | None, declared: Iterable[str]
-) -> list[str]:
+) -> str | None:
     if option == NO_LABELS:
-        return []
+        return None
     if option is not None:
-        names = [option] if option in counts else option.split(",")
-        return [find_name(where, "--label-column", name.strip(), counts) for name in names]
+        return find_name(where, "--label-column", option, counts)
     usual = [name for name in counts if name.lower() in LABEL_COLUMNS]
     usual.sort(key=lambda name: LABEL_COLUMNS.index(name.lower()))
     names = [name for name in counts if name.lower() == LABEL] or usual or list(declared)
@@ -143,12 +129,7 @@ def _labels_by_name(
             f"{where}: {' and '.join(names)} could be labels: pass --label-column {names[0]}, or"
             f" --label-column {NO_LABELS}; its columns are {', '.join(counts)}"
         )
-    return names
-
-
-def _is_one_hot(values: Iterable[str]) -> bool:
-    texts = set(map(str.lower, values))
-    return texts <= POSITIVE | NEGATIVE or texts <= POSITIVE | MINUS
+    return names[0] if names else None
 
 
 # --- splits
@@ -198,7 +179,7 @@ def _sides(name: str, values: Iterable[str]) -> dict[str, str]:
     """
     values = sorted(set(values) - {""})
     flag = base.side_of(name.lower().removeprefix("is"))
-    if flag and _is_one_hot(values):
+    if flag and set(map(str.lower, values)) <= POSITIVE | NEGATIVE:
         opposite = "test" if flag == "train" else "train"
         return {value: flag if value.lower() in POSITIVE else opposite for value in values}
     sides = {value: base.side_of(value) for value in values}
@@ -263,12 +244,14 @@ def take_columns(
     Rows without a label or split become problems of the source. A remark describes assumptions.
     Raises UserError for invalid labels, for a row without a group, and if the split does not exist.
     """
-    width = len(columns.labels)
-    values, assumed = _values(
-        where, columns, [row[:width] for row in rows], options.label_separator
-    )
+    values: Sequence[str | list[str]] = [""] * len(rows)
+    form = ONE
+    if columns.label is not None:
+        texts = [row[0] for row in rows]
+        values, form = split_labels(where, texts, options.label_separator)
     # With lists an empty value is an image without labels.
-    label_required = width > 0 and not any(isinstance(value, list) for value in values)
+    with_lists = any(isinstance(value, list) for value in values)
+    label_required = columns.label is not None and not with_lists
     usable = []
     for index, (row, value) in enumerate(zip(rows, values, strict=True)):
         if label_required and not value:
@@ -277,14 +260,13 @@ def take_columns(
             source.problems.append(base.Problem(places[index], "has no split"))
         else:
             usable.append(index)
-    if assumed != ONE or columns.split or columns.assumed:
-        names = ", ".join(f'"{name}"' for name in columns.labels)
-        text = f"labels from column{'s' * (width > 1)} {names}, {assumed}" if names else "no labels"
+    if form != ONE or columns.split or columns.assumed:
+        text = f'labels from column "{columns.label}", {form}' if columns.label else "no labels"
         sides = ", ".join(f"{value} -> {side}" for value, side in sorted(columns.sides.items()))
         text += f'; split from column "{columns.split}": {sides}' if columns.split else ""
         source.remarks.append(f"{where}: {text}")
     source._labels = np.zeros(len(usable), np.int64)
-    if width:
+    if columns.label is not None:
         source.take_labels(
             where, [values[index] for index in usable], [places[index] for index in usable]
         )
@@ -300,35 +282,7 @@ def take_columns(
     if columns.group is not None:
         source.grouping = base.group_images(
             f"--group-column {columns.group}",
-            [rows[index][width] for index in usable],
+            [rows[index][columns.names.index(columns.group)] for index in usable],
             lambda index: places[usable[index]],
         )
     return usable
-
-
-def _values(
-    where: str, columns: Columns, rows: Sequence[Sequence[str]], separator: str | None
-) -> tuple[list[str | list[str]], str]:
-    """Return the label or labels of each row, and a description of assumptions for the user."""
-    if columns.one_hot:
-        label_sets = []
-        for row in rows:
-            pairs = zip(columns.labels, row, strict=True)
-            label_sets.append([name for name, text in pairs if text.lower() in POSITIVE])
-        if all(len(labels) == 1 for labels in label_sets):
-            return [labels[0] for labels in label_sets], f"{ONE} (1: has it)"
-        return list(label_sets), "several per image (1: has it)"
-    width = len(columns.labels)
-    cells, assumed = split_labels(where, list(itertools.chain(*rows)), separator)
-    if width == 1:
-        return cells, assumed
-    joined = [_joined(cells[row * width : (row + 1) * width]) for row in range(len(rows))]
-    return list(joined), assumed + " and column" * (width > 1)
-
-
-def _joined(cells: Sequence[str | list[str]]) -> list[str]:
-    """Return the distinct labels of a row's columns, without empty ones."""
-    labels = itertools.chain.from_iterable(
-        [cell] if isinstance(cell, str) else cell for cell in cells
-    )
-    return list(dict.fromkeys(filter(None, labels)))

@@ -162,7 +162,7 @@ class PathTable(LocalSource):
             if os.path.isfile(file := place.file(value)):
                 names.append(base.with_slashes(value) + place.suffix)
                 numbers.append(number)
-                groups.append(values[len(columns.labels)] if self.grouping else "")
+                groups.append(values[columns.names.index(columns.group)] if columns.group else "")
             else:
                 self.problems.append(
                     base.Problem(str(file), f"is no file ({where} of {path.name})")

@@ -197,8 +197,7 @@ class TableSource(base.Source):
         columns = labels.choose_columns(self, where, counts, options, declared=declared)
         rows = [row for _, row in shards.rows(columns.names, files.TABLE.limit)]
         rows = rows or [[]] * len(self._rows)
-        single = len(columns.labels) == 1 and not columns.one_hot
-        if single and columns.labels[0] in first.of_use("number"):
+        if columns.label in first.of_use("number"):
             rows = [["", *row[1:]] if row[0].startswith("-") else row for row in rows]
         places = list(map(self.item_name, range(len(rows))))
         self._rows = self._rows[labels.take_columns(self, where, columns, rows, places, options)]
@@ -206,8 +205,7 @@ class TableSource(base.Source):
             raise UserError(
                 f"{where}: no row has an image and label: choose another --split, or no column"
             )
-        names = shards.class_names[columns.labels[0]] if single else []
-        if names:
+        if names := shards.class_names.get(columns.label or "", []):
             if not {*self.classes} <= {*map(str, range(len(names)))}:
                 raise UserError(
                     f"{where}: a label is none of its {len(names)} classes; get it again"

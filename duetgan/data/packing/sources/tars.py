@@ -159,7 +159,7 @@ class TarSource(ListedSource):
     ) -> Iterator[Sample]:
         fields = set(FIELDS)
         for option in (options.label_column, options.split_column, options.group_column):
-            fields |= {name.strip().lower() for name in (option or "").partition("=")[0].split(",")}
+            fields.add((option or "").partition("=")[0].lower())
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
         for (key, _), group in groups:
             sample = Sample(key)

@@ -22,8 +22,6 @@ AB = "a.png b.png"
 KINDS = ("folder", "zip", "tar")
 USAGE = "path,label,Usage\na.png,x,Training\nb.png,y,PublicTest\nc.png,x,PrivateTest\n"
 FOLDS = "path,label,fold\na.png,x,0\nb.png,y,1\nc.png,x,2\n"
-CELEBA = "image_id,Young,Smiling\na.png,1,-1\nb.png,-1,1\nc.png,1,1\n"
-ONE_HOT = "path,cat,dog,bird\na.png,1,0,0\nb.png,0,1,1\nc.png,0,0,0\n"
 FASTAI = "fname,labels,is_valid\na.png,car person,True\nb.png,car,False\nc.png,person,False\n"
 
 # the file and its text, the images that are there, the options; the images that are read with their labels, or "!" and
@@ -66,17 +64,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, str], str, str]] = {
         "!is_train and is_test may be",
         "",
     ),
-    "one-hot": (
-        *("x.csv", ONE_HOT, f"{AB} c.png", {}, "a.png:cat b.png:bird+dog c.png:"),
-        r'labels from columns "cat", "dog", "bird", several per image \(1: has it\)$',
-    ),
-    "one-hot, one each": (
-        *("x.csv", "image_id,Healthy,Rust\na,1.0,0.0\nb,0.0,1.0\n", AB, {"suffix": "png"}, "a.png:Healthy b.png:Rust"),
-        "one per image .1: has it",
-    ),
-    "celeba": (
-        *("x.csv", CELEBA, f"{AB} c.png", {}, "a.png:Young b.png:Smiling c.png:Smiling+Young", "several per image"),
-    ),
     "celeba's partition": (
         "x.csv",
         "image_id,partition\na.png,0\nb.png,1\n",
@@ -84,10 +71,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, str], str, str]] = {
         {},
         "!column partition may be a split, but '0'",
         "",
-    ),
-    "keras raw": (
-        *("x.csv", "filename,cat,dog,width\na.png,1,1,9\nb.png,0,0,9\n", AB, {"label_column": "Cat, dog"}),
-        *("a.png:cat+dog b.png:", "several per image"),
     ),
     "pipes": (
         *("x.csv", "Image Index,Finding Labels,Age\na.png,Edema|Mass,3\nb.png,None,4\n", AB, {}),
@@ -111,10 +94,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, str], str, str]] = {
     "fastai": (
         *("x.csv", FASTAI, f"{AB} c.png", {"label_separator": " "}, "b.png:car c.png:person"),
         'separated by " "; split from column "is_valid"',
-    ),
-    "two columns of labels": (
-        *("x.csv", "path,kind,colour\na.png,cat,red\nb.png,dog,\n", AB, {"label_column": "kind,colour"}),
-        *("a.png:cat+red b.png:dog", 'labels from columns "kind", "colour"'),
     ),
     "metadata.jsonl": (
         *(
@@ -174,11 +153,6 @@ IMAGES = {"image": cells(1, 2, 3)}
         (IMAGES | {"label": ["x|y", "x", ""]}, {}, "x+y x -"),
         (IMAGES | {"tags": [["x", "y"], ["x"], []]}, {}, "x+y x -"),
         (IMAGES | {"label": ["x, y", "x", "z"]}, {}, "!may be one or several: pass --label-separator"),
-        (
-            IMAGES | {"cat": [1.0, 0.0, 1.0], "dog": [0.0, 1.0, 1.0]},
-            {"label_column": "cat,dog"},
-            "cat dog cat+dog",
-        ),
         (IMAGES | {"label": ["x", "y", "z"], "is_valid": [False, True, False]}, {"split": "val"}, "y"),
         (IMAGES | {"label": ["x", "y", "z"], "fold": [0, 1, 2]}, {}, "!fold may be a split"),
         ({"file": ["c.png", "s\\a.png"], "label": [7, 0], "Usage": ["Test", "Train"]}, {"split": "test"}, "7"),
