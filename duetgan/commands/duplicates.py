@@ -9,7 +9,6 @@ from pathlib import Path
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.duplicates import find, lines
 from duetgan.utils.config.cli import Parser
-from duetgan.utils.errors import UserError
 
 
 def main(argv: list[str]) -> None:
@@ -27,9 +26,5 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
     with LMDBReader(args.path) as reader, LMDBReader(args.other or args.path) as second:
-        if args.other and args.other.samefile(args.path):
-            raise UserError(
-                f"{args.other} and {args.path} are the same file: give it once to search within it"
-            )
         report = find(reader, second if args.other else None, similar=args.similar)
         print(json.dumps(report.document(), indent=2) if args.json else "\n".join(lines(report)))

@@ -39,8 +39,6 @@ class _Skipped:
     """The problems of skipped images: at most `cap`, or none if `on_error` is "stop"."""
 
     def __init__(self, source: Source, on_error: str, cap: int | None, remedy: str) -> None:
-        if cap is not None and on_error == "stop":
-            raise UserError("--max-skipped is for --on-error skip: add it or drop --max-skipped")
         self._source = source
         self._stop = on_error == "stop"
         self._remedy = remedy
@@ -79,7 +77,7 @@ class _Skipped:
         raise UserError(f"{source.name}: no image{of_class} {text}")
 
 
-def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:
+def _check_classes(source: Source, against: Path | None) -> None:
     """Raise UserError for an empty class, or for classes other than those of the file `against`.
 
     Classes that only `against` has are added to the source: held-out images may lack a class.
@@ -87,8 +85,6 @@ def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]
     if against is None:
         source.check_classes()
         return
-    if against.exists() and any(target.exists() and against.samefile(target) for target in targets):
-        raise UserError(f"{against} is the file to be written: name another one to compare with")
     with LMDBReader(against) as reader:
         classes = reader.classes
     if source.classes and classes:  # Unlabelled images fit all classes.
@@ -128,7 +124,7 @@ def pack(
     fraction = None if val_share is None else to_fraction(val_share)
     targets = _targets(source, Path(dest), fraction, val_dest)
     skipped = _Skipped(source, on_error, max_skipped, remedy)
-    _check_classes(source, against or apart, targets)
+    _check_classes(source, against or apart)
     plan = make_plan(source, **plan_options)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
@@ -175,7 +171,7 @@ def _targets(
 ) -> list[Path]:
     """Return the paths to write: `dest`, and with `fraction` the file of held-out images.
 
-    Raises UserError if no image can be held out, or for a wrong `val_dest`.
+    Raises UserError if no image can be held out, or for `val_dest` without `fraction`.
     """
     targets = [dest]
     if source.grouping is not None:
@@ -194,19 +190,10 @@ def _targets(
     if fraction is not None:
         labels = strata(source.labels(), source.label_sets, fraction)
         if len(labels) < 2 or np.bincount(labels).max() < 2:
-            images = f"{len(labels):,} images, each of another class"
-            if len(labels) == 1:
-                images = "1 image"
             raise UserError(
-                f"{source.name}: --val-share {float(fraction)} needs two images of a class, there"
-                " is"
-                f" {images}; add some"
+                f"{source.name}: --val-share {float(fraction)} needs two images of a class; add some"
             )
         targets.append(val_path(dest) if val_dest is None else Path(val_dest))
-        if targets[0].absolute() == targets[1].absolute():
-            raise UserError(
-                f"--val-dest {val_dest} is the file of the training images: name another one"
-            )
     elif val_dest is not None:
         raise UserError("--val-dest is for --val-share: add it or drop --val-dest")
     return targets

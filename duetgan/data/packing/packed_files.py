@@ -59,19 +59,13 @@ def shard_paths(path: Paths) -> list[Path]:
     `path` is one file or several, a pattern ("train-*.lmdb", "train-{000..146}.tar"), whose files
     are sorted by name, or a folder of tar files.
 
-    Raises UserError if there are none, for a folder of tar files of several splits, and for packed
-    files together with tar files.
+    Raises UserError if there are none, and for a folder of tar files of several splits.
     """
     paths: list[Path] = []
     for item in path if isinstance(path, (list, tuple)) else [path]:
         paths += _paths_of(str(item))
     if not paths:
         raise UserError("no packed files are given: name at least one")
-    packed = [file for file in paths if not is_tar(file)]
-    if 0 < len(packed) < len(paths):
-        raise UserError(
-            f"{packed[0]} is no tar file, as others of this data set are: give one kind"
-        )
     return paths
 
 

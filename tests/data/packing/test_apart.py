@@ -68,7 +68,6 @@ def test_command_line_and_refusals(pets: Path, tmp_path: Path, refused: Any, cap
     assert "also in" not in told  # they are not
     for options, message in (
         (["--apart", test, "--val-share", "0.1"], "--apart and --val-share: pack one after the other"),
-        (["--apart", out], "out.lmdb is the file to be written"),
         (["--apart", "nowhere.lmdb"], "nowhere.lmdb: no such file"),
     ):
         assert message in refused(main, str(pets / "more"), out, "--overwrite", *options)

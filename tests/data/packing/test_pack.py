@@ -203,10 +203,6 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     save(tmp_path / "flat" / "a.png")
     assert packed(tmp_path / "flat", *against).classes == []
 
-    with pytest.raises(UserError, match="is the file to be written"):
-        main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
-    assert Dataset(tmp_path / "train.lmdb").classes == ["cat", "dog"]
-
 
 def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, capsys):
     monkeypatch.setattr("duetgan.data.packing.pack.find", lambda *_, **__: 1 / 0)
@@ -222,7 +218,6 @@ def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, c
         ("--workers many", "'many' is not a whole number of at least 0"),
         ("--workers=-1", "'-1' is not a whole number of at least 0"),
         ("--size 2", "--size: size 2: give a side in px, or width x height"),
-        ("--max-skipped 3", "--max-skipped is for --on-error skip"),
         ("--max-skipped -1", "--max-skipped: '-1' is not a whole number of at least 0"),
         *((f"--pyramid {n}", rf"--pyramid {n}: 8 px must be {n} px times") for n in (3, 5, 16, 0, -8)),
     ],

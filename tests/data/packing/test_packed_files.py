@@ -17,12 +17,10 @@ from duetgan.data.opening import open_dataset
 from duetgan.data.packing import packed_files
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.packed_files import MOST_FILES, expand_braces, shard_paths
-from duetgan.data.packing.records import pack_arrays
 from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.sampler import GlobalSampler, Position
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
-from tests.data.conftest import sample_images
 from tests.data.packing.sources.source_files import content_of
 from tests.data.packing.sources.test_tars import samples, tar
 from tests.end_to_end.recipes import image_folders, write_recipe
@@ -161,9 +159,8 @@ SPOIL: dict[str, Callable[[Path], Any]] = {
     "link": add_link,
     "truncated": lambda folder: os.truncate(folder / "a.tar", 2048),
     "pipe": lambda folder: os.mkfifo(folder / "b.tar"),
-    "mixed": lambda folder: pack_arrays(folder / "b.lmdb", sample_images(4)),
 }
-GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else: the folder
+GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar"}  # else: the folder
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,6 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
         ("truncated", "is damaged or was cut off ("),
         ("pipe", "b.tar cannot be read (is a named pipe, not a regular file); give a folder, a zip file or tar"),
         ("missing", "b.tar cannot be read (No such file or directory); give a folder, a zip file"),
-        ("mixed", "b.lmdb is no tar file, as others of this data set are: give one kind"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(how, said, tmp_path, own_cache, refused):

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data.packing.pack import pack
 from duetgan.data.packing.sources import named, open_source
 from duetgan.data.packing.sources.named import DEBIAN, SAMPLE, cache_folder, find_idx, read_idx
-from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.data.packing.sources.make_sample import idx_gz, sample_files
@@ -178,32 +176,6 @@ def test_idx_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             read_idx(tmp_path / name)
     refused("idx", "idx needs --root")
-
-
-@pytest.mark.skipif(not named.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
-@pytest.mark.parametrize(
-    ("size", "split", "prefix", "count"),
-    [
-        (28, "train", "train", 60_000),
-        (28, "test", "t10k", 10_000),
-        pytest.param(32, "train", "train", 60_000, marks=pytest.mark.slow),
-        (32, "test", "t10k", 10_000),
-    ],
-)
-def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, count: int) -> None:
-    source = open_source("fashion-mnist", split=split)
-    meta = pack(source, tmp_path / "x.lmdb", duplicates=False, workers=0, size=size).meta
-    sample_images, labels = Dataset(tmp_path / "x.lmdb").read(np.arange(count))
-    content = gzip.decompress((named.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
-    expected = np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, 28, 28)
-    border = (size - 28) // 2
-    np.testing.assert_array_equal(sample_images, np.pad(expected, ((0, 0), (0, 0), (border, border), (border, border))))
-    content = gzip.decompress((named.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
-    np.testing.assert_array_equal(labels, np.frombuffer(content, np.uint8, offset=8))
-    assert meta.histogram == [count // 10] * 10
-    assert meta.resize_filter == ("none" if size == 28 else "zero-pad")
-    np.testing.assert_allclose(meta.mean, [sample_images.mean() / 255], rtol=1e-9)
-    np.testing.assert_allclose(meta.std, [sample_images.std() / 255], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 10_000), ("test", 2_000)])
