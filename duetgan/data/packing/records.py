@@ -1,5 +1,5 @@
 """Convert images to records: a single image, arrays in memory, and all images of a source, in
-threads and in order. Packing uses this, also for the index of tar files.
+threads and in order.
 """
 
 import hashlib
