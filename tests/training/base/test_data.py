@@ -25,6 +25,7 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
+from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
 from tests.data.packing.test_inspect import change_entry
 
@@ -207,6 +208,14 @@ def test_threads_are_those_of_the_config_or_one_for_each_core(folder, monkeypatc
         assert data.reading_text(training) == f"decoded {place}, whole or in the middle"
     training, _ = opened(config_of(folder, crop="random", workers=0, **options))
     assert data.reading_text(training) == "decoded in the training's own thread, random crops"
+
+
+def test_keys_of_older_versions_are_accepted_with_their_defaults_alone():
+    old: dict[str, Any] = {"cache": "off", "on_damage": "stop", "sample_weights": None}
+    assert DataConfig(path="x", **old) == DataConfig(path="x")
+    other: dict[str, Any] = {"cache": "memory", "on_damage": "skip", "sample_weights": "w.txt"}
+    for key, value in other.items():
+        assert_raises(UserError, f"unknown key '{key}'", DataConfig, path="x", **{key: value})
 
 
 def test_description(folder):
