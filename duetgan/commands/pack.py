@@ -21,7 +21,7 @@ from duetgan.utils.config.cli import (
     image_size,
     number,
 )
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import MOST_CHANNELS
 from duetgan.utils.machine import tune_malloc
 from duetgan.utils.text import listed, printable
@@ -160,7 +160,6 @@ def main(argv: list[str]) -> None:
     options = vars(make_parser().parse_args(argv))
     dest = options["dest"]
     split = options["split"]
-    val_share = options["val_share"]
     check_target(dest, options["overwrite"])
     tune_malloc(RESERVED_BYTES)
     cv2.setNumThreads(1)  # each thread processes whole images
@@ -168,14 +167,11 @@ def main(argv: list[str]) -> None:
     names = ("split", "classes_from", "stack", *TABLE_OPTIONS)
     source_options = {name: options.pop(name) for name in names}
     with open_source(options.pop("source"), size=options["size"], **source_options) as source:
-        if source.splits and val_share is not None:
-            splits = f"{source.name} has splits of its own ({' and '.join(source.splits)})"
-            if split is not None:
-                raise UserError(
-                    f"{splits}: drop --val-share to pack --split {split}, or drop --split to hold out a part of its"
-                    " training images"
-                )
-            source.remarks.append(f"{splits}: --val-share holds out a part of its training images")
+        if source.splits and options["val_share"] is not None:
+            source.remarks.append(
+                f"{source.name} has splits of its own ({' and '.join(source.splits)}): --val-share holds out a part"
+                f" of its {split or 'train'} images"
+            )
         elif split is None and len(source.splits) > 1:
             parts = listed(source.splits)
             source.remarks.append(

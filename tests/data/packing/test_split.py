@@ -211,16 +211,11 @@ def test_refusals(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.Captu
         ("pets", "--split val", "or add --val-share 0.1"),
         ("alone", "--val-share 0.5", "needs two images of a class; add some"),
         ("same", "--val-share 0.2", "look alike (the largest group has 5 of 5), so none can be held out"),
-        (
-            "splits",
-            "--val-share 0.2 --split train",
-            "splits has splits of its own (test and train): drop --val-share to pack --split train, or drop --split",
-        ),
     ):
         assert message in refused(main, tmp_path / folder, tmp_path / "new" / "x.lmdb", *options.split(), alone=True)
         assert sorted(tmp_path.rglob("*")) == before
     succeed(main, tmp_path / "splits", tmp_path / "x.lmdb", "--val-share", "0.25")
-    assert "holds out a part of its training images" in capsys.readouterr().err
+    assert "holds out a part of its train images" in capsys.readouterr().err
     assert [len(reader) for reader in halves(tmp_path / "x.lmdb")] == [3, 1]
 
 
