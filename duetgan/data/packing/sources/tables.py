@@ -1,5 +1,5 @@
-"""Parquet and Arrow files with the bytes of images in a column, read by a separate process
-(table_child.py). Hugging Face's `save_to_disk` writes a folder of Arrow files for each split.
+"""Parquet and Arrow files with the bytes of images in a column (table_files.py reads them).
+Hugging Face's `save_to_disk` writes a folder of Arrow files for each split.
 """
 
 import errno
@@ -7,12 +7,8 @@ import functools
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 import unicodedata
-from collections.abc import Generator, Iterator, Sequence
-from multiprocessing import Pipe
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +19,8 @@ from duetgan.data.packing.sources import base, labels
 from duetgan.data.packing.sources.path_tables import PathTable
 from duetgan.utils import files
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.machine import available_bytes
 from duetgan.utils.text import listed, printable
 
-MEMORY_FRACTION = 0.5  # of the available memory, for the reading process
 LABEL_ROWS = 10_000  # rows received at a time of columns that may be labels
 IMAGE_ROWS = 16  # rows received at a time of images
 LABELS = ("text", "number", "flag", "list")  # uses of a column that may be labels
@@ -36,7 +30,7 @@ INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file wi
 
 
 class Table(NamedTuple):
-    """The description of a file by table_child.py."""
+    """The description of a file by table_files.py."""
 
     rows: int
     columns: list[tuple[str, str, str]]  # name, type and use
@@ -44,39 +38,6 @@ class Table(NamedTuple):
 
     def of_use(self, *uses: str) -> list[str]:
         return [name for name, _, use in self.columns if use in uses]
-
-
-def ask(*request: object) -> Generator[Any]:
-    """Send a request to a new process of table_child.py, and yield its answers. Raises OSError if
-    a file cannot be read.
-    """
-    connection, child_connection = Pipe()
-    script = str(Path(__file__).with_name("table_child.py"))
-    descriptor = child_connection.fileno()
-    memory = int(MEMORY_FRACTION * available_bytes())
-    process = subprocess.Popen(
-        [sys.executable, "-P", script, str(descriptor), str(memory)],
-        pass_fds=[descriptor],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        # Other memory pools reserve more than they use.
-        env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
-    )
-    child_connection.close()
-    try:
-        connection.send(request)
-        while True:
-            answer = connection.recv()
-            if isinstance(answer, str):
-                raise OSError(errno.EIO, answer)
-            yield answer
-    except EOFError:
-        reason = "its rows end too early, or it takes too much memory to read"
-        raise OSError(errno.EIO, reason) from None
-    finally:
-        connection.close()
-        process.kill()
-        process.wait()
 
 
 _reading = functools.partial(files.reading, remedy="copy or get it again")
@@ -97,11 +58,12 @@ class Shards:
         tables = []
         # column -> class names, of the first file
         self.class_names: dict[str, list[str]] = {}
-        answers = ask("describe", list(map(str, paths)))
+        from duetgan.data.packing.sources import table_files  # imports pyarrow
+
         for path in paths:
             with _reading(path):
                 size = files.check(path, files.ARCHIVE).st_size
-                table = Table(*next(answers))
+                table = Table(*table_files.describe(str(path)))
             tables.append(table)
             names = {name: class_names(path, table, name) for name in table.of_use(*LABELS)}
             self.class_names = self.class_names or names
@@ -114,7 +76,6 @@ class Shards:
                     f"{path} has other columns or class names than {paths[0].name}; get both from"
                     " one place"
                 )
-        answers.close()
         self.first = tables[0]
         # number of the first row of each file, and the number of all rows
         self.starts = np.cumsum([0, *(table.rows for table in tables)])
@@ -126,9 +87,13 @@ class Shards:
         """Yield the rows from row `start` on, at most `rows` at a time: their number of bytes, and
         their values column by column. Raises OSError if a file cannot be read.
         """
+        from duetgan.data.packing.sources import table_files
+
         shard, row = self.place(start)
-        paths = list(map(str, self.paths[shard:]))
-        yield from ask("read", paths, list(columns), row, rows, kind.limit, kind.remedy)
+        for path in self.paths[shard:]:
+            yield from table_files.read(str(path), list(columns), row, rows, kind)
+            row = 0
+        raise OSError(errno.EIO, "its rows end too early")
 
     def rows(
         self, columns: Sequence[str], limit: float = math.inf
@@ -159,7 +124,7 @@ class Shards:
 class TableSource(base.Source):
     """The images in a column of Parquet or Arrow files. Raises UserError for an unusable file.
 
-    Reading is fast in ascending order, as in packing; for an earlier row a new process is started.
+    Reading is fast in ascending order, as in packing; for an earlier row the file is opened again.
     """
 
     in_order = True

@@ -18,7 +18,7 @@ import pytest
 
 from duetgan.data.errors import ImageError
 from duetgan.data.packing.pack import pack
-from duetgan.data.packing.sources import tables
+from duetgan.data.packing.sources import table_files, tables
 from duetgan.utils.errors import UserError
 from tests.data.conftest import flip, save, source_at
 from tests.data.packing.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
@@ -222,7 +222,7 @@ def test_compressed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = arrow(tmp_path / "x.arrow", table, compression="zstd")
     with source_at(path) as source:
         assert (contents(source), source.classes) == ([content_of(1), content_of(2)], ["a", "b"])
-        monkeypatch.setattr(tables, "available_bytes", lambda: 300 << 20)
+        monkeypatch.setattr(table_files, "available_bytes", lambda: 300 << 20)
         bomb = arrow(tmp_path / "bomb.arrow", {"image": [bytes(32 << 20)] * 6}, compression="zstd", rows=6)
         assert bomb.stat().st_size < 100_000
         refused(bomb, r"bomb\.arrow cannot be read \([^\n]+\); copy or get it")

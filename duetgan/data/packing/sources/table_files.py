@@ -1,35 +1,50 @@
-"""The process that reads Parquet and Arrow files, for data/packing/sources/tables.py.
+"""Read Parquet and Arrow files, for data/packing/sources/tables.py.
 
-pyarrow trusts the sizes in a file. It therefore runs in a process with limited memory, whose crash
-does not end the program. This script imports nothing of the package.
-
-It receives one request and sends its answers:
-
-- `describe(paths)`: for each file the number of rows, the name, type and use of each column, and
-  the metadata of Hugging Face's library;
-- `read(paths, columns, start, rows, limit, remedy)`: the rows of the files from row `start` of the
-  first one on, at most `rows` at a time: their number of bytes, and the values column by column. A
-  row of more than `limit` bytes is an error, whose message ends with `remedy`.
-
-After an error it sends the message, a text, and ends.
+pyarrow trusts the sizes in a file, so it runs with limited memory.
 """
 
+import errno
+import os
 import resource
-import signal
-import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pyarrow
 from pyarrow import compute, ipc, parquet
 
+from duetgan.utils import files
+from duetgan.utils.machine import available_bytes
+
+MEMORY_FRACTION = 0.5  # of the available memory, for pyarrow
 BUFFER = 1 << 20  # bytes read at a time from a row group
-PIECE = 16 << 20  # bytes sent at a time, unless a row has more
+PIECE = 16 << 20  # bytes returned at a time, unless a row has more
 # first bytes of the Arrow file format, which contains a stream after them
 MAGIC = b"ARROW1\0\0"
 USES = {"binary": "bytes", "string": "text", "bool": "flag"}
 Batches = Iterator[tuple[int, Any]]  # number of the first row, record batch
+# number of bytes, and values column by column
+Pieces = Iterator[tuple[int, list[list[Any]]]]
+
+# Other memory pools reserve more than they use.
+pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Limit the memory that pyarrow may take in the block, and raise its errors as OSError."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = pages * os.sysconf("SC_PAGE_SIZE") + int(MEMORY_FRACTION * available_bytes())
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
+    try:
+        yield
+    except Exception as error:  # pyarrow raises many types
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise OSError(errno.EIO, lines[0].rstrip(".")) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class ParquetTable:
@@ -87,38 +102,48 @@ def open_table(path: str) -> ParquetTable | ArrowTable:
     return ParquetTable(path) if path.lower().endswith(".parquet") else ArrowTable(path)
 
 
+def describe(path: str) -> tuple[int, list[tuple[str, str, str]], bytes | None]:
+    """Return the number of rows of a file, the name, type and use of each column, and the metadata
+    of Hugging Face's library. Raises OSError.
+    """
+    with limited():
+        table = open_table(path)
+        columns = [(field.name, str(field.type), use_of(field.type)) for field in table.schema]
+        return table.rows, columns, (table.schema.metadata or {}).get(b"huggingface")
+
+
 def is_struct(schema: Any, name: str) -> bool:
     return bool(pyarrow.types.is_struct(schema.field(name).type))
 
 
-def describe(paths: list[str]) -> Iterator[object]:
-    for path in paths:
-        table = open_table(path)
-        columns = [(field.name, str(field.type), use_of(field.type)) for field in table.schema]
-        yield table.rows, columns, (table.schema.metadata or {}).get(b"huggingface")
-
-
-def read(
-    paths: list[str], columns: list[str], start: int, rows: int, limit: int, remedy: str
-) -> Iterator[object]:
-    for path in paths:
-        for first, batch in open_table(path).batches(columns, start, rows):
+def read(path: str, columns: list[str], start: int, rows: int, kind: files.FileLimit) -> Pieces:
+    """Yield the rows of a file from row `start` on, at most `rows` at a time: their number of
+    bytes, and their values column by column. Raises OSError.
+    """
+    with limited():
+        batches = open_table(path).batches(columns, start, rows)
+    while True:
+        with limited():
+            first, batch = next(batches, (0, None))
+            if batch is None:
+                return
             # A struct becomes its field `bytes`.
             arrays = [
                 compute.struct_field(column, "bytes") if is_struct(batch.schema, name) else column
                 for name, column in zip(batch.schema.names, batch.columns, strict=True)
             ]
-            batch_part = pyarrow.record_batch(arrays, batch.schema.names)
-            batch_part = batch_part.slice(min(batch_part.num_rows, max(0, start - first)))
-            while batch_part.num_rows:
-                piece = batch_part.slice(0, rows)
-                while piece.num_rows > 1 and piece.nbytes > PIECE:
-                    piece = piece.slice(0, piece.num_rows // 2)
-                if piece.num_rows == 1 and piece.nbytes > limit:
-                    raise ValueError(f"a row has {piece.nbytes:,} bytes, more than {remedy}")
-                yield piece.nbytes, [column.to_pylist() for column in piece.columns]
-                batch_part = batch_part.slice(piece.num_rows)
-        start = 0
+            part = pyarrow.record_batch(arrays, batch.schema.names)
+        part = part.slice(min(part.num_rows, max(0, start - first)))
+        while part.num_rows:
+            piece = part.slice(0, rows)
+            while piece.num_rows > 1 and piece.nbytes > PIECE:
+                piece = piece.slice(0, piece.num_rows // 2)
+            if piece.num_rows == 1:
+                files.refuse_large(piece.nbytes, kind)
+            with limited():
+                values = [column.to_pylist() for column in piece.columns]
+            yield piece.nbytes, values
+            part = part.slice(piece.num_rows)
 
 
 def use_of(kind: Any) -> str:
@@ -134,21 +159,3 @@ def use_of(kind: Any) -> str:
         return "list" if use_of(kind.value_type) in ("text", "number") else ""
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     return USES.get(str(kind).removeprefix("large_").removesuffix("_view"), "")
-
-
-def main(descriptor: int, memory: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends this one.
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    with Connection(descriptor) as connection:
-        function, *arguments = connection.recv()
-        try:
-            answers = describe(*arguments) if function == "describe" else read(*arguments)
-            for answer in answers:
-                connection.send(answer)
-        except Exception as error:  # pyarrow raises many types
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            connection.send(lines[0].rstrip("."))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
