@@ -145,9 +145,8 @@ class TableSource(base.Source):
             raise UserError(f"{path}: {reason}; its columns are {kinds}")
         self._image = images[0]
         self._rows = np.arange(shards.starts[-1])  # rows of the images in all files
-        # images read last: their first row and contents
-        self._piece: tuple[int, list[Any]] = (0, [])
-        self._pieces: Pieces | None = None
+        self._images: Iterator[bytes | None] | None = None  # from row `_next` on
+        self._next = 0
         self._take_rows(str(path), options)
 
     def _take_rows(self, where: str, options: base.SourceOptions) -> None:
@@ -181,22 +180,22 @@ class TableSource(base.Source):
                     f"left out: {listed(unused)}: classes of {self.name} that no image belongs to"
                 )
 
+    def _images_from(self, row: int) -> Iterator[bytes | None]:
+        for _, (images,) in self.shards.pieces([self._image], row, IMAGE_ROWS, files.IMAGE):
+            yield from images
+
     def content(self, index: int) -> bytes:
         row = int(self._rows[index])
-        first, images = self._piece
-        if self._pieces is None or row < first:
-            first, images = row, []
-            self._pieces = self.shards.pieces([self._image], row, IMAGE_ROWS, files.IMAGE)
-        while row >= first + len(images):
-            first += len(images)
-            self._piece = (first, [])
-            try:
-                _, (images,) = next(self._pieces)
-            except OSError as error:
-                self._pieces = None
-                raise read_error(error) from None
-            self._piece = (first, images)
-        content: bytes | None = images[row - first]
+        if self._images is None or row < self._next:
+            self._images, self._next = self._images_from(row), row
+        content: bytes | None = None
+        try:
+            while self._next <= row:
+                content = next(self._images)
+                self._next += 1
+        except OSError as error:
+            self._images = None
+            raise read_error(error) from None
         if content is None:
             raise ImageError(f"holds no bytes{INSTEAD}")
         with explained(OSError, read_error):
