@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from duetgan.data.lmdb.format import META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing import inspect as inspect_module
-from duetgan.data.packing.inspect import Damage, check_block, report, save_grid, verify
+from duetgan.data.packing.inspect import Damage, report, save_grid, verify
 from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.checkpoint.provenance import Lineage, Provenance, join, recorded
@@ -116,20 +114,6 @@ def test_verify_does_not_depend_on_the_number_of_threads(tmp_path, encoding, sma
         damage = verify(LMDBReader(path), workers)
         assert sorted(damage.records) == [8, 9, 10, 11, 20, 21, 22, 23]
         assert damage.content == ""
-
-
-def test_blocks_are_verified_side_by_side(tmp_path, small_blocks, monkeypatch):
-    pack_arrays(tmp_path / "x.lmdb", sample_images(12))
-    together = threading.Barrier(3)
-
-    def check(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict[int, str]]:
-        together.wait(timeout=10)  # raises unless three blocks are checked at once
-        return check_block(reader, block)
-
-    monkeypatch.setattr(inspect_module, "check_block", check)
-    assert not verify(LMDBReader(tmp_path / "x.lmdb"), 3)
-    monkeypatch.setattr(inspect_module, "cores", lambda: 3)
-    assert not verify(LMDBReader(tmp_path / "x.lmdb"))
 
 
 def test_verify_finds_damage_at_every_resolution_and_labels_that_are_not_the_histograms(tmp_path: Path) -> None:
