@@ -18,7 +18,7 @@ import pytest
 
 from duetgan.data.errors import ImageError
 from duetgan.data.packing.pack import pack
-from duetgan.data.packing.sources import table_files, tables
+from duetgan.data.packing.sources import tables
 from duetgan.utils.errors import UserError
 from tests.data.conftest import flip, save, source_at
 from tests.data.packing.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
@@ -216,17 +216,28 @@ def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pyte
         assert source.content(1) == b"x"
 
 
-def test_compressed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read; one that unpacks to more than the memory of the process that reads is refused."""
+OPEN_WITH_300_MIB = """
+import sys
+from duetgan.data.packing.sources import open_source, table_files
+table_files.available_bytes = lambda: 300 << 20
+open_source(sys.argv[1])
+"""
+
+
+def test_compressed_batches(tmp_path: Path) -> None:
+    """They are read; one that unpacks to more than half of the available memory is refused."""
     table = {"image": cells(1, 2), "label": pa.array(["b", "a"]).dictionary_encode()}
-    path = arrow(tmp_path / "x.arrow", table, compression="zstd")
-    with source_at(path) as source:
+    with source_at(arrow(tmp_path / "x.arrow", table, compression="zstd")) as source:
         assert (contents(source), source.classes) == ([content_of(1), content_of(2)], ["a", "b"])
-        monkeypatch.setattr(table_files, "available_bytes", lambda: 300 << 20)
-        bomb = arrow(tmp_path / "bomb.arrow", {"image": [bytes(32 << 20)] * 6}, compression="zstd", rows=6)
-        assert bomb.stat().st_size < 100_000
-        refused(bomb, r"bomb\.arrow cannot be read \([^\n]+\); copy or get it")
-        assert contents(source) == [content_of(1), content_of(2)]  # and reading goes on
+    bomb = arrow(tmp_path / "bomb.arrow", {"image": [bytes(32 << 20)] * 6}, compression="zstd", rows=6)
+    assert bomb.stat().st_size < 100_000
+    # in a process that holds no freed memory
+    command = [sys.executable, "-c", OPEN_WITH_300_MIB, str(bomb)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"duetgan.utils.errors.UserError: {bomb} cannot be read (")
+    assert last.endswith("; copy or get it again")
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
