@@ -170,6 +170,6 @@ def test_dry_run_writes_nothing(command, tmp_path, capsys):
     assert "conv1" not in short
     assert run_cli(train.main, [*command, "--dry-run", "--layers"]) == 0
     out = capsys.readouterr()
-    assert all(part in out.out for part in ("conv1", "Non-trainable params: 0"))
+    assert "conv1" in out.out
     assert "200 images" in out.err
     assert not (tmp_path / "run").exists()
