@@ -126,7 +126,6 @@ def main(part: str, folder: Path) -> None:
     device.install()
     snapshots_take_the_cpus_tensors()
     trainings.prepare(folder)
-    gc.freeze()  # the collections between steps need not look at what was imported
     rows = {"fast": trainings.FAST, "slow": trainings.SLOW}[part]
     result: dict[str, Any]
     with device.Mode():
