@@ -13,11 +13,14 @@ import pytest
 
 from duetgan.commands.planning import steps
 from duetgan.commands.planning.plan import QUICK_STEPS, Plan, choose
-from duetgan.commands.planning.steps import Quickstart, run_python
+from duetgan.commands.planning.steps import Quickstart, run_python, unfit
 from duetgan.commands.quickstart import main
+from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
+from tests.metrics.conftest import classifier_run
+from tests.metrics.conftest import pack as pack_images
 from tests.reporting.test_answers import CLASSIFIER, GAN
 from tests.reporting.test_report import make_classifier, make_gan, write
 
@@ -82,7 +85,25 @@ def commands(tmp_path, monkeypatch):
     stub = Commands()
     monkeypatch.setattr(steps, "call", stub)
     monkeypatch.setattr(steps, "complete", lambda file: True)
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "")  # the files are empty
     return stub
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_classifier_that_may_not_judge_supplies_features_only(commands, tmp_path, monkeypatch, capsys, quick):
+    monkeypatch.setattr(steps, "unfit", lambda run, test: f"was trained on {test.name} as {run.name}")
+    assert main(["--dir", str(tmp_path), *["--quick"] * quick]) == 0
+    assert "--classifier" not in commands.calls[-1]
+    assert option(commands.calls[-1], "--extractor") == f"classifier:{tmp_path / 'classifier'}"
+    assert "does not judge the GAN: it was trained on test.lmdb as classifier" in capsys.readouterr().out
+
+
+def test_classifier_trained_on_the_test_images_may_not_judge(tmp_path):
+    test = pack_images(tmp_path / "test.lmdb")
+    with Dataset(test) as reader:
+        seen = reader.meta.content_hash
+    assert unfit(classifier_run(tmp_path / "other", content_hash="f00d"), test) == ""
+    assert "was trained on the test images" in unfit(classifier_run(tmp_path / "same", content_hash=seen), test)
 
 
 def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
@@ -276,6 +297,7 @@ def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
     main(["--dir", str(tmp_path)])
     monkeypatch.undo()
     monkeypatch.setattr(steps, "call", commands)
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "")
     commands.calls.clear()
     main(["--dir", str(tmp_path)])  # the stub left empty files, which are no packs
     assert commands.names[:2] == ["pack", "pack"]

@@ -150,7 +150,8 @@ class Quickstart:
     def evaluation(self, task: str) -> list[str]:
         """Return the command that evaluates the run of a task, "gan" or "classifier".
 
-        The classifier judges the GAN.
+        The classifier judges the GAN unless it is `unfit`, for example if the held-out images are
+        training images as well; then it supplies features only.
         """
         command = [
             "evaluate",
@@ -164,7 +165,12 @@ class Quickstart:
         if task != "gan":
             return command
         if self.plan.classifier is not None:
-            command += ["--classifier", display_path(self.folder / "classifier")]
+            classifier = self.folder / "classifier"
+            if reason := unfit(classifier, self.test):
+                print(f"the classifier does not judge the GAN: it {reason}", flush=True)
+                command += ["--extractor", f"classifier:{display_path(classifier)}"]
+            else:
+                command += ["--classifier", display_path(classifier)]
         if not self.plan.quick:
             return command + self.plan.evaluation
         if self.plan.classifier is None:
@@ -293,6 +299,18 @@ def complete(file: Path) -> bool:
         print(f"packing again: {error}", flush=True)
         return False
     return True
+
+
+def unfit(run: Path, test: Path) -> str:
+    """Return the reason why a run's classifier cannot judge a GAN on the `test` images; empty if it
+    can.
+    """
+    from duetgan.data.reading.dataset import Dataset
+    from duetgan.metrics import lineage
+    from duetgan.utils.checkpoint import load, resolve
+
+    with Dataset(test) as reader:
+        return lineage.unfit(load(resolve(str(run))), reader)
 
 
 def call(command: list[str]) -> int:
