@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from duetgan.models.layers import (
     normalize_second_moment,
     pointwise,
     scaled_activation,
+    scaled_together,
     upsample_fir,
 )
 from duetgan.models.stylegan2 import ModulatedConv2d, StyledLayer, modulate
@@ -45,6 +47,15 @@ def test_equalised_linear_starts_with_unit_scale_and_the_given_bias(lr_multiplie
     outputs = layer(torch.randn(200, 400, generator=generator(0, "test")))
     assert outputs.mean().item() == pytest.approx(1.0, abs=0.03)  # the bias reaches the output whatever the multiplier
     assert outputs.std().item() == pytest.approx(1.0, rel=0.05)
+
+
+def test_no_products_remain_after_an_error(monkeypatch):
+    """A step whose capture or measurement is broken off is followed by others with the same networks."""
+    network = nn.Sequential(EqualizedLinear(2, 2), EqualizedLinear(2, 2).requires_grad_(False))
+    monkeypatch.setattr(layers, "twice", Mock(side_effect=[layers.twice(list(network[0].parameters())), KeyError]))
+    with pytest.raises(KeyError), scaled_together(network):
+        pytest.fail("the block ran")
+    assert [layer.ready for layer in network] == [None, None]
 
 
 def activation_inputs(*, noise, dtype=torch.float64):

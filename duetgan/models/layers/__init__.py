@@ -74,17 +74,16 @@ def scaled_together(network: nn.Module) -> Iterator[None]:
             block = "" if is_single else ".".join(name.split(".")[:2])
             key = (dtype, weight.requires_grad, block)
             groups.setdefault(key, (dtype, []))[1].append(layer)
-    layers = []
-    for dtype, group in groups.values():
-        copies = [_by_layer(group, tensors) for tensors in twice(_scaled(group, dtype))]
-        for layer, *pair in zip(group, *copies, strict=True):
-            layer.ready = deque(pair)
-        layers += group
     try:
+        for dtype, group in groups.values():
+            copies = [_by_layer(group, tensors) for tensors in twice(_scaled(group, dtype))]
+            for layer, *pair in zip(group, *copies, strict=True):
+                layer.ready = deque(pair)
         yield
     finally:
-        for layer in layers:
-            layer.ready = None
+        for _, group in groups.values():
+            for layer in group:
+                layer.ready = None
 
 
 class EqualizedLinear(Equalized):
