@@ -36,7 +36,7 @@ class Figure:
     better: Literal["larger", "smaller", ""] = ""
     # place in a report: top of the page, a tile, a column of the table of distances, or none
     place: Place = "tile"
-    unit: Literal["share", ""] = "share"
+    unit: Literal["share", ""] = "share"  # "share": a fraction, shown in percent; "": a number
     interval: bool = True  # if False, the metric never has an interval
     # attribute of `Answers` or `Samples` that `compute` needs -> note if it is None or empty
     needs: dict[str, str] = field(default_factory=dict)

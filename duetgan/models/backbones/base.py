@@ -1,7 +1,7 @@
 """Description of a classifier's network: its stages, its first convolution and its head.
 
-To add a network, write a file with a `Backbone`, whose `network` builds it, and a line in
-models/registry.py.
+To add a network, write a file with a `Backbone`, whose `network` builds it, as airbench.py does, and
+add it to `FAMILIES` in models/registry.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,6 +1,8 @@
 """Losses of the classifier, with soft targets and class weights.
 
 To add a loss, add an entry to `CLASSIFIER_LOSSES`. Its settings are keys of `ClassifierLossConfig`.
+A key that changes every loss is read in `classifier_loss`, or in `Criterion`, which holds what is
+computed once for a training.
 """
 
 import math

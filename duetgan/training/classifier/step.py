@@ -106,9 +106,14 @@ class ClassifierStep(Task):
             return self.inputs.augmented(batch, step, self.inputs.first_row)
 
     def set_up(self, step: int) -> None:
-        """Prepare update number `step`: what trains, label smoothing, and the size of the images."""
+        """Prepare update number `step`: what trains, label smoothing, and the size of the images.
+
+        A second call for a step changes nothing: `ClassifierTask.source` calls it before the batch
+        is read, and `step` after that.
+        """
         self.finetuning.at(step)
         self.criterion.at(step)
+        # Both sides of `|` are called, unlike those of `or`.
         if self.resizing.at(step) | self.replica.wrap():
             self.inputs.micro.is_stale = True
 

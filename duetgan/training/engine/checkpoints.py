@@ -1,14 +1,16 @@
 """Content of checkpoints, their writing, and the restoring of the newest one.
 
-- Content: `CheckpointManager.save` lists the entries. The entry `state` has the state dict of each
-  object of `Loop.registry` (loop.py), by name: those of `Task.registry` (gan/task.py,
-  classifier/task.py), such as networks, averages, optimizers and the loss scaler; and the loader's
-  position, the window of metrics, and the loop with its callbacks. Random number generators have no
-  state, because each draw has its own seed (docs/randomness.md).
-- Restoring: `Loop.resume` calls `CheckpointManager.restore` on all ranks, which finds the newest
-  readable file; base/restoring.py checks it and calls `load_state_dict` of each object. The manager
-  itself restores the lineage and the best evaluation. Other programs build a network alone from a
-  checkpoint, by models/restore.py.
+- Content: `CheckpointManager.save` lists the entries, and docs/checkpoints.md explains each. The
+  entry `state` has the state dict of each object of `Loop.registry` (loop.py), by name: those of
+  `Task.registry` (gan/task.py, classifier/task.py), such as networks, averages, optimizers and the
+  loss scaler; and the loader's position, the window of metrics, and the loop with its callbacks.
+  Random number generators have no state, because each draw has its own seed (docs/randomness.md).
+- Restoring: every start of a run calls `Loop.resume` (`_resume` in run.py), which calls
+  `CheckpointManager.restore` on all ranks. Rank 0 finds the newest readable file, and each rank
+  loads it; base/restoring.py checks it and calls `load_state_dict` of each object. The manager
+  itself restores the lineage and the step of the best checkpoint. A roll-back (rollback.py) calls
+  `restore` with `up_to`. Other programs build a network alone from a checkpoint, by
+  models/restore.py.
 
 utils/checkpoint writes and reads the files.
 """
@@ -89,7 +91,7 @@ class CheckpointManager:
             "data": self.images.document(),
             "lineage": self.lineage.document(),
             "versions": self._versions,
-            "figure": evaluation or {},
+            "figure": evaluation or {},  # the file format's key for the evaluation
             "origin": self.origin,
             **metadata,
             "state": {name: part.state_dict() for name, part in registry.items()},

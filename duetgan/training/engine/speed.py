@@ -13,7 +13,11 @@ What decides them, in order:
 5. During the run `ThreadCount` sets the threads before each step; with `threads: adapt`,
    extras/pace changes them as other programs come and go.
 
-`Precision` (optim/updater.py) applies the precision, `use_threads` (utils/machine.py) the threads.
+`prepare` (run.py) calls `resolve_auto` and `choose`, and stores their result in the config.
+`Precision` (optim/updater.py) applies the precision: autocast, and for fp16 the loss scaler. Some
+layers stay in fp32: the last ones of StyleGAN2's discriminator, and under fp16 those of the small
+resolutions of both networks (models/layers/fp16.py). Training leaves torch's settings of TF32 as
+they are. `use_threads` (utils/machine.py) applies the number of threads.
 `forecast` predicts the duration of the training from the measured speed, for the plan.
 """
 

@@ -5,8 +5,9 @@ uint8 images of a batch out of the mapped file, for `Dataset.read` (data/reading
 decodes other ones. `InfiniteLoader` (data/reading/loader.py) copies the `Batch` to the device, for
 `GanTask.update`. `Context.reals` flips and shifts the images and converts them to floats in [-1, 1]
 (`ImageSpec.to_float`, utils/image_spec.py); `value` only calls its function, except for CUDA graphs.
-`DiscriminatorStep.discriminate` calls `Context.discriminate`, which applies ADA, and then the
-network's `hidden` (models/stylegan2.py), under autocast.
+`JointStep` or `DiscriminatorStep.run` passes them to `DiscriminatorStep.discriminate`. It calls
+`Context.discriminate`, which applies ADA, and then the network's `hidden` (models/stylegan2.py),
+under autocast.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,9 +87,10 @@ class Context:
 
     @contextmanager
     def scaled(self, *networks: nn.Module) -> Iterator[None]:
-        """Multiply the networks' parameters by their gains once, for all passes in the block.
+        """Multiply the parameters by their gains (equalised learning rate) once for the block.
 
-        A compiled network multiplies them in its graphs.
+        All passes inside use the products. A block within a block multiplies nothing again. A
+        compiled network multiplies in its graphs.
         """
         with ExitStack() as stack:
             if not self._compiled_hidden.on:

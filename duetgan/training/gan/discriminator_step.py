@@ -64,7 +64,8 @@ class DiscriminatorStep:
     ) -> DiscriminatorOutput:
         """Return the output of D, with a graph, for images of the kinds `names`, one after another.
 
-        The graph includes the images if a penalty on them is due.
+        If a penalty on the images is due, the graph includes them, and D is not compiled, because
+        compiled graphs have no second derivatives.
         """
         due = PENALTIES[names[0]][0] in self.penalty_weights(step_slice.step)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
@@ -142,7 +143,10 @@ class DiscriminatorStep:
     def _weight(
         self, name: str, step_slice: StepSlice, penalty: Tensor, factor: int = 1
     ) -> float | Tensor:
-        """Return the weight of a penalty in this step, times `factor`; in a graph it is 0-d."""
+        """Return the weight of a penalty in this step, times `factor`.
+
+        In a CUDA graph it is a 0-d tensor like `penalty`.
+        """
         return number(
             lambda step: self.penalty_weights(step)[name] * factor,
             step_slice.step,
@@ -161,9 +165,10 @@ class DiscriminatorStep:
         The loss is `adversarial` (0-d, a sum over samples), which comes from `outputs`, plus the
         losses of labels and the penalties that are due.
 
-        R1, R2 and the gradient penalty are multiplied by their interval. As one update serves loss
-        and penalties, this factor alone makes up for the steps without penalties, and Adam's lr and
-        betas do not change.
+        R1, R2 and the gradient penalty are multiplied by their common interval,
+        `loss.r1_interval`; the metrics are not. As one update serves loss and penalties, this
+        factor alone makes up for the steps without penalties, and Adam's lr and betas do not
+        change.
         """
         loss = adversarial / step_slice.batch_size
         step_slice.add("loss/discriminator", loss)
@@ -180,12 +185,17 @@ class DiscriminatorStep:
                 mean = values.sum() / step_slice.batch_size
                 step_slice.add(f"loss/{name}", mean * self._weight(name, step_slice, mean))
                 loss = loss + mean * self._weight(name, step_slice, mean, self.loss.r1_interval)
+            # Kind of the first output in the last backward pass of a micro-batch.
             final = "between" if "gradient_penalty" in weights else "real"
             self.updater.overlap(last=step_slice.is_last(rows) and outputs[0].name == final)
             self.context.precision.backward(loss, self.updater.parameters)
 
     def _penalties(self, outputs: Sequence[DiscriminatorOutput]) -> list[Tensor]:
-        """Return the penalty of each image [n], for each of the outputs."""
+        """Return the penalty of each image [n], for each of the outputs.
+
+        Outputs that were split from one pass have the same tensor `images`. The penalties of such
+        a pass are computed together.
+        """
         passes: dict[int, list[DiscriminatorOutput]] = {}
         for output in outputs:
             passes.setdefault(id(output.images), []).append(output)

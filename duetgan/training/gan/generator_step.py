@@ -69,7 +69,8 @@ class GeneratorStep:
         partners = reals if self.objective.paired else ()
         latents, noise = self.context.latents(step_slice, "generator", partners)
         for rows, real in zip(step_slice.micro_batches(), reals, strict=True):
-            # The networks stay as they are until the caller has the gradients of the micro-batch.
+            # The parameters are scaled once for all passes of the micro-batch. They do not change
+            # before the caller, who runs at `yield`, has the gradients.
             with self.context.scaled(self.context.generator, self.context.discriminator):
                 with phase("generator/forward"):
                     fake = self.context.sample(latents, noise, rows, compiled=compiled)
@@ -125,6 +126,7 @@ class GeneratorStep:
         # which `class_styles` detects new weights.
         context, config = self.context, self.context.config
         seen = context.images_at(step)
+        # The default is StyleGAN2-ADA's: a half-life of 10,000 images for a batch of 32.
         kimg = batch * 10 / 32 if config.ema.ema_kimg is None else config.ema.ema_kimg
         if config.ema.ema_kimg_start is not None:
             kimg = cosine(config.ema.ema_kimg_start, kimg, seen, context.schedule_images)

@@ -69,5 +69,6 @@ class JointStep:
         with phase("generator/backward"):
             (gradient,) = torch.autograd.grad(total, detached.images, retain_graph=True)
             fake.images.backward(gradient, inputs=self.generator_step.updater.parameters)
+        # The names of outputs choose the penalties and the losses of labels.
         fake_output = output._replace(name="fake")
         self.discriminator_step.backward(step_slice, rows, fake_output, real, real_output)

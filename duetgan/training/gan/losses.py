@@ -1,6 +1,7 @@
 """Losses and penalties of a GAN, as functions of logits and images only.
 
-To add a loss, add an entry to `OBJECTIVES`.
+To add a loss, add an entry to `OBJECTIVES`, and its name to the comment of `loss.objective`
+(config.py).
 """
 
 from collections.abc import Callable
