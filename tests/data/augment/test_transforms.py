@@ -139,7 +139,7 @@ def test_ranks_draw_what_one_process_draws_by_the_key(options: dict[str, Any], m
 
 
 def test_each_setting_does_its_part() -> None:
-    before = torch.from_numpy(sample_images(400, 1, side=8))
+    before = torch.from_numpy(sample_images(400, 1, side=8)[:, :, :, :4].copy())  # 8 x 4: not square
 
     def run(config: Augment) -> torch.Tensor:
         return draw_and_apply(before, config, seed=0, step=0, start=0, global_batch=400)
@@ -157,6 +157,7 @@ def test_each_setting_does_its_part() -> None:
     erased = run(Augment(erase=0.5))
     changed = (erased != before).any((1, 2, 3))
     assert 150 < changed.sum() < 250
+    assert (erased != before).any(0).all()  # each pixel is erased in some images
     # A setting does not change another's draws.
     both = run(Augment(flip=True, erase=0.5))
     assert torch.equal((both != flipped).any((1, 2, 3)), changed)
