@@ -1,7 +1,7 @@
-"""Entries that extras add to the prediction of an image beside its label.
+"""Entries that extras add to the prediction of an image, such as a heat map.
 
-An addition called KIND is requested by predict.py's option `--KIND DIR`, writes files into the
-folder DIR, and is the entry KIND of an answer.
+predict.py's option `--KIND DIR` requests the addition called KIND. It writes files into the folder
+DIR and adds the entry KIND to each image's answer.
 """
 
 from argparse import Namespace

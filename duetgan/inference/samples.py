@@ -486,8 +486,8 @@ def load_sources(
             refuse((shape != expected, f"{source.name}: w is {shape}, not {expected} as here"))
             result.append(source)
         else:  # NumPy's integers are no keys of seeds.
-            message = f"seeds: {source!r} is neither a whole number, a file name nor a projection"
-            with explained(TypeError, f"{message}; give these"):
+            message = f"seeds: {source!r} is not a whole number, a file name or a projection"
+            with explained(TypeError, f"{message}; give one of these"):
                 result += [operator.index(source)] * max(times, 1)
     if times > 1:
         result.sort(key=lambda source: isinstance(source, Latents))

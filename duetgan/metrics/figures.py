@@ -240,8 +240,8 @@ GAN = [
     ),
     Figure(
         "density", "density",
-        "density: real images whose reach (5th neighbour) holds a sample, mean over the samples, divided by 5; about 1 "
-        "if the samples are real images",
+        "density: number of real images that have a sample within reach (5th neighbour), divided by 5, mean over the "
+        "samples; about 1 if the samples are real images",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),
     Figure(

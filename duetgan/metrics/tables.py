@@ -41,8 +41,8 @@ def few_images(
         words.append(f"the {metric} is uncertain by about {half:.0f} percentage points either way")
     if distances and n < FEW_IMAGES:
         words.append(
-            f"distances of fewer than {FEW_IMAGES:,} images are rough and depend on n: compare them only "
-            "with metrics of the same n, and only large differences"
+            f"distances of fewer than {FEW_IMAGES:,} images are rough and depend on n, so compare them only "
+            "with distances of the same n, and trust only large differences"
         )
     return {"n": f"only {counted(n, 'test image')}: {'; '.join(words)}"} if words else {}
 

@@ -1,4 +1,4 @@
-"""Search for layers by name, and their gradients and statistics by temporary hooks."""
+"""Find layers by name, and read their gradients and statistics through temporary hooks."""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence

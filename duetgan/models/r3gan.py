@@ -300,9 +300,10 @@ class R3Discriminator(ImageDiscriminator):
         }
 
     def embedded(self, labels: Tensor) -> Tensor:
-        """Return the embeddings [N, F] of labels [N, classes]; a constant where a row is all zeros.
+        """Return the embeddings [N, F] of labels [N, classes].
 
-        The linear layer gives zeros for such a row, and the logit of any image would be 0.
+        A row of zeros (no label) gets a constant embedding. The linear layer would give zeros, so
+        that the logit of any image would be 0.
         """
         return torch.where(
             (labels == 0).all(1, keepdim=True),

@@ -159,7 +159,9 @@ class ModulatedConv2d(nn.Module):
 def modulate(
     convolutions: Sequence[ModulatedConv2d],
     ws: Sequence[Tensor],  # [N, w_dim] for each
-    dtypes: Sequence[torch.dtype],  # of the convolutions: the parameters' or one other
+    dtypes: Sequence[
+        torch.dtype
+    ],  # of each convolution: that of the parameters, or the lower precision
     gain: float = 1.0,
 ) -> list[Modulation]:
     """Return the modulations of several convolutions, computed together with few operators.
@@ -193,13 +195,13 @@ def modulate(
             dtype if conv.demodulate else precision
             for conv, dtype in zip(convolutions, dtypes, strict=True)
         ]
-        # Filters are cast apart, so that path lengths compute no gradients of filters.
+        # Filters are cast separately, so that path lengths compute no gradients of filters.
         filters = cast(filters, targets)
-        others = iter(cast([*styles, *scales], targets * 2))
-        styles = [next(others) for _ in convolutions]
+        factors = cast([*styles, *scales], targets * 2)
+        styles, scales = factors[: len(convolutions)], factors[len(convolutions) :]
         modulations = []
         for conv, dtype, style, weight, scale in zip(
-            convolutions, dtypes, styles, filters, others, strict=True
+            convolutions, dtypes, styles, filters, scales, strict=True
         ):
             has_scale = conv.demodulate or dtype == torch.float16
             modulations.append(
@@ -410,9 +412,9 @@ class Generator(StyledGenerator):
         return modulate(convolutions, ws, dtypes, ACTIVATION_GAIN)
 
     def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> NoiseMaps:
-        """Return a noise map times its strength, or None, for each layer.
+        """Return for each layer its noise map times its strength, or None.
 
-        The model itself draws none.
+        The caller must draw random maps.
         """
         layers = self.styled_layers()
         if noise == "none":

@@ -37,7 +37,7 @@ def headline(run: Run) -> list[MetricTile]:
     """Return the tiles at the top of the page: the main metrics and the first Frechet distance."""
     tiles = _tiles(run, ("headline",))
     for row in as_dicts(run.evaluation.get("distances"))[:1]:
-        context = [f"real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
+        context = [f"between real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
         context += interval_words(row.get("frechet_interval"), plain)
         meaning = f"Frechet distance on {extractor_name(row)}"
         tiles.append((plain(row.get("frechet")), meaning, f" ({'; '.join(context)})"))

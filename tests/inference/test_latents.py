@@ -157,7 +157,7 @@ def test_a_program_draws_by_seeds_files_and_projections(runs, found, tmp_path):
     assert generator.sample(seeds=[projection]).images[0].equal(projection.image)
     cut = replace(projection, ws=projection.ws[:2])
     assert_raises(UserError, r"w is \[2, 8\], not \[4, 8\]", generator.sample, seeds=[cut])
-    assert_raises(UserError, "seeds: 1.5 is neither a whole number", generator.sample, seeds=[1.5])
+    assert_raises(UserError, "seeds: 1.5 is not a whole number", generator.sample, seeds=[1.5])
     another = duetgan.load_generator(runs["r3"], device="cpu")
     assert_raises(UserError, "works on w", another.sample, seeds=[projection])
     assert samples.labels[:2] == ["grey", "light"]

@@ -407,10 +407,11 @@ def test_a_gan(trained, pictures, capsys):
     for key, numbers in (("samples_by_class", first), ("samples_predicted", p[:N].argmax(1))):
         expected[key] = dict(zip(NAMES, np.bincount(numbers, minlength=KINDS).tolist(), strict=True))
     expected["size"] = f"{SIDE}x{SIDE}"
-    rough = "; distances of fewer than 1,000 images are rough and depend on n: compare them only with metrics of "
-    rough += "the same n, and only large differences"
-    biased = f"a class has {np.bincount(first).min()} images a side, so its distance is mostly the bias of small n: "
-    biased += "compare it with metrics of the same n alone"
+    rough = "; distances of fewer than 1,000 images are rough and depend on n, so compare them only with "
+    rough += "distances of the same n, and trust only large differences"
+    smallest = np.bincount(first).min()
+    biased = f"the smallest class has {smallest} samples and {smallest} real images, so its distance is mostly the "
+    biased += "bias of small n: compare it only with distances of the same n"
     uncertain = few(expected["recognised_interval"], "recognised fraction", rough)
     expected["notes"] = {"n": uncertain, "intra_class_frechet": biased}
     drawings = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]
@@ -472,7 +473,8 @@ def test_a_gan(trained, pictures, capsys):
         assert [*cells, str(N)] in result.rows
         assert " ".join([*cells, str(N)]) in [" ".join(line.split()) for line in result.printed.splitlines()]
     ends = [distances[0][key] for key in ("frechet", "floor")] + distances[0]["frechet_interval"]
-    tile = "{:.3g}</b><span>Frechet distance on classifier (real images: {:.3g}, n 47; 95 % interval {:.3g} to {:.3g})"
+    tile = "{:.3g}</b><span>Frechet distance on classifier (between real images: {:.3g}, n 47; "
+    tile += "95 % interval {:.3g} to {:.3g})"
     assert tile.format(*ends) in result.text
     near = "{} of the samples unusually near to training images, {} expected; "
     counts = near.format(*(formatted("accuracy", copies[key]) for key in ("share", "expected")))

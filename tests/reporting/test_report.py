@@ -296,7 +296,7 @@ def test_every_metric_and_its_interval_are_written_in_its_unit(tmp_path):
         tile = written(row.key, values[row.key]), f"{row.meaning} ({interval})"
         assert tiles.count(tile) == {"headline": 2, "tile": 1, "column": 0}[row.place], row.key
         if row.key == "frechet":
-            words = f" (real images: {written('floor', values['floor'])}, n 123; {interval})"
+            words = f" (between real images: {written('floor', values['floor'])}, n 123; {interval})"
             assert (tile[0], f"Frechet distance on pixels{words}") in tiles
     rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
     columns = ("frechet", "floor", "kernel", "kernel_floor")

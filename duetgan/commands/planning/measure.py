@@ -288,7 +288,7 @@ def make_plan(options: Namespace) -> Plan:
         side = min(64, images.side)
         this_machine = ThisMachine(Path(folder), options.weights, tuning=tuning, side=side)
         busy_cores = machine.busy_since_start()
-        # The first plan measures the speeds that a plan needs.
+        # Planning measures speeds; the second call uses them, and counts the time spent.
         choose(images, this_machine, minutes=options.minutes)
         spent = time.perf_counter() - start
         plan = choose(images, this_machine, minutes=options.minutes, spent=spent)

@@ -138,7 +138,7 @@ class _Choice:
         self.held_out = survey.held_out
         self.images = survey.count
         self.labelled = survey.classes > 1
-        self.notes = [f"held out: the source's own {survey.held_out:,} images"]
+        self.notes = [f"held out: the {survey.held_out:,} images of the source's own held-out part"]
         if not survey.held_out:
             self.val_share = val_share(survey.count)
             self.held_out = max(1, survey.classes, round(survey.count * self.val_share))

@@ -338,7 +338,7 @@ def run_python(arguments: list[str]) -> int:
 
 
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
-    """Return the plan in a folder of results, after making a missing one.
+    """Return the plan in a folder of results; make one if there is none.
 
     If making it fails, return the exit code. Raises UserError if the plan is for another request.
     """

@@ -44,9 +44,10 @@ READERS: dict[bytes, Callable[[bytes], Values | None]] = {}
 def decode_image(
     content: Content, spec: ImageSpec, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Decode an image to [H, W, C] with the channels and depth of `spec`, at its own size.
+    """Decode an image to [H, W, C] with the channels and depth of `spec`, without scaling.
 
-    `size`, if set, must be the height and width in a file's header. Raises ImageError.
+    `size` is the height and width that the file's header must have; None accepts all. Raises
+    ImageError.
     """
     return bring(native(content, spec.plain, size), spec)
 
@@ -69,8 +70,8 @@ def bits_of(content: Content) -> int:
 def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
     """Return the values of an image without conversion, or with `plain` as Pillow reads them.
 
-    `size`, if set, must be the height and width in a file's header. Raises ImageError for files
-    that cannot be read and for values without a defined range.
+    `size` is the height and width that the file's header must have; None accepts all. Raises
+    ImageError for files that cannot be read and for values without a defined range.
     """
     if isinstance(content, Values):
         return content
@@ -118,7 +119,7 @@ def of_pillow(image: Image.Image) -> Values:
 def npy_array(content: bytes) -> np.ndarray:
     """Return the array of a .npy file, as a view into its bytes.
 
-    Raises ImageError for files without numbers, or with another size than in the header.
+    Raises ImageError if the values are not numbers, or if the file's length and header disagree.
     """
     stream = io.BytesIO(content)
     # Exception: Python's parser, which NumPy uses, may raise any.
@@ -140,7 +141,7 @@ def npy_array(content: bytes) -> np.ndarray:
     size = len(content) - start
     if min(shape, default=0) < 1 or size != math.prod(shape) * dtype.itemsize:
         raise ImageError(
-            f"has {size:,} bytes of values, by its header {list(shape)[:8]} of {dtype}"
+            f"has {size:,} bytes of values, but its header says {list(shape)[:8]} of {dtype}"
         )
     return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
 
@@ -148,9 +149,9 @@ def npy_array(content: bytes) -> np.ndarray:
 def channels_last(array: np.ndarray) -> np.ndarray:
     """Move the channels of an image to the last axis: [H, W, C].
 
-    The last axis has the channels if its length is at most MOST_CHANNELS. Otherwise, or if only
-    without the first axis a square remains ([3, 8, 8]), the first axis has the channels. Raises
-    ImageError if neither fits.
+    The channels are in the last axis if its length is at most MOST_CHANNELS, otherwise in the first
+    one. If both are possible, the first axis has them if only the other two form a square, as in
+    [3, 8, 8]. Raises ImageError if neither axis is possible.
     """
     if array.ndim == 2:
         return array[..., None]

@@ -284,7 +284,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return image[0].transpose(1, 2, 0)
 
     def _verified(self, handle: Handle, block: int) -> np.ndarray:
-        """Return the bytes of a raw block, uint8, after a comparison of its checksum.
+        """Return the bytes of a raw block, uint8, after checking its checksum.
 
         Raises DamageError for the damaged records of the block.
         """

@@ -191,7 +191,7 @@ def _targets(
         labels = strata(source.labels(), source.label_sets, fraction)
         if len(labels) < 2 or np.bincount(labels).max() < 2:
             raise UserError(
-                f"{source.name}: --val-share {float(fraction)} needs two images of a class; add some"
+                f"{source.name}: --val-share {float(fraction)} needs a class of two images or more; add images"
             )
         targets.append(val_path(dest) if val_dest is None else Path(val_dest))
     elif val_dest is not None:
@@ -239,7 +239,7 @@ def _write(
 ) -> Written:
     """Write every usable image.
 
-    With `keep` the result has the records without their payloads, for a split.
+    If `keep`, the result lists the records, without their payloads, for a later split.
     """
     written = Written()
     with contextlib.closing(images):

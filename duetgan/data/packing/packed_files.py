@@ -130,9 +130,9 @@ def _is_unpacked(path: Path) -> bool:
 
 
 def _copy_of(paths: Sequence[Path], source: Callable[[], Source]) -> Path:
-    """Return the path of the packed copy of a folder, a zip or tar files, which `source` opens.
+    """Return the packed copy of a folder, a zip or tar files; `source` opens these.
 
-    The copy is made again if the name, size or time of a file has changed, and the old one removed.
+    If the name, size or time of a file has changed, a new copy replaces the old one.
     Processes that need the copy at the same time wait for the one that makes it.
     """
     states = []

@@ -186,7 +186,7 @@ class GlobalSampler:
         }
 
     def position_of(self, state: Mapping[str, Any]) -> Position:
-        """Return the position of a state. Raises UserError for a state of a different order."""
+        """Return the position in a saved state. Raises UserError if its order of samples differs."""
         if "synthetic" in state:
             raise order_error("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):
@@ -198,6 +198,6 @@ class GlobalSampler:
         # States of earlier versions, without weights, have no hash of them.
         if state.get("weights", "") != self._weights_hash:
             raise order_error(
-                "data.sampling changed (or data.class_rates, the labels); use the same sampling"
+                "data.sampling, data.class_rates or the labels have changed; use the same"
             )
         return Position(int(state["consumed"]))

@@ -137,10 +137,10 @@ def audit_gan_run(
 
 
 def audit_score(score: Tensor, *, members: int, seed: int) -> Document:
-    """Return the result of `attack` for a score (`attacks`) and for its control (`controls`), each
-    by the score's name, generator.
+    """Return the results of an attack and of its control, as `attacks` and `controls`.
 
-    The control attacks one half of the held-out images as if that half were training images.
+    Each has one entry, "generator", which is the result of `attack`. The control attacks one half of
+    the held-out images as if that half were training images.
 
     Args:
         score: Values for the training images, then for the held-out images, [members + held out].

@@ -1,9 +1,8 @@
 """Membership inference: attacks that separate training images (members) from held-out images.
 
 The attack uses a score that should be higher for members: minus the distance to the nearest
-sample (GAN-Leaks, 1909.03935). It tests if
-members score higher on average, and if they are over-represented at the highest scores, where even
-a few copies are noticed (2112.03570).
+sample (GAN-Leaks, 1909.03935). It tests if members score higher on average, and if they are
+over-represented at the highest scores, where even a few copies are noticed (2112.03570).
 """
 
 import math

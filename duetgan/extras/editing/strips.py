@@ -50,8 +50,9 @@ def make_strips(
     # uint8 [1, C, H, H], first image of the strip, from which `start` was projected
     original: Tensor | None = None,
 ) -> list[Strip]:
-    """Return a strip for each image of `start`: `columns` images at equal steps, from 0 to END
-    times the step at which the image arrives.
+    """Return a strip of `columns` images for each image of `start`.
+
+    The edit grows evenly from 0 to END times the step that reaches the target class.
     """
     steps, arrived = editor.reach(start, direction)
     unedited = editor.images(start, direction, 0.0 * steps)

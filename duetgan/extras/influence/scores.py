@@ -201,13 +201,13 @@ def influence(
 
 
 def label_probabilities(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Return the probability of each image's label, [n], of probabilities [n, K]."""
+    """Return the probability of each image's label, [n], from probabilities [n, K]."""
     return probabilities.gather(1, labels[:, None])[:, 0]
 
 
 def label_issues(probabilities: Tensor, labels: Tensor) -> Tensor:
     """Return the class that confident learning suggests for each image, or -1 if it accepts the
-    label: int64 [n], of probabilities float64 [n, K] and labels int64 [n].
+    label: int64 [n], from probabilities float64 [n, K] and labels int64 [n].
 
     Northcutt et al. (1911.00068, equation 2): the threshold of a class is its mean probability in
     the images with this label. The suggestion is the most probable class of those that reach their

@@ -25,8 +25,8 @@ MIN_SEEDS = 5  # smallest number of seeds for the verdict `helps`
 class Comparison:
     """A test of whether the second arm is better than the first one and than all `controls`.
 
-    A comparison with `expected` is a control of the study, which is void unless the second arm is
-    significantly better (`helps`) or is not significantly better (`not helps`).
+    A comparison with `expected` is a control: the study is void unless the result is the expected
+    one. For `helps` the second arm must be significantly better, for `not helps` it must not.
     """
 
     first: str

@@ -109,7 +109,7 @@ class Subject(ABC):
         return [arm.name for arm in self.arms if arm.family == family]
 
     def compared(self) -> list[Comparison]:
-        """Return the declared comparisons; repeat those for GROUPS for each group of classes."""
+        """Return the declared comparisons; one for GROUPS becomes one for each group of classes."""
         comparisons = []
         for row in self.comparisons:
             names = self.groups() if row.group == GROUPS else [row.group]

@@ -20,7 +20,8 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.files import TABLE, read_file, reading
 from duetgan.utils.text import columns, decimal
 
-# key of what evaluations must have in common -> its name, and the value of documents without it
+# Settings that must be equal: key in metrics.json -> its name for messages, and its value if the
+# document lacks the key.
 CONDITIONS = {
     "task": ("tasks", None),
     "data_hash": ("test files", None),

@@ -174,7 +174,7 @@ HOW_TO_GET = (
 def needed_weights(weights: str | Path | None, purpose: str, alternative: str = "") -> Path:
     """Return the ResNet-50 weights file that `find_weights` finds.
 
-    Raises UserError if there is none, with the purpose, HOW_TO_GET and the alternative.
+    Raises UserError if there is none; the message is `purpose`, HOW_TO_GET and `alternative`.
     """
     if (path := find_weights(weights)) is None:
         raise UserError(f"{purpose}: {HOW_TO_GET}{alternative}")

@@ -38,7 +38,7 @@ def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: 
     note = ""
     if smallest < FEW_PER_CLASS:
         note = (
-            f"a class has {smallest} images a side, so its distance is mostly the bias of small n: compare it "
-            "with metrics of the same n alone"
+            f"the smallest class has {smallest} samples and {smallest} real images, so its distance is mostly the "
+            "bias of small n: compare it only with distances of the same n"
         )
     return Measured(mean, interval, by_class, smallest, note)

@@ -1,14 +1,14 @@
-"""Tests whether a generator copies training images, by nearest neighbours in a feature space.
+"""Test if a generator copies training images, by nearest neighbours in a feature space.
 
 There are two tests, because each alone can mislead:
 
 - Are samples nearer to training images than held-out images are? (`fraction_below`; as in Meehan,
   Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are bland or collapsed samples: the
   mean of all images is nearer to each image than images are to one another.
-- Are the real images nearest to unusually near samples training rather than held-out images?
-  (`training_bound`.) If a generator has not memorised single images, the nearest image is a
-  training image as often as the numbers of both kinds suggest, whatever the samples look like. The
-  verdict is that of this test.
+- For samples that are unusually near to a real image, is that image more often a training image
+  than a held-out one? (`training_bound`.) Without memorisation it is a training image as often as
+  the numbers of training and held-out images suggest, whatever the samples look like. This test
+  decides the verdict.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -142,9 +142,8 @@ def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[Do
     Returns:
         The results, ready for JSON, and the nearest training image of each sample. The results are
         `n`; `searched`, the number of training images; `share` and `expected` of `fraction_below`;
-        `near`, `near_train` and `p_value` of `training_bound`; the verdict
-        `copies`; and `usual_distance`, the median distance of held-out images to their nearest
-        training image.
+        `near`, `near_train` and `p_value` of `training_bound`; the verdict `copies`; and
+        `usual_distance`, the median distance of held-out images to their nearest training image.
     """
     to_train = nearest(samples, train.features)
     to_held_out = nearest(samples, held_out.features)

@@ -36,7 +36,7 @@ class Equalized(nn.Module):
 
     gains: dict[str, float]  # names of the parameters, and their gains
     precision: LayerPrecision | None = None  # None: the layer runs without autocast
-    # In a block of `scaled_together`, results of `scaled_parameters` that passes take in turn.
+    # In a block of `scaled_together`: the results that calls of `scaled_parameters` return in turn.
     ready: deque[Parameters] | None = None
 
     def scaled_parameters(self, dtype: torch.dtype) -> Parameters:

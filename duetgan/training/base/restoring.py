@@ -87,8 +87,8 @@ def load_states(registry: Mapping[str, Stateful], states: Mapping[str, Any], pat
         problem = shorten(" ".join(f"{kind} {error}".split()), 160)
         raise UserError(
             f"{path}: the state of {name!r} does not fit ({problem}); data.resolution or another "
-            "setting of the networks has changed, or the file is damaged: give the run's own, or "
-            "choose another --run-dir"
+            "setting of the networks has changed, or the file is damaged: restore the run's settings, "
+            "or choose another --run-dir"
         ) from error
 
 

@@ -226,7 +226,7 @@ class FrozenStages:
             return None
         rows = (part.flatten(1).view(torch.uint8).numpy() for part in chain([first], parts))
         cached = np.concatenate(list(rows))
-        say_main(f"frozen: {stages} computed once, outputs {of} in memory")
+        say_main(f"frozen: {stages} computed once, outputs {of}, kept in memory")
         labels = self.dataset.label_numbers()
         for dataset in self.datasets[1:]:
             labels = np.concatenate([labels, dataset.labels()])

@@ -78,9 +78,8 @@ class MicroBatchSize(Fields):
         self.size = -(-previous // 2)
         say_main(
             f"micro_batch: memory ran out with {previous} samples per forward pass and process; "
-            f"going on with {self.size}. The global batch and its gradient's mean stay, but "
-            f"BatchNorm normalises by, and averages, the statistics of {self.size} samples instead "
-            f"of {previous}"
+            f"going on with {self.size}. The global batch and its mean gradient stay the same, but "
+            f"BatchNorm computes its statistics over {self.size} samples instead of {previous}"
         )
 
     def load_state_dict(self, state: State) -> None:

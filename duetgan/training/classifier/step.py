@@ -94,7 +94,7 @@ class ClassifierStep(Task):
         return None if self.config.log.layers_due(step) else "update"
 
     def structure(self, step: int) -> Hashable:
-        """Return what the kernels of a step depend on besides its kind, after `set_up`."""
+        """Return the values, besides the kind, that the kernels of a step depend on, after `set_up`."""
         modes = [module.training for module in self.model.modules()]
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         sizes = (self.model.side, self.inputs.micro.size, self.frozen.begin)
@@ -141,7 +141,7 @@ class ClassifierStep(Task):
         return reduce(add, losses), reduce(add, correct)
 
     def attempt(self, samples: Samples) -> None:
-        """Take the memory of a step with these samples, and change nothing."""
+        """Allocate the memory of a step with these samples, without changing any state."""
         statistics = collectives.Snapshot(self.replica.statistics)
         try:
             with self.replica.alone():

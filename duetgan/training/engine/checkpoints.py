@@ -132,7 +132,7 @@ class CheckpointManager:
     def check(self, *, last: int | None = None) -> None:
         """Raise TrainingHalted on all ranks if a checkpoint that the run must have was not written.
 
-        A run that has ended must have that of its `last` step, also with `on_disk_full` warn.
+        The checkpoint of the `last` step is required, also if `on_disk_full` is warn.
         """
         stops = self.config.checkpoint.on_disk_full == "stop"
         if not stops and last is None:

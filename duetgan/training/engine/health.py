@@ -136,7 +136,7 @@ def explain(
             f"memory ran out at step {step}: batch_size {config.batch_size} over {world_size} "
             f"{processes}, at most {config.micro(world_size)} samples of {resolution} px a forward "
             f"pass, {config.precision}. What helps: a smaller --micro-batch (same global batch), "
-            "--precision bf16, activation_checkpointing true of a network, smaller networks or images; "
+            "--precision bf16, a network's activation_checkpointing, smaller networks or images; "
             f"then {REMEDY}"
         )
     operation, no_kernel, _ = str(error).partition(seeding.NO_KERNEL)

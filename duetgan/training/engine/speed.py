@@ -282,9 +282,9 @@ def time_precisions(
     Args:
         try_fewer_threads: True to halve torch's number of threads as long as that is faster.
 
-    Returns: The seconds per image by precision, infinite if a step was aborted, {} if the first
-    one was; the seconds per image of the run in the precision that it will use; True if that is
-    only a lower bound.
+    Returns: The seconds per image by precision, infinite for one whose step was too slow and was
+    aborted, {} if the first one's was; the seconds per image of the run in the precision that it
+    will use; True if those are only a lower bound.
     """
     micro, rank_batch = config.micro(world_size), config.rank_batch(world_size)
     smallest = min(config.smallest_batch, micro)

@@ -183,8 +183,8 @@ class Context:
     ) -> DiscriminatorOutput:
         """Apply adaptive augmentation and the discriminator to a micro-batch, differentiably.
 
-        `batch` has the images of the kinds `names`, which are part of the seed keys, one kind after
-        another. Each kind's are the `rows` of a global batch.
+        `batch` has the images of each kind of `names`, one kind after another; the names are part of
+        the seed keys. The images of a kind are the `rows` of a global batch.
         """
         network = self._compiled_hidden if compiled else self.discriminator.hidden
         images = batch.images

@@ -109,7 +109,7 @@ def format_value(value: object) -> str:
 
 
 class Unfit(ValueError):
-    """An invalid value of `key`, which accepts the values `expected`, in words."""
+    """An invalid value of `key`. `expected` says in words which values are valid."""
 
     def __init__(self, key: str, value: object, expected: str) -> None:
         self.key = key
@@ -147,7 +147,7 @@ def config_error(
 
     Args:
         source: the name of the file in the message.
-        overrides: dotted keys from the command line, which is the source of their errors.
+        overrides: dotted keys set on the command line; the message names it as their source.
     """
     lines = error.errors(include_url=False)
     unknown = [line for line in lines if line["type"] in ("extra_forbidden", "invalid_key")]

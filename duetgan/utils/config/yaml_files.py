@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 LONGEST = 2**20  # characters
 DEEPEST = 20  # levels of nested mappings and lists
 LONGEST_NUMBER = 100  # characters; a long one takes much time to convert
-MAX_VALUES = 20_000  # counting the values that an alias repeats each time
+MAX_VALUES = 20_000  # The values of an anchor count again at each alias.
 
 
 class BoundError(yaml.MarkedYAMLError):
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        self._values = 0  # counting those that an alias repeats each time
+        self._values = 0  # counts the values of an anchor again at each alias
         self._values_of: dict[str | None, int] = {}  # anchor -> values that its alias repeats
 
     def compose_node(self, parent: Any, index: Any) -> Any:

@@ -61,8 +61,8 @@ def add_options(add: Callable[..., object]) -> None:
         "--procs",
         type=int,
         metavar="N",
-        help="number of processes on the CPU (gloo), or of processes that share the --gpus; torchrun sets "
-        "the number itself",
+        help="number of processes: on the CPU (gloo), or with --gpus in total on these GPUs; not under "
+        "torchrun",
     )
 
 

@@ -22,8 +22,8 @@ class Bar(tqdm):
     size.
 
     A line reads `14:03:21 packing: 1,200 of 5,000 images (24%), 85.3/s, 45 s left`. The time left
-    is estimated from recent progress, without the work inside `pausing`. Functions of the library
-    with an argument `progress` pass `disable=not progress`, or call others inside `showing`.
+    is estimated from recent progress, without the work inside `pausing`. A library function with an
+    argument `progress` passes `disable=not progress`, or wraps calls that draw bars in `showing`.
     """
 
     def __init__(

@@ -209,7 +209,7 @@ def test_refusals(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.Captu
     for folder, options, message in (
         ("pets", "--val-share 0.6", "--val-share 0.6: give a share above 0 and up to 0.5"),
         ("pets", "--split val", "or add --val-share 0.1"),
-        ("alone", "--val-share 0.5", "needs two images of a class; add some"),
+        ("alone", "--val-share 0.5", "needs a class of two images or more; add images"),
         ("same", "--val-share 0.2", "look alike (the largest group has 5 of 5), so none can be held out"),
     ):
         assert message in refused(main, tmp_path / folder, tmp_path / "new" / "x.lmdb", *options.split(), alone=True)

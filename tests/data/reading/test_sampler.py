@@ -85,9 +85,9 @@ def test_weighted_state_names_its_order() -> None:
     assert len({state["weights"] for state in states}) == len(states)
     assert all(int(str(state["weights"]), 16) for state in states[1:])
     for state in states[:1] + states[2:]:
-        assert_raises(UserError, r"data\.sampling changed", weighted(weights).position_of, state)
+        assert_raises(UserError, "class_rates or the labels have changed", weighted(weights).position_of, state)
     plain = GlobalSampler(6, batch_size=2, seed=0)
-    assert_raises(UserError, r"data\.sampling changed", plain.position_of, states[1])
+    assert_raises(UserError, "class_rates or the labels have changed", plain.position_of, states[1])
     weighted(weights * 2).position_of(states[1])  # weights are relative: the same order
     weighted(weights, groups=labels.astype(np.int32) + 5).position_of(states[3])  # so are the groups' numbers
 
@@ -96,7 +96,7 @@ def test_orders_of_other_versions_go_on() -> None:
     old = {"consumed": 6, "count": 4, "seed": 0, "shuffle": True}
     sampler = GlobalSampler(4, batch_size=2, seed=0)
     assert sampler.position_of(old) == Position(6)
-    assert_raises(UserError, r"data\.sampling changed", weighted([1, 2, 3, 4]).position_of, old)
+    assert_raises(UserError, "class_rates or the labels have changed", weighted([1, 2, 3, 4]).position_of, old)
     # resuming a run with another version of the program must not change its order
     sampler = weighted([0.5, 2, 1, 3, 0, 1.25], 3, np.array([0, 0, 1, 1, 2, 2]))
     assert [sampler.order(epoch).tolist() for epoch in range(2)] == [[3, 5, 1, 2, 3, 1], [3, 5, 1, 3, 1, 2]]

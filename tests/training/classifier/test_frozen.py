@@ -222,7 +222,7 @@ def test_beyond_the_memory_or_the_limit_nothing_is_kept(packed, tmp_path, monkey
     variant = VARIANTS["maps"] | {"data": {"sampling": "balanced"}}
     task, expected = train(config_of(packed, **variant), tmp_path / "memory")
     size = 200 * 2 * 4 * np.prod(task.frozen.shape)
-    assert f"{size / 2**20:,.3g} MiB in memory" in capsys.readouterr().err
+    assert f"{size / 2**20:,.3g} MiB, kept in memory" in capsys.readouterr().err
     less = variant | {"finetune": variant["finetune"] | {"cache": size / 2**30 - 1e-9}}
     assert train(config_of(packed, **less), tmp_path / "bounded")[0].frozen.begin == 0
     monkeypatch.setattr(frozen, "available_bytes", lambda: 4 * size - 1)

@@ -117,7 +117,7 @@ def test_a_size_that_fits_is_found_before_the_first_step(packed, capsys):
     torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
     told = capsys.readouterr().err.splitlines()
     assert len([line for line in told if "memory ran out" in line]) == 2
-    assert "BatchNorm normalises by, and averages, the statistics of 3 samples instead of 6" in told[-1]
+    assert "BatchNorm computes its statistics over 3 samples instead of 6" in told[-1]
     # what was found stays when the run is resumed
     resumed, _ = build(packed, micro_batch="auto")
     resumed.registry()["micro_batch"].load_state_dict(task.registry()["micro_batch"].state_dict())

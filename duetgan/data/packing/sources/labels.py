@@ -96,9 +96,9 @@ def choose_columns(
 ) -> Columns:
     """Return the columns of labels, of the groups and of the split.
 
-    Options choose the columns. Without an option the columns of labels and of the split are chosen
-    by name, else that of the split by its values, and no column defines groups. Raises UserError
-    for a missing column, and if several columns are possible.
+    Options choose the columns. Without options, the labels' column is found by its name, the
+    split's column by its name or else by its values, and there is no column of groups. Raises
+    UserError for a missing column, and if several columns are possible.
     """
     group = None
     if options.group_column is not None:

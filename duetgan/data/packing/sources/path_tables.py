@@ -26,7 +26,7 @@ PATHS = (
     *("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img"),
     *("img_path", "fname", "image_name", "image index", "image_id", "id_code", "id", "name"),
 )
-MOST_TRIALS = 20  # One of so many first values must be a file.
+MOST_TRIALS = 20  # number of values of a column, at its beginning, of which one must be a file
 
 
 class Table(Protocol):
@@ -207,8 +207,10 @@ class PathTable(LocalSource):
 def _find_place(
     path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions
 ) -> Place:
-    """Return the conversion of values to files, for the first column of PATHS in which an early
-    value is a file. Raises UserError if there is none.
+    """Return the column of paths, with the conversion of its values to files.
+
+    It is the first column of PATHS of whose first MOST_TRIALS values one is a file. Raises UserError
+    if there is none.
     """
     lower = {name.lower(): name for name in counts}
     columns = [lower[name] for name in PATHS if name in lower]

@@ -268,7 +268,10 @@ def compose(*matrices: Tensor) -> Tensor:
 
 
 def _matrix(rows: list[list[Tensor | float]]) -> Tensor:
-    """Return homogeneous matrices [n, k + 1, k + 1] with k rows of numbers and tensors [n]."""
+    """Return homogeneous matrices [n, k + 1, k + 1] from their first k rows.
+
+    An entry is a number, or a tensor [n] with a value for each matrix. The last row is 0, ..., 0, 1.
+    """
     entries = [*itertools.chain(*rows), *[0.0] * len(rows), 1.0]
     reference = next(entry for entry in entries if isinstance(entry, Tensor))
     columns = []

@@ -1,7 +1,7 @@
 """The gradients of the generator's losses one by one: their norms and the cosines between them.
 
-They are measured beside the step, every `loss.gradients_every` steps, from a second pass of the
-generator's half that changes nothing. (docs/gan.md)
+Every `loss.gradients_every` steps the generator's half of the step is computed a second time for
+them; the training does not change. (docs/gan.md)
 """
 
 from collections.abc import Mapping, Sequence
