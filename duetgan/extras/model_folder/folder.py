@@ -193,7 +193,8 @@ def figures(document: Document) -> list[Document]:
     rows = []
     for figure, results in rows_of(document):
         name = figure.key
-        if not isinstance(results[name], int | float):
+        # A floor is a distance between real images, not a metric of the model.
+        if name in ("floor", "kernel_floor") or not isinstance(results[name], int | float):
             continue
         extractor = "classifier" if figure.by_judge else None
         if results is not document:

@@ -178,6 +178,7 @@ def test_the_card_is_read_by_the_hubs_own_reader(checkpoint, tmp_path):
     card = hub.ModelCard(text)
     assert (card.data.license, card.data.pipeline_tag) == ("cc-by-4.0", "unconditional-image-generation")
     assert "/home" not in text
+    assert "floor" not in text  # of real images alone
     assert "| frechet | 12.5 |  | 500 | resnet50 |" in text
     assert "| kernel | 0.01 | 0.008 to 0.012 | 500 | resnet50 |" in text
     assert r"| diversity\_ratio | 0.7 |  | 500 | classifier |" in text
