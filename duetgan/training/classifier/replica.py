@@ -157,8 +157,9 @@ class Replica:
         `applied` is bool, 0-d: False if the update was masked.
         """
         counters = [counter for norm, counter in self.counters.items() if norm.training]
-        for (device, _), (group,) in by_kind(counters).items():
-            torch._foreach_add_(group, applied.to(device), alpha=passes)
+        for (device, dtype), (group,) in by_kind(counters).items():
+            # With another dtype CUDA would run a kernel for each counter.
+            torch._foreach_add_(group, applied.to(device, dtype), alpha=passes)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,10 +130,12 @@ def test_batches_are_counted_once_a_pass_unless_the_update_is_masked(packed):
     task = task_of(packed, "--batch_size", "4", micro_batch=2, augment={})
     counter = task.model.network.bn1.num_batches_tracked
     loader = make_loader(task.config, task.dataset, CPU)
-    task.step(loader, 0)
+    with patch.object(torch, "_foreach_add_", wraps=torch._foreach_add_) as added:
+        task.step(loader, 0)
+    counted = [call.args for call in added.call_args_list if any(part is counter for part in call.args[0])]
+    assert [number.dtype for _, number in counted] == [torch.int64]  # of another dtype it would be slow on CUDA
     assert (counter, task.ema.model.network.bn1.num_batches_tracked) == (2, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task.criterion, "smoothing", torch.tensor(float("nan")))
+    with patch.object(task.criterion, "smoothing", torch.tensor(float("nan"))):
         assert task.step(loader, 1)["skipped_updates/classifier"] == 1
     assert counter == 2
     task.model(torch.zeros(2, 1, 32, 32))  # outside of a step the layer counts
