@@ -59,11 +59,13 @@ def _by_layer(layers: Sequence[Equalized], tensors: Iterable[Tensor]) -> list[Pa
 
 @contextlib.contextmanager
 def scaled_together(network: nn.Module) -> Iterator[None]:
-    """Multiply the parameters of all layers by their gains once, for all passes in the block.
+    """Multiply the parameters of all layers by their gains once, for all passes inside the context.
 
-    Passes use two copies of the products in turn, so that one operator adds the gradients of two
-    passes. With several processes the parameters of a block of the network are multiplied together,
-    so that their gradients are sent while the backward pass goes on. Blocks may be nested.
+    The parameters must not change inside. Each pass uses one of two copies of the products, in
+    turn, so that one operator adds the gradients of two passes. With several processes there is one
+    multiplication for each child of the network (an entry of a list counts as a child), so that its
+    gradients are sent while the backward pass goes on. Layers inside of an outer context keep its
+    products.
     """
     is_single = collectives.world_size() == 1
     groups: dict[object, tuple[torch.dtype, list[Equalized]]] = {}
@@ -71,8 +73,8 @@ def scaled_together(network: nn.Module) -> Iterator[None]:
         if isinstance(layer, Equalized) and layer.ready is None:
             weight = next(layer.parameters())
             dtype = weight.dtype if layer.precision is None else layer.precision.dtype(weight)
-            block = "" if is_single else ".".join(name.split(".")[:2])
-            key = (dtype, weight.requires_grad, block)
+            child = "" if is_single else ".".join(name.split(".")[:2])
+            key = (dtype, weight.requires_grad, child)
             groups.setdefault(key, (dtype, []))[1].append(layer)
     try:
         for dtype, group in groups.values():
