@@ -6,6 +6,7 @@ pyarrow trusts the sizes in a file, so it runs with limited memory.
 import errno
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ Batches = Iterator[tuple[int, Any]]  # number of the first row, record batch
 # number of bytes, and values column by column
 Pieces = Iterator[tuple[int, list[list[Any]]]]
 
+_lock = threading.Lock()  # the limit is one of the process
+
 # Other memory pools reserve more than they use.
 pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
@@ -34,17 +37,18 @@ pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 @contextmanager
 def limited() -> Iterator[None]:
     """Limit the memory that pyarrow may take in the block, and raise its errors as OSError."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = pages * os.sysconf("SC_PAGE_SIZE") + int(MEMORY_FRACTION * available_bytes())
-    resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
-    try:
-        yield
-    except Exception as error:  # pyarrow raises many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise OSError(errno.EIO, lines[0].rstrip(".")) from None
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    with _lock:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = pages * os.sysconf("SC_PAGE_SIZE") + int(MEMORY_FRACTION * available_bytes())
+        resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
+        try:
+            yield
+        except Exception as error:  # pyarrow raises many types
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise OSError(errno.EIO, lines[0].rstrip(".")) from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class ParquetTable:

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import resource
 import shutil
 import struct
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -214,6 +216,27 @@ def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pyte
     with source_at(arrow(tmp_path / "big.arrow", big)) as source:
         item_refused(source, 0, "more than the 1 MiB for an image file")
         assert source.content(1) == b"x"
+
+
+def test_the_limit_of_memory_is_lifted_after_blocks_of_two_threads() -> None:
+    from duetgan.data.packing.sources.table_files import limited
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    entered, first_ended = threading.Event(), threading.Event()
+
+    def second_block() -> None:
+        with limited():
+            entered.set()
+            first_ended.wait()
+
+    thread = threading.Thread(target=second_block)
+    with limited():
+        assert resource.getrlimit(resource.RLIMIT_DATA) != before
+        thread.start()
+        entered.wait(0.3)
+    first_ended.set()
+    thread.join()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 OPEN_WITH_300_MIB = """
