@@ -10,6 +10,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from annotated_types import Interval
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from duetgan.models.backbones.base import Backbone, in_turn
@@ -24,6 +25,11 @@ from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, refuse
 
 Stem = Literal["imagenet", "small", "small-stride2"]
+
+
+def _without_parts(split: object) -> object:
+    """Return the value of `split`, auto for a table of parts as in checkpoints of older versions."""
+    return "auto" if isinstance(split, dict) else split
 
 
 class ModelConfig(Config):
@@ -56,7 +62,7 @@ class ModelConfig(Config):
     activation_checkpointing: bool = False
     inplace: bool = True  # ReLUs overwrite their input
     # divide the network over a process's devices (extras/model_parallel); auto: by memory
-    split: Literal["off", "auto"] = "off"
+    split: Annotated[Literal["off", "auto"], BeforeValidator(_without_parts)] = "off"
 
     def check(self) -> None:
         """Set `discriminator` from the GAN's run; raise UserError for conflicting options."""
