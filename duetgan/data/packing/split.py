@@ -4,6 +4,7 @@ The split is stratified by class, keeps similar images in one part, and depends 
 content. It is the last step of `duet pack --val-share`.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -281,6 +282,9 @@ def write_without(
     """
     with LMDBReader(whole) as reader, LMDBReader(excluded) as second:
         report = find(reader, second, similar=True)
+        if report.cut_short:
+            text = "too many images look alike, so some of them may remain"
+            print(f"warning: --apart {excluded}: {text}", file=sys.stderr)
         is_excluded = np.zeros(len(reader), np.int64)
         for group in report.exact:
             is_excluded[group.records] = 1

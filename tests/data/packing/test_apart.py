@@ -10,6 +10,7 @@ from PIL import Image
 from duetgan.commands.pack import main
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import stored_image
+from duetgan.data.packing import near_duplicates
 from duetgan.data.packing.duplicates import find
 from duetgan.data.packing.inspect import verify
 from duetgan.data.packing.pack import pack
@@ -75,3 +76,10 @@ def test_command_line_and_refusals(pets: Path, tmp_path: Path, refused: Any, cap
     message = refused(main, str(pets / "test"), out, "--overwrite", "--apart", test)
     assert "no image could be used, 0 skipped, 12 left out by --apart" in message
     assert LMDBReader(out).meta.count == 19
+
+
+def test_a_search_that_ended_early_gives_a_warning(pets: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    pack(open_source(str(pets / "test")), tmp_path / "test.lmdb")
+    monkeypatch.setattr(near_duplicates, "LIMIT", 0)
+    pack(open_source(str(pets / "more"), classes_from="none"), tmp_path / "out.lmdb", apart=tmp_path / "test.lmdb")
+    assert "test.lmdb: too many images look alike, so some of them may remain" in capsys.readouterr().err
