@@ -104,7 +104,7 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "threads": "tests/training/engine/test_speed.py",
     "channels_last": "tests/training/classifier/test_frozen.py",
     "graphs": "tests/accelerator/test_graphs.py",
-    "nonfinite_cap": "tests/faults/test_training_faults.py",
+    "nonfinite_cap": "tests/end_to_end/test_train_kill_resume.py",
     "data.path": "tests/training/base/test_data.py",
     "data.val_path": "tests/training/base/test_data.py",
     "data.workers": "tests/training/base/test_data.py",
