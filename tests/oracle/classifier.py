@@ -145,11 +145,10 @@ class ClassifierReference:
             pair = torch.arange(len(images)) ^ 1  # rows 2k and 2k + 1
             share = drawn.label_weights.to(images)
             mixed = []
-            for row, (top, left, height, width) in enumerate(drawn.boxes.tolist()):
-                blend = float(drawn.blend[row])
-                image, box = blend * images[row] + (1 - blend) * images[pair[row]], torch.zeros(size, dtype=torch.bool)
-                box[top : top + height, left : left + width] = True
-                mixed.append(torch.where(box, images[pair[row]], image))
+            for row, is_pasted in enumerate(drawn.is_pasted):
+                blend = 1.0 if drawn.blend is None else float(drawn.blend[row])
+                image = blend * images[row] + (1 - blend) * images[pair[row]]
+                mixed.append(torch.where(is_pasted, images[pair[row]], image))
             images = torch.stack(mixed)
             pairs = [(share, targets), (1 - share, targets[pair])]
             counted = share * counted + (1 - share) * counted[pair]

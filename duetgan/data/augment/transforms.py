@@ -102,18 +102,19 @@ def random_erase(
     boxes: torch.Tensor,
 ) -> torch.Tensor:
     """Blacken a rectangle in every image."""
-    return images.masked_fill(inside(boxes, images), _black(images))
+    is_erased = inside(boxes[:, :2], boxes[:, 2:], *images.shape[2:])
+    return images.masked_fill(is_erased, _black(images))
 
 
-def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """Return True for pixels inside their image's box: bool [n, 1, H, W].
+def inside(first: torch.Tensor, sides: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Return True for pixels inside their image's box: bool [n, 1, height, width].
 
-    `boxes` is int64 [n, 4]: top, left, height, width. `images` is [n, C, H, W].
+    `first` (top, left) and `sides` (height, width) are int64 [n, 2]. Boxes are clipped.
     """
-    height, width = images.shape[2:]
-    first, sides = boxes[:, :2, None], boxes[:, 2:, None]
-    positions = torch.arange(max(height, width), device=images.device)
-    is_inside = (positions >= first) & (positions < first + sides)  # [n, 2, max(H, W)]
+    first = first[:, :, None]
+    positions = torch.arange(max(height, width), device=first.device)
+    is_inside = (positions >= first) & (positions < first + sides[:, :, None])
+    # [n, 2, max(height, width)]
     return is_inside[:, :1, :height, None] & is_inside[:, 1:, None, :width]
 
 
@@ -199,8 +200,11 @@ def draw_and_apply(
 
 
 def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
-    """Convert uniform numbers of [0, 1) to integers 0..ends-1."""
-    return (uniform * ends).long().clamp(max=ends - 1)
+    """Convert uniform numbers of [0, 1) to integers 0..ends-1.
+
+    The largest number below 1 times `ends` is rounded to less than `ends`.
+    """
+    return (uniform * ends).long()
 
 
 def _reflected(positions: torch.Tensor, side: int) -> torch.Tensor:
@@ -241,12 +245,13 @@ class Mixing(NamedTuple):
     """The weights and boxes with which n images are mixed with their partners."""
 
     label_weights: Tensor  # float32 [n] in [0, 1]: weight of the image's label, not the partner's
-    blend: Tensor  # float32 [n] in [0, 1]: weight of the image's pixels (mixup); 1 without mixup
-    # int64 [n, 4]: top, left, height, width of the partner's part (CutMix); empty without CutMix
-    boxes: Tensor
+    is_pasted: Tensor  # bool [n, 1, H, W]: True where the partner's pixels are pasted (CutMix)
+    # float32 [n] in [0, 1]: weight of the image's pixels (mixup); None without mixup
+    blend: Tensor | None = None
 
     def rows(self, rows: slice) -> "Mixing":
-        return Mixing(self.label_weights[rows], self.blend[rows], self.boxes[rows])
+        blend = None if self.blend is None else self.blend[rows]
+        return Mixing(self.label_weights[rows], self.is_pasted[rows], blend)
 
 
 def draw_mixing(
@@ -273,13 +278,13 @@ def draw_mixing(
     pastes = mixed
     if config.mixup:
         pastes = mixed & (uniform[:, 1] < (0.5 if config.cutmix else 0.0))
-    boxes = cut_boxes(pasted[rows], uniform[:, 2:], *size) * pastes[:, None]
-    remaining = 1 - (boxes[:, 2] * boxes[:, 3]) / (size[0] * size[1])
+    is_pasted = cut_boxes(pasted[rows], uniform[:, 2:], *size) & pastes[:, None, None, None]
+    remaining = 1 - is_pasted.sum((1, 2, 3)) / (size[0] * size[1])
     if not config.mixup:
-        return Mixing(remaining, torch.ones_like(remaining), boxes)
+        return Mixing(remaining, is_pasted)
     blend = blended[rows].masked_fill(pastes == mixed, 1.0)
     # One factor is 1, because an image is not mixed in both ways.
-    return Mixing(remaining * blend, blend, boxes)
+    return Mixing(remaining * blend, is_pasted, blend)
 
 
 def _betas(first: float, second: float, count: int, numbers: torch.Generator) -> Tensor:
@@ -292,8 +297,8 @@ def _betas(first: float, second: float, count: int, numbers: torch.Generator) ->
     if second != first:
         gammas[1] = second
     gammas = torch._standard_gamma(gammas, generator=numbers)
-    # Both variates of a small alpha may be 0.
-    return (gammas[..., 0] / gammas.sum(-1)).nan_to_num(0.5).float()
+    # Torch's variates are at least the smallest normal number, so no quotient is 0 / 0.
+    return (gammas[..., 0] / gammas.sum(-1)).float()
 
 
 def cut_boxes(
@@ -302,7 +307,7 @@ def cut_boxes(
     height: int,
     width: int,
 ) -> Tensor:
-    """Return CutMix's boxes (1905.04899, equation 2): top, left, height, width, int64 [n, 4].
+    """Return True for pixels inside CutMix's boxes (1905.04899, equation 2): bool [n, 1, H, W].
 
     The boxes have the image's aspect and are clipped at its borders.
     """
@@ -310,11 +315,8 @@ def cut_boxes(
     size = torch.full((2,), height, device=side.device)
     if width != height:
         size[1] = width
-    sides = (side[:, None] * size).long()
-    first = (centres * size).long() - sides // 2
-    end = torch.minimum(first + sides, size)
-    first = first.clamp(min=0)
-    return torch.cat([first, end - first], dim=1)
+    sides, middle = (torch.stack([side[:, None].expand_as(centres), centres]) * size).long()
+    return inside(middle - sides // 2, sides, height, width)
 
 
 def partners(values: Tensor) -> Tensor:
@@ -332,6 +334,7 @@ def mix_images(
     mixing: Mixing,
 ) -> Tensor:
     """Mix images with their partners: [n, C, H, W] in the memory format of `images`."""
-    blend = mixing.blend[:, None, None, None]
-    weights = blend.masked_fill(inside(mixing.boxes, images), 0.0).to(images.dtype)  # [n, 1, H, W]
-    return torch.lerp(partner_images, images, weights)  # exactly the image where the weight is 1
+    if mixing.blend is not None:
+        weights = mixing.blend[:, None, None, None].to(images.dtype)
+        images = torch.lerp(partner_images, images, weights)  # exactly the image at weight 1
+    return torch.where(mixing.is_pasted, partner_images, images)

@@ -157,7 +157,8 @@ class Updater:
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
         clip_(self.parameters, self.config, norm, self.head)
         applied = norm < math.inf  # False for NaN, too
-        skipped = applied.logical_not().float()
+        skipped = applied.new_empty((), dtype=torch.float32)
+        torch.logical_not(applied, out=skipped)
         outside(partial(self._apply, [p.grad for p in self.parameters], skipped), step)
         nonfinite = skipped
         if self.precision.scaler.is_enabled():

@@ -17,6 +17,7 @@ from duetgan.data.augment.transforms import (
     draw_and_apply,
     draw_mixing,
     erase_boxes,
+    inside,
     mix_images,
     partners,
     random_erase,
@@ -190,7 +191,8 @@ def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
     boxes = torch.tensor([[0, 0, 0, 0], [2, 3, 4, 2], [0, 0, 9, 8], [0, 0, 0, 0], [8, 7, 1, 1], [0, 0, 0, 0]])
     blend = torch.tensor([0.3, 1.0, 1.0, 1.0, 1.0, 0.0])
     others = partners(images)
-    found = mix_images(images, others, Mixing(blend, blend, boxes))
+    pasted = inside(boxes[:, :2], boxes[:, 2:], 9, 8)
+    found = mix_images(images, others, Mixing(blend, pasted, blend))
     assert found.is_contiguous(memory_format=torch.channels_last)
     for place, (top, left, height, width) in enumerate(boxes.tolist()):
         other = images[place + 1 - 2 * (place % 2)]
@@ -203,8 +205,9 @@ def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
 @pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 8.0])
 def test_mixups_shares_are_beta_distributed(alpha: float) -> None:
     mixing = drawn(mixup=alpha)
+    assert mixing.blend is not None
     assert torch.equal(mixing.label_weights, mixing.blend)
-    assert mixing.boxes.eq(0).all()
+    assert not mixing.is_pasted.any()
     assert mixing.label_weights.isfinite().all()
     assert mixing.label_weights.mean().item() == pytest.approx(0.5, abs=0.03)
     assert mixing.label_weights.double().var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
@@ -212,24 +215,23 @@ def test_mixups_shares_are_beta_distributed(alpha: float) -> None:
 
 def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> None:
     mixing = drawn(cutmix=1.0)
-    top, left, height, width = mixing.boxes.unbind(1)
-    assert mixing.blend.eq(1).all()
-    assert mixing.boxes.min() >= 0
-    assert (top + height).max() <= 20
-    assert (left + width).max() <= 30
-    torch.testing.assert_close(mixing.label_weights, 1 - height * width / 600)
+    assert mixing.blend is None
+    assert mixing.is_pasted.shape == (4000, 1, 20, 30)
+    torch.testing.assert_close(mixing.label_weights, 1 - mixing.is_pasted.float().mean((1, 2, 3)))
     assert 0.55 < mixing.label_weights.mean() < 0.75  # above a half: boxes are cut off at the borders
     own = torch.tensor([0.75, 0.0, 1.0, 0.75])
-    boxes = cut_boxes(own, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]]), 20, 30)
-    assert boxes[0].tolist() == [5, 8, 10, 15]
-    assert boxes[1].tolist() == [0, 0, 20, 30]
-    assert boxes[2, 2:].tolist() == [0, 0]
-    assert boxes[3].tolist() == [0, 22, 5, 8]  # half of it is outside, on both axes
+    found = cut_boxes(own, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]]), 20, 30)
+    expected = torch.zeros(4, 1, 20, 30, dtype=torch.bool)
+    expected[0, 0, 5:15, 8:23] = True
+    expected[1] = True
+    expected[3, 0, :5, 22:] = True  # half of it is outside, on both axes
+    assert torch.equal(found, expected)
 
 
 def test_one_of_both_for_each_image_and_only_some() -> None:
     mixing = drawn(mixup=1.0, cutmix=1.0, mix_prob=0.5)
-    pasted, blended = mixing.boxes[:, 2] * mixing.boxes[:, 3] > 0, mixing.blend < 1
+    assert mixing.blend is not None
+    pasted, blended = mixing.is_pasted.flatten(1).any(1), mixing.blend < 1
     assert not (pasted & blended).any()
     assert blended.float().mean().item() == pytest.approx(0.25, abs=0.03)
     assert pasted.float().mean().item() == pytest.approx(0.25, abs=0.03)
