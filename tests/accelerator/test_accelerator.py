@@ -60,7 +60,7 @@ def test_a_training_has_the_cpus_numbers_and_its_steps_wait_for_nothing(seen, pa
 @pytest.mark.parametrize("name", MEMORY)
 def test_the_peak_is_what_the_dry_run_says_of_gpus(seen, name):
     found = seen["slow"]["memory"][name]
-    assert found["peak"] == pytest.approx(found["estimate"], rel=0.05)
+    assert found["peak"] == pytest.approx(found["estimate"], rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def prepare(folder: Path) -> None:
 
 
 def config_of(folder: Path, tree: dict[str, Any]) -> Any:
-    tree = tree | {"data": {"path": str(folder / "data.lmdb")}}
+    # Compiled networks multiply parameters by gains one by one, and the CPU's are not compiled.
+    tree = tree | {"data": {"path": str(folder / "data.lmdb")}, "compile": "off"}
     if "unlabelled" in tree:
         tree["unlabelled"] = tree["unlabelled"] | {"path": tree["data"]["path"]}
     if tree.get("loss", {}).get("classifier"):
@@ -140,12 +141,12 @@ def compared(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_of(folder: Path, name: str) -> dict[str, int]:
-    """Bytes of a training on `sim`: the estimate of the peak, and the peak."""
+    """Bytes of a training on `sim`, which has no fused kernels: the estimate of the peak, and the peak."""
     from duetgan.extras.paper import predictions as on_paper
 
     config = config_of(folder, MEMORY[name])
     with open_training(config.data) as reader:
-        estimate = on_paper.count(config, reader, config.batch_size).peak
+        estimate = on_paper.count(config, reader, config.batch_size, kernels=False).peak
     memory = device.memory[0]
     gc.collect()
     memory.forget()

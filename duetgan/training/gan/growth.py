@@ -18,7 +18,6 @@ from torch import Tensor
 
 from duetgan.models.growing import Alpha, StageGenerator
 from duetgan.models.layers import upsample_fir
-from duetgan.training.base.compiled import CompileSetting, is_compiled
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.errors import UserError
@@ -185,14 +184,12 @@ class Growth:
         stages: Stages,
         # a GrowingGenerator, its moving average, and a GrowingDiscriminator
         networks: Sequence[Any],
-        compile_setting: CompileSetting,
         device: torch.device,
     ) -> None:
         self.stages = stages
         self.networks = networks
         self.average = StageGenerator(networks[1])
         # Python numbers would be frozen in compiled networks and in CUDA graphs.
-        self.uses_tensor = device.type != "cpu" or is_compiled(compile_setting, device)
         self._tensor = torch.ones((), device=device)
         self.alpha: Alpha = 1.0  # of the stage: a number or `_tensor`
         self.stage = stages.at(0)
@@ -206,7 +203,7 @@ class Growth:
         """Change the networks to a stage and its alpha."""
         self.stage = stage
         self.alpha = stage.alpha
-        if stage.alpha < 1 and self.uses_tensor:
+        if stage.alpha < 1:
             self.alpha = self._tensor.fill_(stage.alpha)
         for network in self.networks:
             network.enter(stage.resolution, self.alpha)

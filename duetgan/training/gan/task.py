@@ -67,7 +67,7 @@ class GanTask(Task):
         self.growth = None
         if self.stages.growing:
             networks = (self.generator, self.ema.model, self.discriminator)
-            self.growth = Growth(self.stages, networks, config.compile, device)
+            self.growth = Growth(self.stages, networks, device)
         self.context = Context(
             config, dataset, self.generator, self.discriminator, device, self.growth
         )
