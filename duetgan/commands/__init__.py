@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from duetgan.utils import extras
@@ -53,6 +54,9 @@ def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
         argv: the command's arguments (default: those of this process).
     """
     handle_interrupts()  # the imports below take seconds
+    if sys.path and Path(sys.path[0], "inspect.py").is_file():
+        # `python data/pack.py` puts data/ first; its inspect.py would hide the standard library's.
+        del sys.path[0]
     if not all(map(importlib.util.find_spec, REQUIRED)):
         remedy = "needs the packages of this project: `make setup`, then .venv/bin/python ..."
         print(f"error: Duet {remedy}", file=sys.stderr)

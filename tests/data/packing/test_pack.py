@@ -18,7 +18,7 @@ from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog import progress
-from tests.conftest import assert_raises
+from tests.conftest import REPOSITORY, assert_raises
 from tests.data.conftest import save
 
 
@@ -254,3 +254,4 @@ def test_command_line(photos: Path, tmp_path: Path) -> None:
         done = run(*arguments)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert told in done.stderr
+    assert run(REPOSITORY / "data" / "pack.py", "--help").stdout.startswith("usage: duet pack")
