@@ -190,7 +190,7 @@ class Reader:
     """What a task asks of its data before the first step."""
 
     def __init__(self, images: Images) -> None:
-        self.resolution, self.synthetic = images.resolution, None
+        self.resolution, self.synthetic, self.workers = images.resolution, None, 0
         self.spec = ImageSpec.of(images.channels, images.resolution)
         self.classes = [str(index) for index in range(images.classes)]
         per_class = images.number // max(1, images.classes)

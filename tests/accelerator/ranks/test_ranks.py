@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # a part runs whole when its first row is asked for
 ]
 RANKS = (0, 1)
-BUCKETS = "duetgan/training/base/compiled.py: return self._run(*args, **kwargs) (copy_)"
+BUCKETS = "duetgan/training/base/compiled.py: return self.function(*args, **kwargs) (copy_)"
 
 
 PARTS: dict[str, Any] = {

@@ -86,7 +86,7 @@ def test_what_does_not_go_together_is_refused():
             {"name": "discriminator", "discriminator": {"architecture": "dcgan"}},
             r"model\.discriminator\.\w+ is missing",
         ),
-        ({"name": "discriminator", "discriminator": odd}, r"model\.discriminator\.channels is 2"),
+        ({"name": "discriminator", "discriminator": odd}, r"model\.discriminator\.channels 2: must be 1 or 3"),
         ({"name": "discriminator", "discriminator": unknown}, "width"),
         ({"name": "discriminator", "discriminator": form("stylegan2", architecture="stylegan9")}, "unknown"),
     ):
