@@ -99,7 +99,7 @@ def test_mean_of_each_class_on_its_own():
     low, high = result.interval or [1, 0]
     assert low < (result.value or 0) < high
     assert result.images == 30
-    assert "a class has 30 images a side" in result.note
+    assert "the smallest class has 30 samples and 30 real images" in result.note
     none = intra_class_frechet(samples[:1], real[:1], labels[:1], 2)  # no class with two images
     assert (none.value, none.interval, none.by_class, none.images) == (None, None, [None, None], 0)
 
