@@ -245,9 +245,9 @@ def test_one_of_both_for_each_image_and_only_some() -> None:
 def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
     config = MixingAugment(mixup=0.3, cutmix=0.7)
     common: dict[str, Any] = {"global_batch": 12, "size": (8, 8), "device": CPU}
-    whole = draw_mixing(config, seed=1, step=2, start=0, count=12, **common)
+    whole: Any = draw_mixing(config, seed=1, step=2, start=0, count=12, **common)
     for start in (0, 4, 8):
-        part = draw_mixing(config, seed=1, step=2, start=start, count=4, **common)
+        part: Any = draw_mixing(config, seed=1, step=2, start=start, count=4, **common)
         assert all(torch.equal(p, w[start : start + 4]) for p, w in zip(part, whole, strict=True))
     assert all(torch.equal(p, w[2:5]) for p, w in zip(whole.rows(slice(2, 5)), whole, strict=True))
     for seed, step in ((1, 3), (2, 2)):
