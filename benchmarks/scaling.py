@@ -182,6 +182,8 @@ def build_task(config: RunConfig, images: Images, batch: int) -> Any:
     if isinstance(config, ClassifierConfig):
         model = config.model.changed(weights=None)
         config = config.changed(model=model, augment=MixingAugment())
+        if unlabelled := getattr(config, "unlabelled", None):  # of the extra few_labels; there are no images
+            config = config.changed(unlabelled=unlabelled.changed(path=None))
     reader: Any = Reader(images)
     return TASKS[config.task].task(config, reader, None, torch.device("cpu"))
 

@@ -159,9 +159,7 @@ class ModulatedConv2d(nn.Module):
 def modulate(
     convolutions: Sequence[ModulatedConv2d],
     ws: Sequence[Tensor],  # [N, w_dim] for each
-    dtypes: Sequence[
-        torch.dtype
-    ],  # of each convolution: that of the parameters, or the lower precision
+    dtypes: Sequence[torch.dtype],  # of each convolution
     gain: float = 1.0,
 ) -> list[Modulation]:
     """Return the modulations of several convolutions, computed together with few operators.
