@@ -249,6 +249,11 @@ def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(
         open_source(str(path)).content(0)
 
 
+def test_memory_error_of_python_is_named() -> None:
+    with pytest.raises(OSError, match="too much memory"), table_files.limited():
+        raise MemoryError
+
+
 def _varint(number: int, length: int = 0) -> bytes:
     """Thrift's zigzag, in so many bytes."""
     found: list[int] = []

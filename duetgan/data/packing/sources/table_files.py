@@ -45,7 +45,9 @@ def limited() -> Iterator[None]:
         try:
             yield
         except Exception as error:  # pyarrow raises many types
-            lines = str(error).strip().splitlines() or [type(error).__name__]
+            # Python's own MemoryError has no text.
+            unnamed = "too much memory" if isinstance(error, MemoryError) else type(error).__name__
+            lines = str(error).strip().splitlines() or [unnamed]
             raise OSError(errno.EIO, lines[0].rstrip(".")) from None
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
