@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from duetgan.models.backbones.base import in_turn
 from duetgan.models.layers.convolution import Context
+from duetgan.utils.distributed.collectives import perform
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -71,7 +72,7 @@ class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, tensor: Tensor) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
+        perform(partial(dist.all_reduce, total))
         return total
 
     @staticmethod
@@ -145,7 +146,7 @@ class _Synchronised(torch.autograd.Function):
         local.append(local[0].new_full([1], x.numel() // channels))
         row = torch.cat(local)
         rows = row.new_empty(dist.get_world_size() * len(row))
-        dist.all_gather_into_tensor(rows, row)
+        perform(partial(dist.all_gather_into_tensor, rows, row))
         means, deviations, counts = rows.view(-1, len(row)).split([channels, channels, 1], dim=1)
         mean, inverse_deviation = torch.batch_norm_gather_stats_with_counts(
             x,
@@ -171,7 +172,7 @@ class _Synchronised(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:  # the first layer after frozen stages
             return None, weight_grad, bias_grad, None
         total = torch.cat(sums)
-        dist.all_reduce(total)
+        perform(partial(dist.all_reduce, total))
         x_grad = torch.batch_norm_backward_elemt(
             grad, x, mean, inverse_deviation, weight, total[: len(mean)], total[len(mean) :], counts
         )

@@ -73,9 +73,7 @@ def small(name: str) -> Tree:
 
 
 OF_BOTH = ("channel_base", "channel_max", "width", "cardinality", "blocks")
-PRESETS = sorted(
-    path.stem for path in (REPOSITORY / "configs").glob("*.yaml") if not path.stem.startswith(NO_PRESETS)
-)
+PRESETS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml") if not path.stem.startswith(NO_PRESETS))
 GROWING = {"start": 8, "fade_kimg": 0.04, "stable_kimg": 0.032, "batch_sizes": {8: 16}}
 PATHS = GAN["loss"] | {"path_length_weight": 2.0, "path_length_interval": 4}
 R3 = gan("gan-r3gan", precision="fp16", generator_optimizer={"beta2_final": 0.9}, schedule_kimg=0.05)
@@ -110,10 +108,11 @@ SLOW: dict[str, Tree] = {
 EAGER = {"GAN, gradients of each loss": "CUDA graph, 0 kinds of steps; eager where diagnostics are due"}
 
 
-def run(folder: Path, tree: Tree, steps: int = STEPS) -> Tree:
+def run(folder: Path, tree: Tree, steps: int = STEPS, where: str = "sim") -> Tree:
     """What the steps say, the state after them, how they ran, and bytes: held after each step, and its peak."""
     config = trainings.config_of(folder, {"compile": "off"} | tree)  # dynamo skips every frame under the device's modes
-    place, memory = torch.device("sim"), device.memory[0]
+    place = torch.device(where)
+    memory = device.memory[place.index or 0]
     said: list[dict[str, Tensor]] = []
     held = []
     with open_training(config.data) as reader:
@@ -141,13 +140,13 @@ def run(folder: Path, tree: Tree, steps: int = STEPS) -> Tree:
     }
 
 
-def with_graphs(folder: Path, tree: Tree, steps: int = STEPS) -> Tree:
+def with_graphs(folder: Path, tree: Tree, *options: Any) -> Tree:
     with patch.dict(graphs.DEVICES, {"sim": PretendDevice}):
-        return run(folder, tree, steps)
+        return run(folder, tree, *options)
 
 
-def compared(folder: Path, tree: Tree, steps: int) -> Tree:
-    eager, replayed = run(folder, tree, steps), with_graphs(folder, tree, steps)
+def compared(folder: Path, tree: Tree, *options: Any) -> Tree:
+    eager, replayed = run(folder, tree, *options), with_graphs(folder, tree, *options)
     found = {key: replayed[key] for key in ("plan", "captured", "held")}
     return found | {"differing": [name for key in ("said", "state") for name in differing(eager[key], replayed[key])]}
 

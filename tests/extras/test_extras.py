@@ -71,9 +71,7 @@ def run(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in EXTRAS)])
 def test_the_rest_works_without(name: str, tmp_path: Path) -> None:
     deleted = {
-        extra
-        for extra, package in EXTRAS.items()
-        if name in ("all", extra) or name in getattr(package, "NEEDS", ())
+        extra for extra, package in EXTRAS.items() if name in ("all", extra) or name in getattr(package, "NEEDS", ())
     }
     gone = tuple(f"{folder}/extras/{extra}/" for extra in deleted for folder in ("duetgan", "tests"))
     for path in project_files():

@@ -207,10 +207,13 @@ def test_rows_of_a_head_follow_the_names_of_their_classes(tmp_path, kind, head, 
     model = build(path, stem="small", normalise="symmetric", head=head, classes=len(classes))
     before = {name: value.clone() for name, value in model.head.state_dict().items()}
     told = load_pretrained(model, list(classes)).partition("; ")[2]
-    assert told == {
-        "edcba": "head: all 5 classes taken by name: e, d, c, b, a",
-        "xecy": "head: 2 of 4 classes taken by name: e, c; new: x, y; dropped: a, b, d",
-    }[classes]
+    assert (
+        told
+        == {
+            "edcba": "head: all 5 classes taken by name: e, d, c, b, a",
+            "xecy": "head: 2 of 4 classes taken by name: e, c; new: x, y; dropped: a, b, d",
+        }[classes]
+    )
     last = "2." * (head == "hidden")
     for part in ("weight", "bias"):
         for place, name in enumerate(classes):

@@ -12,6 +12,10 @@ A replay repeats kernels on the same memory. Everything else in a step needs the
   the host. The graph is captured in parts, with this work between them. An update is a few
   kernels, so that replaying it would gain nothing.
 
+Collective operations of several processes are also run between the parts (`collectives.perform`),
+so that NCCL's timeouts work as usual. Those of a backward pass split the graph where autograd has
+the gradients, and the exchange still overlaps with the rest of the pass.
+
 Without graphs the functions only call their argument.
 """
 
@@ -180,7 +184,8 @@ class CapturedStep:
 
     def capture(self, update: "Callable[[list[Batch], int], Metrics]", step: int) -> None:
         """Capture the kernels of the step without running them."""
-        with self._active():
+        # A capture ends in the thread that began it, also if it ends within a backward pass.
+        with self._active(), torch.autograd.set_multithreading_enabled(False):
             self._begin_part()
             try:
                 metrics = update(self.batches, step)
@@ -208,9 +213,14 @@ class CapturedStep:
         global _step
         _step = self
         try:
-            yield
+            with collectives.intercepted(self._between_parts):
+                yield
         finally:
             _step = None
+
+    def _between_parts(self, operation: Callable[[], object]) -> None:
+        """Run a collective operation now, or in every replay if the step is being captured."""
+        self.outside(lambda _: operation(), 0)
 
 
 def _copy(targets: object, sources: object) -> None:
@@ -240,10 +250,6 @@ class Graphs:
             self.obstacle = "graphs is off"
         elif device.type not in DEVICES:
             self.obstacle = f"the device is {device.type}"
-        elif collectives.world_size() > 1:
-            # Gradients, and BatchNorm's sums in the middle of a pass, are sent while kernels run.
-            # NCCL can be captured, but a rank that fails would leave the others waiting in a graph.
-            self.obstacle = "several processes exchange gradients within the step"
         self._device = None if self.obstacle else DEVICES[device.type](device)
         self._structure: Hashable = None
         self._steps: dict[Hashable, CapturedStep] = {}

@@ -1,4 +1,4 @@
-"""The classifier as one process trains it: compiled, and in DDP if there are several processes."""
+"""The classifier as one process trains it: compiled, and its gradients added up over processes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +18,7 @@ from duetgan.training.classifier.finetune import plain
 from duetgan.training.classifier.network import widen_narrow_maps
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.collectives import by_kind
+from duetgan.utils.distributed.gradients import GradientExchange
 from duetgan.utils.errors import UserError
 
 
@@ -39,10 +40,13 @@ class Replica:
 
     With several processes DDP adds up the gradients, and BatchNorm is synchronised. With `sync_bn`
     off each process normalises by its own samples instead, and the running statistics are averaged
-    after each step.
+    after each step. DDP sends gradients in C++, where a CUDA graph cannot be split; if steps are
+    captured, `GradientExchange` adds them up.
     """
 
-    def __init__(self, model: Classifier, config: ClassifierConfig, device: torch.device) -> None:
+    def __init__(
+        self, model: Classifier, config: ClassifierConfig, device: torch.device, *, captured: bool
+    ) -> None:
         self.is_synchronised = config.sync_bn == "auto"
         if collectives.world_size() > 1 and self.is_synchronised:
             synchronise_batchnorm(model, device)
@@ -65,6 +69,8 @@ class Replica:
         # Layers of each stage whose trained weights autocast would cast one by one.
         self._cast: list[list[tuple[nn.Module, str]]] = []
         self._ddp: DistributedDataParallel | None = None
+        self._exchange: GradientExchange | None = None  # in place of DDP
+        self._is_captured = captured
         self._forward: Compiled[..., Tensor] | None = None  # the model or DDP, compiled
         self._trained: list[bool] = []  # `requires_grad` of the parameters in the last `wrap`
         self._is_alone = False
@@ -83,7 +89,10 @@ class Replica:
         self._cast = self._castable()
         self.model.zero_grad()
         module = ClassifierFromStage(self.model)
-        if collectives.world_size() > 1:
+        if self._is_captured:
+            parameters = self.model.parameters()
+            self._exchange = GradientExchange(parameters, compress=self.config.distributed.compress)
+        elif collectives.world_size() > 1:
             # Inputs are on the right device already, so no device_ids are needed. Rank 0 sends its
             # weights the first time only, since they are equal on all ranks later.
             self._ddp = DistributedDataParallel(
@@ -171,17 +180,21 @@ class Replica:
             self._is_alone = False
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for a micro-batch; DDP exchanges the gradients in the last one."""
+        """Return a context for a micro-batch; the gradients are exchanged in the last one."""
+        if self._exchange is not None and last and not self._is_alone:
+            self._exchange.overlap()
         if self._ddp is None or (last and not self._is_alone):
             return nullcontext()
         return self._ddp.no_sync()
 
     def sum_gradients(self) -> None:
-        """Turn DDP's mean gradients over the processes into sums.
+        """Finish the exchange of the gradients, and turn DDP's means over the processes into sums.
 
         Larger losses would give the same sums, but make logged gradients and the overflow of fp16
         depend on the number of processes.
         """
+        if self._exchange is not None and not self._is_alone:
+            self._exchange.finish()
         if self._ddp is None or self._is_alone:
             return
         gradients: list[Tensor] = []

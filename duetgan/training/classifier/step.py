@@ -37,7 +37,10 @@ class ClassifierStep(Task):
         self.precision = Precision(config.precision, device)
         self.model = build_network(config, dataset, device)
         self.ema = EMA(self.model, buffers="average")
-        self.replica = Replica(self.model, config, device)
+        several = "" if config.model.split == "off" else "model.split uses several devices"
+        self.graphs = Graphs(config.graphs, device, obstacle=several)
+        captured = not self.graphs.obstacle
+        self.replica = Replica(self.model, config, device, captured=captured)
         self.resizing = Resizing(config.resizing, self.model, config.steps)
         self.finetuning = FineTuning(
             self.model, config.finetune, steps_per_epoch=len(dataset) / config.batch_size
@@ -56,8 +59,6 @@ class ClassifierStep(Task):
             head=self.model.head.parameters(),
             groups=self.finetuning.groups(optimizer.weight_decay),
         )
-        several = "" if config.model.split == "off" else "model.split uses several devices"
-        self.graphs = Graphs(config.graphs, device, obstacle=several)
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         batch = next(batches)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ _control: Any = None
 _patient: Any = None
 _look: Callable[[], object] | None = None
 _alone = False
+_interceptor: Callable[[Callable[[], object]], object] | None = None
 
 
 class PeerLost(RuntimeError):
@@ -59,6 +61,28 @@ def alone() -> Iterator[None]:
 
 def is_main() -> bool:
     return rank() == 0
+
+
+def perform(operation: Callable[[], object]) -> None:
+    """Run a collective operation of a training step, on tensors that exist already.
+
+    Inside `intercepted` the interceptor is called with the operation instead.
+    """
+    if _interceptor is None:
+        operation()
+    else:
+        _interceptor(operation)
+
+
+@contextmanager
+def intercepted(interceptor: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+    """Let `interceptor` decide when the operations that `perform` gets in the block are run."""
+    global _interceptor
+    _interceptor = interceptor
+    try:
+        yield
+    finally:
+        _interceptor = None
 
 
 def choose_device(requested: str | None, *, several: bool = False) -> torch.device:
@@ -338,7 +362,7 @@ def raising_together(*, patient: bool = True) -> Iterator[None]:
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
     """Replace `tensor` by its sum over the ranks; no gradient flows."""
     if world_size() > 1:
-        dist.all_reduce(tensor)
+        perform(partial(dist.all_reduce, tensor))
     return tensor
 
 

@@ -6,6 +6,7 @@ number of backward passes.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -44,7 +45,7 @@ class GradientExchange:
         # gradients that each bucket still waits for; None: no bucket is sent before `finish`
         self._waiting: list[int] | None = None
         self._next = 0  # index of the next bucket to send
-        self._sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        self._sent: list[SentBucket] = []
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(
@@ -74,18 +75,37 @@ class GradientExchange:
         if gradients:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             flat = flat.bfloat16() if self.compress == "bf16" else flat
-            self._sent.append((dist.all_reduce(flat, async_op=True), flat, gradients))
+            bucket = SentBucket(flat, gradients)
+            collectives.perform(bucket.send)
+            self._sent.append(bucket)
 
     def finish(self) -> None:
         """Send the remaining buckets, and wait until every gradient is the sum over the ranks."""
         self._waiting = None
         while self._next < len(self.buckets):
             self._send()
-        for work, flat, gradients in self._sent:
-            work.wait()
-            collectives.unflatten_into(flat, gradients)
+        for bucket in self._sent:
+            collectives.perform(bucket.wait)
+            collectives.unflatten_into(bucket.flat, bucket.gradients)
         self._next = 0
         self._sent = []
+
+
+@dataclass
+class SentBucket:
+    """A bucket whose sum over the ranks is being computed."""
+
+    flat: Tensor
+    gradients: list[Tensor]
+    work: dist.Work | None = None
+
+    def send(self) -> None:
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def wait(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
 
 
 def buckets_of(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

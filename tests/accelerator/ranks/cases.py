@@ -15,7 +15,7 @@ import torch
 
 from duetgan.models import batchnorm
 from duetgan.utils.distributed import collectives
-from tests.accelerator import device, streams, trainings
+from tests.accelerator import device, graph_cases, streams, trainings
 from tests.accelerator.cases import planted, snapshots_take_the_cpus_tensors
 from tests.accelerator.ranks import group
 from tests.end_to_end.helpers import train_in_process
@@ -81,6 +81,14 @@ def be_a_rank(out: Path, folder: Path, names: list[str]) -> None:
                 rank = collectives.rank()
         found["place"], found["bytes"] = str(place), [memory.peak for memory in device.memory]
         found["chosen"] = sorted(streams.chosen)
+    torch.save(found, out.with_suffix(f".{rank}"))
+
+
+def replay_as_a_rank(out: Path, folder: Path, names: list[str]) -> None:
+    """Compare trainings with and without graphs on devices."""
+    with set_up(), joined("sim") as place, planted(batchnorm, "SyncBatchNorm2d", cpus_batchnorm):
+        found = {name: graph_cases.compared(folder, TREES[name], graph_cases.FEW, str(place)) for name in names}
+        rank = collectives.rank()
     torch.save(found, out.with_suffix(f".{rank}"))
 
 

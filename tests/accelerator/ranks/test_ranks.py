@@ -21,9 +21,13 @@ RANKS = (0, 1)
 BUCKETS = "duetgan/training/base/compiled.py: return self.function(*args, **kwargs) (copy_)"
 
 
+GRAPHS = [name for name in cases.SLOW if name != "GAN, gradients of each loss"]
+
 PARTS: dict[str, Any] = {
     "fast": (cases.be_a_rank, list(cases.FAST)),
     "slow": (cases.be_a_rank, list(cases.SLOW)),
+    "fast graphs": (cases.replay_as_a_rank, ["GAN", "classifier"]),
+    "slow graphs": (cases.replay_as_a_rank, GRAPHS),
 }
 
 
@@ -80,6 +84,22 @@ def test_each_rank_uses_its_own_device_and_no_other(seen, part):
         assert found["bytes"][rank] > 100_000
         assert found["bytes"][1 - rank] == 0
         assert found["chosen"] == [rank]  # by no thread: on CUDA that takes memory
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("fast graphs", "GAN"),
+        ("fast graphs", "classifier"),
+        *(pytest.param("slow graphs", name, marks=pytest.mark.slow) for name in GRAPHS),
+    ],
+)
+def test_replayed_steps_of_two_ranks_have_the_numbers_of_others_to_the_bit(seen, part, name):
+    """Gradients, statistics of BatchNorm and means over the batch are exchanged between the parts of the graphs."""
+    for found in seen[part]:
+        assert found[name]["differing"] == []
+        assert found[name]["plan"].startswith("CUDA graph, ")
+        assert found[name]["captured"] > 0
 
 
 OPTIONS = ["--precision", "fp32", "--log.every", "2", "--log.samples-every", "0", "--evaluation.every", "0"]

@@ -16,9 +16,7 @@ from duetgan.utils.seeding import numpy_generator
 from tests.conftest import assert_raises
 
 
-def batches_of(
-    sampler: GlobalSampler, count: int
-) -> Iterator[tuple[np.ndarray, SampleKeys]]:
+def batches_of(sampler: GlobalSampler, count: int) -> Iterator[tuple[np.ndarray, SampleKeys]]:
     """Yield the first `count` batches of a sampler."""
     position = Position()
     for _ in range(count):

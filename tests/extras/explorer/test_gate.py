@@ -17,7 +17,10 @@ from tests.extras.explorer.conftest import CLASSIFIER, grey, one_line, sample, s
     [
         # another name of this machine (DNS rebinding) has no cookie
         *(({"Host": host}, 401) for host in ("evil.example", "localhost.evil.example", "192.0.2.1:7870")),
-        *(({"Origin": origin}, 403) for origin in ("http://evil.example", "http://[", "", "null", "http://localhost:1")),
+        *(
+            ({"Origin": origin}, 403)
+            for origin in ("http://evil.example", "http://[", "", "null", "http://localhost:1")
+        ),
         *(({"Sec-Fetch-Site": site}, 403) for site in ("cross-site", "same-site")),
         ({"Origin": "http://localhost", "Sec-Fetch-Site": "same-origin"}, 200),
     ],

@@ -210,12 +210,15 @@ def test_what_belongs_to_a_class_follows_its_name(tmp_path, classes):
         parts["dcgan"] = DcganDiscriminator(DcganConfig(width=2), resolution=16, channels=1, classes=count)
     before = {name: {k: v.clone() for k, v in net.state_dict().items()} for name, net in ours.items() if name != "loop"}
     told = taken_from(saved(tmp_path, theirs), ours, classes=classes).splitlines()[-1]
-    assert told == {
-        "cab": "  all 3 classes taken by name: c, a, b",
-        "bd": "  1 of 2 classes taken by name: b; new: d; dropped: a, c",
-        "xyz": "  0 of 3 classes taken by name; new: x, y, z; dropped: a, b, c",
-        "abcdefg": "  3 of 7 classes taken by name: a, b, c; new: d, e, f, g",
-    }[classes]
+    assert (
+        told
+        == {
+            "cab": "  all 3 classes taken by name: c, a, b",
+            "bd": "  1 of 2 classes taken by name: b; new: d; dropped: a, c",
+            "xyz": "  0 of 3 classes taken by name; new: x, y, z; dropped: a, b, c",
+            "abcdefg": "  3 of 7 classes taken by name: a, b, c; new: d, e, f, g",
+        }[classes]
+    )
 
     def embedded(network, number):
         network = getattr(network, "mapping", network)

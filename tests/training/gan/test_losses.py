@@ -153,8 +153,6 @@ def check_gradient(module):
     assert gradcheck(of_parameters, parameters, fast_mode=True, atol=1e-4, rtol=1e-4)
 
 
-
-
 @pytest.fixture
 def network():
     torch.manual_seed(0)
