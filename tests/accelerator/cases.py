@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from duetgan.inference.projection import resize
 from duetgan.training.gan import draws
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint import writer
@@ -108,6 +109,7 @@ def shown() -> list[Any]:
     a, b = torch.ones(4, device="sim"), torch.ones(4, device="sim:1")
     found: list[Any] = [refused(torch.add, a, b), refused(torch.add, a, torch.ones(4)), refused(a.numpy)]
     found.append([str(a.device), str(b.device), (a + 1).tolist(), str((a * torch.tensor(2.0)).device)])
+    found[-1].append(str(resize(torch.ones(1, 1, 8, 12, device="sim"), 4).device))
     gc.collect()
     memory = device.memory[0]
     before, view = memory.allocated, a.view(2, 2)

@@ -87,7 +87,7 @@ def test_what_the_device_refuses_and_counts(seen):
         "Expected all tensors to be on the same device, but found ['sim:0', 'sim:1']: aten.add.Tensor",
         "Expected all tensors to be on the same device, but found ['cpu', 'sim:0']: aten.add.Tensor",
         "can't convert sim device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.",
-        ["sim:0", "sim:1", [2.0, 2.0, 2.0, 2.0], "sim:0"],
+        ["sim:0", "sim:1", [2.0, 2.0, 2.0, 2.0], "sim:0", "sim:0"],
         [0, 16, True],
         "sim out of memory. Tried to allocate 4000 bytes",
         "sim out of memory. Tried to allocate 4000 bytes",

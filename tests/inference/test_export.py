@@ -17,12 +17,13 @@ from duetgan.inference.export.check import CheckFailed, Row, compare, judge
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.weights import interface
 from duetgan.metrics.classification.answers import fit_temperature
-from duetgan.metrics.evaluate_classifier import classify
+from duetgan.metrics.evaluate_classifier import calibrate, classify
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import faster
 from duetgan.models.restore import fingerprint, read_tensors
 from duetgan.models.weights import load_pretrained
+from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import EXIT_HALTED, UserError
 from tests.conftest import assert_raises
@@ -228,6 +229,10 @@ def test_a_temperature_stays_in_every_export_and_changes_no_predicted_class(run,
     assert script.main(command(out, program, *data, form="torch-export")) == 0
     result = torch.export.load(program).module()(warm.transform.spec.to_float(pixels))
     torch.testing.assert_close(result, scaled[:4], rtol=1e-4, atol=1e-5)
+    checkpoint = load(resolve(run))
+    with Dataset(run.parent / "test.lmdb") as images:
+        fits = [calibrate(checkpoint, images, batch_size=64) for _ in range(2)]
+    assert fits[0] == fits[1]
     again = tmp_path / "again.safetensors"  # a fitted temperature is replaced, not multiplied
     assert script.main([*command(out, again, "--fit-temperature", *data)]) == 0
     assert f"{temperature:.3g}"[:4] in capsys.readouterr().out

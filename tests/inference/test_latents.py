@@ -83,12 +83,19 @@ def test_saved_w_are_truncated_mixed_interpolated_and_edited(runs, found, tmp_pa
     np.testing.assert_array_equal(cells[:, -4 - 196 : -4 - 100 : 12], expected)
 
     with safe_open(file, "pt") as content:
-        label = CLASSES.index(json.loads(content.metadata()["projection"])["class"])
+        projection = json.loads(content.metadata()["projection"])
+    label = 0
+    assert CLASSES[label] not in (projection["class"], "grey")  # nor the class of the seeds
+    file = tmp_path / "labelled.safetensors"
+    save_file(tensors, file, {"projection": json.dumps(projection | {"class": CLASSES[label]})})
     options = ["--seeds", f"5,{file}", "--psis", ".5", "--out", tmp_path / "psi.png"]
     assert call("truncation", *base, *options) == 0
     centre = generator.truncation_centre(torch.tensor([label]))[:, None]
     expected = to_uint8(generator.synthesis(torch.lerp(centre, ws, 0.5), maps))[0, 0]
     np.testing.assert_array_equal(pixels(tmp_path / "psi.png")[-4 - 96 : -4 : 12, -4 - 96 : -4 : 12], expected)
+
+    samples = duetgan.load(runs["grey"], device="cpu").sample(seeds=[str(file), 5], classes=["grey"])
+    assert samples.labels == [CLASSES[label], "grey"]
 
     options = ["--seeds", f"{file},5", "--frames", 2, "--scale", 1, "--out", tmp_path / "x.gif"]
     assert call("interpolate", *base, *options) == 0

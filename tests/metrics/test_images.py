@@ -5,6 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics import images
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.images import (
@@ -40,6 +42,20 @@ def test_without_a_mistake_or_maps_nothing_is_drawn(test_reader, tmp_path, monke
     assert not save_mistakes(test_reader, right, tmp_path / "x.png")
     assert not any(save_evidence(model, test_reader, each, tmp_path / "x.png") for each in (right, wrong))
     assert not (tmp_path / "x.png").exists()
+
+
+def test_mistakes_are_drawn_with_the_range_of_the_data_set(tmp_path):
+    """Floats from 0 to 4; the surest of two mistakes comes first."""
+    pixels_of = np.stack([np.full((1, 8, 8), value, np.float32) for value in (0, 4, 2)])
+    pack_arrays(tmp_path / "x.lmdb", pixels_of, labels=[0, 1, 1], classes=CLASSES)
+    with Dataset(tmp_path / "x.lmdb") as dataset:
+        drawn: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(images, "save_captioned", lambda *arguments, **options: drawn.append((arguments, options)))
+            assert save_mistakes(dataset, answered([0, 1, 1], [1, 0, 1], [0.6, 0.9, 0.9]), tmp_path / "x.png")
+        ((shown, captions, path), options) = drawn[0]
+    assert [float(image.mean()) for image in shown] == [4, 0]
+    assert (len(captions), path, options) == (2, tmp_path / "x.png", {"spec": dataset.spec})
 
 
 def test_reliability_bars_end_below_the_diagonal(tmp_path):

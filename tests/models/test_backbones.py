@@ -242,6 +242,8 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
         ("convnext_tiny", {"he_strides": True}, r"he_strides is for bottlenecks .*convnext_tiny has none"),
         ("convnext_tini", {}, r"did you mean 'convnext_tiny'\?\); there are resnet18, .*, timm:NAME"),
         ("timm:test_vit", {}, r"timm:test_vit cannot take images of 32 px: set model\.input_size 160"),
+        # 160 px high, as it needs, but wider
+        ("timm:test_vit", {"side": "192x160"}, r"cannot take images of .*192.*: set model\.input_size 160"),
         ("timm:test_resnet", {"stem": "small"}, r"model\.stem is not for timm:test_resnet: set --model.stem null"),
         ("timm:test_resnet", {"he_strides": True}, r"he_strides is for bottlenecks"),
         ("timm:test_resnet", {"split": "auto"}, r"and split are not for timm:test_resnet: leave them out"),

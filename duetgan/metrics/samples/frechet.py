@@ -43,7 +43,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
 
 def _scaled(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [n, F] with x' x = C, the features' covariance, and their mean [F], in float64."""
-    features = features.detach().cpu().double()
+    features = features.cpu().double()
     mean = features.mean(0)
     return (features - mean) / (len(features) - 1) ** 0.5, mean
 

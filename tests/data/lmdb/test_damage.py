@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from duetgan.data.lmdb.environment import acquire
 from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import stored_image
+from duetgan.data.lmdb.tree import META, META_AT, check_tree
 from duetgan.data.packing.records import make_plan, pack_arrays
 from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.base import ArraySource
@@ -264,6 +267,35 @@ def test_whole_trees_of_any_depth_are_accepted(tmp_path: Path, count: int) -> No
     handle = acquire(path)
     with handle.environment.begin() as txn:
         assert all(len(txn.get(b"%0200d" % index, b"")) == index % 5000 for index in range(count))
+
+
+def test_a_root_right_behind_the_last_page_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "x.lmdb"
+    with lmdb.open(str(path), subdir=False, map_size=1 << 20) as environment, environment.begin(write=True) as txn:
+        txn.put(b"key", b"value")
+    content = bytearray(path.read_bytes())
+    for start in (META_AT, PAGE + META_AT):
+        meta = np.frombuffer(content, META, 1, start)
+        meta["root"] = len(content) // PAGE
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        assert_raises(ValueError, "lies beyond its end", check_tree, file.fileno(), PAGE, len(content))
+
+
+def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, sample_images(3), encoding="png")
+    encoded = LMDBReader.encoded
+
+    @contextmanager
+    def labelled(reader: LMDBReader, index: int) -> Iterator[Any]:
+        with encoded(reader, index) as (entry, payload, size):
+            yield {"label": index, "codec": entry["codec"]}, payload, size
+
+    monkeypatch.setattr(LMDBReader, "encoded", labelled)
+    with LMDBReader(path) as reader:
+        np.testing.assert_array_equal(stored_image(reader, 0)[0], sample_images(3)[0].transpose(1, 2, 0))
+        assert_raises(DamageError, "label 1 has no class, the file has 0 classes", stored_image, reader, 1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from PIL import Image
 
 from duetgan.data.images.decode import CODEC_JPEG, RandomCrop, decode_crop
 from duetgan.data.lmdb import environment
+from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.opening import dataset_for_model, open_dataset
@@ -85,6 +86,7 @@ def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path
         assert dataset.gathers
         levels[side] = dataset.read(range(5))[0]
     assert (levels[16] != levels[32][:, :, ::2, ::2]).any()
+    assert_raises(UserError, "holds no images of 12 px, only of 8, 16, 32: choose", LMDBReader, path, resolution=12)
     for side, source in ((12, 16), (4, 8), (20, 32)):
         for workers in (0, 2):
             dataset = Dataset(path, resolution=side, workers=workers)

@@ -49,7 +49,7 @@ def test_a_network_cut_after_any_stage_is_the_whole_one(name):
         assert torch.equal(ClassifierFromStage(model)(between, end), expected)
 
 
-def test_features_of_every_image_and_its_mirror(packed, monkeypatch):
+def test_features_of_every_image_and_its_mirror(packed, monkeypatch, capfd):
     dataset, model = Dataset(packed / "train.lmdb"), network(side=24, stem="small-stride2")  # images of 16 px
     monkeypatch.setattr(frozen, "PIXELS", 24 * 24 * 48)  # four blocks of 48 and one of 8
     features, labels = frozen.image_features(model, dataset)
@@ -65,6 +65,7 @@ def test_features_of_every_image_and_its_mirror(packed, monkeypatch):
     alone, _ = frozen.image_features(model, dataset, mirror=False)
     assert torch.equal(again, features)
     assert torch.equal(alone, features[:, :1])
+    assert capfd.readouterr().err == ""  # no progress bar
 
 
 TREE: dict[str, Any] = {

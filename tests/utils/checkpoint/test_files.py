@@ -198,13 +198,16 @@ def test_a_checkpoint_of_a_machine_with_more_devices_is_loaded(tmp_path):
     assert (weights.device.type, weights[0].item()) == ("cpu", 1.0)
 
 
-def test_pointers(tmp_path):
+def test_pointers(tmp_path, monkeypatch):
     path = save(tmp_path, content(8))
+    synced = []
+    monkeypatch.setattr(checkpoints, "sync_folder", lambda folder: synced.append(pointer(folder, "best")))
     point(tmp_path, "best", path, metric="accuracy", value=0.5)
     expected = {"file": path.name, "step": 8, "sha256": checkpoints.file_sha256(path)}
     expected |= {"metric": "accuracy", "value": 0.5}
     assert json.loads((tmp_path / "best.json").read_text()) == expected
     assert pointer(tmp_path, "best") == expected
+    assert synced == [expected]  # so that a loss of power leaves no older pointer
     assert pointer(tmp_path, "last") is None
     for text in ("", "{", "[1]", "{}", '{"file": "../../etc/passwd"}', '{"file": 3}'):
         (tmp_path / "last.json").write_text(text)

@@ -82,8 +82,9 @@ def test_why_it_left_is_left(tmp_path: Path) -> None:
 def test_a_missing_file_means_a_rank_that_has_left(tmp_path: Path) -> None:
     write(tmp_path, 0)
     assert told(tmp_path, 2, own=0) == [(1, True, "rank 1 has left")]
-    (tmp_path / "heartbeat" / "rank-1.json").write_text("{half a")
-    assert told(tmp_path, 2, own=0) == [(1, True, "rank 1 has left")]
+    for content in ("{half a", "{}", "[1]", '{"pid": 1}'):
+        (tmp_path / "heartbeat" / "rank-1.json").write_text(content)
+        assert told(tmp_path, 2, own=0) == [(1, True, "rank 1 has left")]
 
 
 @pytest.mark.parametrize(("signum", "word"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])
