@@ -1,6 +1,7 @@
 """Study `augment`: do a generator's samples help a classifier more than classic methods do?"""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ CONTROL = "control"
 BASE, BEST = "best classic arm", "best arm with samples"
 SAMPLES = "samples"  # job that writes files of samples
 NOISE = "untrained samples"
-AGAINST_REAL = Comparison(REAL, group=GROUPS, family="all arms")
 
 
 class AugmentConfig(StudyConfig):
@@ -70,7 +70,6 @@ class Augment(Subject):
     every batch. The best arms are chosen on held-out images and compared on test images.
     """
 
-    title = "Do samples help the classifier?"
     splits = (HELD_OUT, TEST)
 
     def declare(self) -> None:
@@ -80,17 +79,15 @@ class Augment(Subject):
         self.fill = self.tail and config.mixing.get("data.synthetic.balance", "fill") == "fill"
         generator, untrained = self.generators()
 
-        def draw(name: str, source: Path, ratios: Sequence[float], *, tail: bool) -> None:
-            self.add(Job(name, name), self._draw, ratios=ratios, tail=tail, source=source)
-            self.captions[name] = f"{name}, a row for each class"
+        def draw(name: str, source: Path, ratios: Sequence[float], *, fill: bool) -> None:
+            self.add(Job(name, name), partial(self._draw, ratios=ratios, fill=fill, source=source))
 
-        draw(HELD_BACK_ARM, self.part(HELD_BACK), [control], tail=self.tail)
-        draw(SAMPLES, generator, config.ratios, tail=self.fill)
-        draw(NOISE, untrained, [control], tail=self.tail)
+        draw(HELD_BACK_ARM, self.part(HELD_BACK), [control], fill=self.tail)
+        draw(SAMPLES, generator, config.ratios, fill=self.fill)
+        draw(NOISE, untrained, [control], fill=self.tail)
 
-        answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
         self.best(BASE, CLASSIC)
-        self.best(BEST, SYNTHETIC, [answer, AGAINST_REAL])
+        self.best(BEST, SYNTHETIC, [Comparison(BASE, group=GROUPS, controls=(UNTRAINED,))])
         self._arm(Job(REAL, "the training images alone", CLASSIC), {})
         classic: list[tuple[str, str, Settings]] = []
         if self.tail:
@@ -103,26 +100,18 @@ class Augment(Subject):
             ]
         classic.append(("stronger augmentation", _settings(config.stronger), config.stronger))
         for name, description, overrides in classic:
-            self._arm(Job(name, description, CLASSIC, [AGAINST_REAL]), overrides)
-        self.bases(Job("", family=CLASSIC, against=[AGAINST_REAL]))
+            self._arm(Job(name, description, CLASSIC), overrides)
+        self.bases(Job("", family=CLASSIC))
         mixing = f", {_settings(config.mixing)}" if config.mixing else ""
         for ratio in config.ratios:
             description = f"{ratio:g} samples per real image{mixing}"
-            arm = Job(f"samples {ratio:g}", description, SYNTHETIC, [AGAINST_REAL])
+            arm = Job(f"samples {ratio:g}", description, SYNTHETIC)
             self._arm(arm, config.mixing, SAMPLES, ratio)
-        no_help = Comparison(
-            REAL, expected="not helps", why="samples without any content must not help"
-        )
         description = f"{control:g} samples of an untrained generator per real image"
-        arm = Job(UNTRAINED, description, CONTROL, [no_help, AGAINST_REAL])
+        arm = Job(UNTRAINED, description, CONTROL, [Comparison(REAL, expected="not helps")])
         self._arm(arm, {}, NOISE, control)
-        must_help = Comparison(
-            REAL,
-            expected="helps",
-            why="further real images must help, or the study could not see any help",
-        )
         description = f"{control:g} further real images per real image"
-        arm = Job(HELD_BACK_ARM, description, CONTROL, [must_help, AGAINST_REAL])
+        arm = Job(HELD_BACK_ARM, description, CONTROL, [Comparison(REAL, expected="helps")])
         self._arm(arm, {}, HELD_BACK_ARM, control)
 
     def _arm(self, arm: Job, overrides: Settings, job: str = "", ratio: float = 0.0) -> None:
@@ -140,30 +129,13 @@ class Augment(Subject):
         self.training(arm, self.config.classifier, overrides)
 
     def _draw(
-        self, place: Path, seed: int, ratios: Sequence[float], tail: bool, source: Path
+        self, place: Path, seed: int, ratios: Sequence[float], fill: bool, source: Path
     ) -> Settings:
         """Write a file of samples for each ratio into the folder `place`."""
-        files = {
-            file_of(place, ratio): sample_counts(self.counts(TRAIN), ratio, fill=tail)
-            for ratio in ratios
-        }
-        self.draw(files, source, seed)
-        self.show(place.name, file_of(place, max(ratios)))
+        for ratio in ratios:
+            counts = sample_counts(self.counts(TRAIN), ratio, fill=fill)
+            self.draw(file_of(place, ratio), counts, source, seed)
         return {}
-
-    @property
-    def notes(self) -> list[str]:  # type: ignore[override]
-        steps = self.config.classifier.overrides.get("steps")
-        steps_text = "" if steps is None else f", {steps}"
-        sizes = zip(self.classes(), self.counts(TRAIN), strict=True)
-        return [
-            f"every arm has the same recipe and number of steps{steps_text}: where samples "
-            "are mixed in, real images are seen less often, and in short trainings what learns slowly, as under strong "
-            "augmentation, looks worse than it is",
-            "choices were made by the mean recall on held-out images; the intervals cover the chance of training and "
-            "the draw of test images, not the training images or the generator, of which there is one",
-            "training images: " + ", ".join(f"{name} {count:,}" for name, count in sizes),
-        ]
 
 
 def _settings(overrides: Settings) -> str:

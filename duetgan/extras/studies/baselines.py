@@ -1,4 +1,4 @@
-"""Baselines that train no network: logistic regression on features, and label spreading.
+"""Baselines that train no network: logistic regression on features.
 
 Images without labels are used too: features are standardised over all images.
 """
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
-from duetgan.extras.few_labels.spreading import UNKNOWN, spreading
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.preparation import scaled
 from duetgan.models.registry import TRAINED_BACKBONES
@@ -26,9 +25,6 @@ from duetgan.utils.seeding import forked
 SIDE = 32  # side in px to which larger images are scaled if their pixels are the features
 
 Features = Callable[[Dataset], Tensor]  # images -> their features, float32 [n, F]
-# (features [n, F], labels int64 [n], some UNKNOWN, queries [m, F], number of classes) -> predicted
-# classes of the queries, int64 [m]
-Learner = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 # (labels int64 [n], seed=) -> indices of the images whose labels are used
 Labelled = Callable[..., np.ndarray]
 
@@ -60,39 +56,22 @@ def before_training(dataset: Dataset, **model: Any) -> Tensor:
         return image_features(classifier, dataset, mirror=False)[0][:, 0]
 
 
-def readout(features: Tensor, labels: Tensor, queries: Tensor, classes: int) -> Tensor:
-    """Predict by logistic regression; cross-validation chooses its regularisation."""
-    labelled = labels != UNKNOWN
-    probe = fit(features[labelled, None], labels[labelled], classes, scale=scale_of(features))
-    return F.linear(queries, probe.weight, probe.bias).argmax(1)
-
-
-def spread(features: Tensor, labels: Tensor, queries: Tensor, classes: int) -> Tensor:
-    """Predict by label spreading over a neighbour graph."""
-    return spreading(features, labels, queries, classes)[1].argmax(1)
-
-
-def baselines(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
-    """Return baselines: name -> (description, function that computes features, learner)."""
+def baselines(model: ModelConfig) -> dict[str, tuple[str, Features]]:
+    """Return baselines: name -> (description, function that computes features)."""
     return {
-        "pixels": ("a logistic regression on the pixels", pixels, readout),
+        "pixels": ("a logistic regression on the pixels", pixels),
         "untrained features": (
             "a logistic regression on what the recipe's network gives before its first step",
             partial(before_training, **model.model_dump()),
-            readout,
         ),
-        "neighbours": ("labels spread over neighbours, by their pixels", pixels, spread),
     }
 
 
 def hits_of(
-    training: Path,
-    files: Mapping[str, Path],
-    features: Features,
-    learner: Learner,
-    labelled: Labelled | None,
+    training: Path, files: Mapping[str, Path], features: Features, labelled: Labelled | None
 ) -> dict[str, np.ndarray]:
-    """Return for each of the packed `files` True where an image is predicted correctly, bool [n].
+    """Predict images of the packed `files` by logistic regression, whose regularisation
+    cross-validation chooses; return True for each correct prediction, bool [n].
 
     `labelled` chooses the training images whose labels are used; None: all.
     """
@@ -100,16 +79,13 @@ def hits_of(
         x = features(dataset)
         labels = torch.tensor(dataset.labels())
         classes = len(dataset.classes)
+    chosen = torch.arange(len(labels))
     if labelled is not None:
         chosen = torch.from_numpy(labelled(labels.numpy()))
-        labels = torch.full_like(labels, UNKNOWN).scatter(0, chosen, labels[chosen])
-    queries: list[Tensor] = []
-    truth: list[Tensor] = []
-    for file in files.values():
+    probe = fit(x[chosen, None], labels[chosen], classes, scale=scale_of(x))
+    hits = {}
+    for name, file in files.items():
         with Dataset(file) as dataset:
-            queries.append(features(dataset))
-            truth.append(torch.tensor(dataset.labels()))
-    hits = learner(x, labels, torch.cat(queries), classes) == torch.cat(truth)
-    return dict(
-        zip(files, (part.numpy() for part in hits.split(list(map(len, truth)))), strict=True)
-    )
+            predicted = F.linear(features(dataset), probe.weight, probe.bias).argmax(1)
+            hits[name] = predicted.numpy() == dataset.labels()
+    return hits

@@ -1,21 +1,19 @@
 """Answer a question about GANs and classifiers with many runs, controls and confidence intervals.
 
-`duet study augment`: do generated images help a classifier? The results are study.json and a
-page, report.html. After an interruption the same command continues.
+`duet study augment`: do generated images help a classifier? The results are in study.json. After an
+interruption the same command continues.
 """
 
 import json
-import shlex
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from duetgan.extras.studies.subjects import SUBJECTS, load_subject
-from duetgan.utils.config.build import build, to_tree
-from duetgan.utils.config.cli import Parser, UnknownKey, entry, positive
+from duetgan.utils.config.build import build
+from duetgan.utils.config.cli import Parser, UnknownKey, entry
 from duetgan.utils.config.recipes import CONFIGS, recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.errors import StoppedBySignal, explained
+from duetgan.utils.errors import explained
 from duetgan.utils.runlog.run_folder import runs_folder
 
 
@@ -41,12 +39,6 @@ def parser() -> Parser:
     add(
         "--device", metavar="cpu|cuda[:i]", help="device (default: the accelerator if there is one)"
     )
-    add(
-        "--seeds",
-        type=positive,
-        metavar="N",
-        help="trainings per arm (default: as in the recipe, else 5)",
-    )
     add("--json", action="store_true", help="print study.json instead of the verdict")
     return options
 
@@ -58,14 +50,11 @@ def main(argv: list[str]) -> int:
     file = CONFIGS / f"study_{options.subject}.yaml"
     if options.config:
         file = Path(recipe_file(options.config))
-    if options.seeds is not None:
-        overrides += ["--seeds", str(options.seeds)]
     out = options.out or str(runs_folder() / (file.stem + "_quick" * options.quick))
     tree = read_yaml(file)
 
     # These import torch.
     from duetgan.extras.studies.images import quickened
-    from duetgan.extras.studies.page import write_study_page
     from duetgan.extras.studies.runner import Study
 
     config_class, subject_class = load_subject(options.subject)
@@ -74,21 +63,13 @@ def main(argv: list[str]) -> int:
         config: Any = build(config_class, tree, overrides, source=str(file))
     folder = Path(out).resolve()
     study = Study(options.subject, subject_class(config, folder, options.device))
-    write = partial(
-        write_study_page,
-        folder,
-        command=shlex.join(["duet", "study", *argv]),
-        config=to_tree(config),
-    )
-    try:
-        document = study.run()
-    except StoppedBySignal:
-        write(study.write())
-        raise
-    page = write(document)
+    document = study.run()
     if options.json:
         print(json.dumps(document, indent=1, allow_nan=False))
-    else:
-        print("\n".join(document["words"]))
-        print(f"page: {page}  (open it in a browser)")
+        return 0
+    for arm in document["arms"]:
+        recalls = [f"{group} {100 * mean:.1f} %" for group, mean in arm["recall"].items()]
+        print(f"{arm['name']}: mean recall, {', '.join(recalls)}")
+    print("\n".join(document["words"]))
+    print(f"written: {folder / 'study.json'}")
     return 0

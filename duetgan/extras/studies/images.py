@@ -5,7 +5,6 @@ one file are divided at random into training, held-out and held-back images; the
 another file.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -70,14 +69,6 @@ class Recipe(Config):
         """The path of the recipe, which is found in configs/ from any working directory."""
         return Path(recipe_file(self.config))
 
-    def key(self) -> Document:
-        """Return the settings that identify a training, with the recipe's content.
-
-        Raises UserError if the recipe cannot be read.
-        """
-        recipe = json.dumps(read_yaml(self.file), sort_keys=True) if self.config else ""
-        return self.model_dump() | {"recipe": recipe}
-
     def settings(self) -> RunConfig:
         """Return the config of a run of this recipe; raise UserError if it is invalid."""
         return build_run_config(read_yaml(self.file), tokens(self.overrides), str(self.file))
@@ -87,8 +78,6 @@ class StudyConfig(Config):
     """The config keys that all studies have."""
 
     seeds: PositiveInt = 5  # trainings of each arm, with successive seeds
-    # true: keep the checkpoints of finished arms; a run without checkpoints takes kilobytes
-    keep_runs: bool = False
     data: StudyData = StudyData()
     classifier: Recipe = Recipe()
     gan: Recipe = Recipe()
@@ -112,6 +101,14 @@ class StudyConfig(Config):
                 raise UserError(
                     f"{name}.config is not set; name a recipe, such as configs/quickstart_{name}.yaml"
                 )
+
+    def key(self) -> Document:
+        """Return the settings that identify a study's runs, with the content of the recipes.
+
+        Raises UserError if a recipe cannot be read.
+        """
+        recipes = {name: read_yaml(part.file) for name, part in self if isinstance(part, Recipe)}
+        return self.model_dump(exclude={"seeds", "quick"}) | {"recipes": recipes}
 
 
 def quickened(tree: Document) -> Document:

@@ -2,12 +2,11 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.extras.studies.baselines import before_training, readout, spread
+from duetgan.extras.studies.baselines import before_training
 from duetgan.extras.studies.few_labels import few_labels
 from duetgan.extras.studies.images import HELD_OUT, TEST, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.extras.studies.results import Comparison, Result
@@ -23,8 +22,7 @@ from duetgan.utils.seeding import numpy_generator
 UNLABELLED = "images without labels"
 ALL = "all labels"
 PSEUDO, RANDOM = "pseudo-labels", "labels by chance"
-READOUT, SPREAD = "readout of D", "spread by D"
-FINETUNED, CONSISTENT = "from D on", "consistency from D"
+READOUT, CONSISTENT = "readout of D", "consistency from D"
 OF_UNTRAINED = "untrained"  # suffix of the controls whose discriminator D is untrained
 BASE = "best without"  # the best of the arms that use no second model
 BATCH = 250  # images per batch when pseudo-labels are predicted
@@ -33,13 +31,6 @@ BATCH = 250  # images per batch when pseudo-labels are predicted
 class LabelsConfig(StudyConfig):
     per_class: list[PositiveInt] = [10, 50]  # numbers of labels per class, each with its own arms
     threshold: Probability = 0.95  # smallest predicted probability that makes a pseudo-label
-    # overrides of the classifier's recipe for the arms that start from the discriminator
-    discriminator: dict[str, Any] = {
-        "model.stem": "imagenet",
-        "optimizer.name": "adam",
-        "optimizer.lr": 0.002,
-        "optimizer.weight_decay": 0.0,
-    }
     # recipe of the arms that also learn from unlabelled images
     few: Recipe = Recipe(config="configs/few_labels.yaml")
 
@@ -60,50 +51,33 @@ class Labels(Subject):
     without labels.
     """
 
-    title = "What do images without labels add?"
     splits = (HELD_OUT, TEST)
-
-    notes = (
-        "every seed draws its own labelled images, the same for all arms; the generator has seen no label",
-        "networks have the same number of steps, but for those of `few`; nothing was chosen on the test images",
-    )
 
     def declare(self) -> None:
         config, recipe = self.config, self.config.classifier
-        train = self.part(TRAIN)
-        place = self.add(Job(UNLABELLED, UNLABELLED), self._unlabelled, images=train)
+        place = self.add(Job(UNLABELLED, UNLABELLED), self._unlabelled)
         images = place / "images.lmdb"
         generator, untrained = self.generators(images)
         fewest = arm_name(config.per_class[0])
         for count in config.per_class:
             supervised = arm_name(count)
             description = f"supervised: {count} labelled images of each class alone"
-            first = self.add(
-                Job(supervised, description, supervised),
-                self._first,
-                count=count,
-                recipe=recipe,
-                threshold=config.threshold,
-                images=train,
-            )
+            job = Job(supervised, description, supervised)
+            first = self.add(job, partial(self._first, count=count))
             labelled = partial(few_labels, per_class=count)
             self.bases(Job(supervised, family=supervised), first / "few.lmdb", labelled)
             self.best(arm_name(count, BASE), supervised)
             self._pseudo_labels(count, first, is_control=supervised == fewest)
             self._from_discriminator(count, first, generator, images)
             self._from_discriminator(count, first, untrained, images, f", {OF_UNTRAINED}")
-        must_help = Comparison(
-            fewest,
-            expected="helps",
-            why="more labels must help, or the study could not see any help",
-        )
+        must_help = Comparison(fewest, expected="helps")
         self.training(
             Job(ALL, "every training image with its label", "control", [must_help]), recipe
         )
 
     def _against_base(self, count: int, control: str) -> Comparison:
         controls = (arm_name(count, control),)
-        return Comparison(arm_name(count, BASE), controls=controls, asked=True)
+        return Comparison(arm_name(count, BASE), controls=controls)
 
     def _pseudo_labels(self, count: int, first: Path, *, is_control: bool) -> None:
         """Declare an arm with pseudo-labels of the supervised arm in the folder `first`, and an arm
@@ -115,9 +89,7 @@ class Labels(Subject):
             "more",
             [self._against_base(count, RANDOM)],
         )
-        by_chance = Comparison(
-            arm_name(count), expected="not helps", why="labels by chance must not help"
-        )
+        by_chance = Comparison(arm_name(count), expected="not helps")
         random = Job(
             arm_name(count, RANDOM),
             "labels drawn by chance",
@@ -141,51 +113,39 @@ class Labels(Subject):
             against = [self._against_base(count, f"{method}, {OF_UNTRAINED}")]
             return Job(arm_name(count, method), description, "more", against)
 
-        config = self.config
-        few = first / "few.lmdb"
         start = {"model.name": "discriminator", "model.weights": run}
         self.training(
-            arm(FINETUNED, "a network that starts as D"),
-            config.classifier,
-            config.discriminator | start,
-            images=few,
-        )
-        self.training(
-            arm(CONSISTENT, "one that learns from all images"),
-            config.few,
+            arm(CONSISTENT, "a network that starts as D and learns from all images"),
+            self.config.few,
             start | {"unlabelled.path": images},
-            images=few,
+            images=first / "few.lmdb",
         )
         maps = partial(before_training, name="discriminator", weights=run, head="readout")
         labelled = partial(few_labels, per_class=count)
-        self.learning(arm(READOUT, "a logistic regression on D's maps"), maps, readout, labelled)
-        self.learning(
-            arm(SPREAD, "labels spread over neighbours, by D's maps"), maps, spread, labelled
-        )
+        self.readout(arm(READOUT, "a logistic regression on D's maps"), maps, labelled)
 
     # --- functions that make jobs and arms
 
-    def _unlabelled(self, place: Path, _seed: int, images: Path) -> Settings:
-        with Dataset(images) as dataset:
+    def _unlabelled(self, place: Path, _seed: int) -> Settings:
+        with Dataset(self.part(TRAIN)) as dataset:
             unlabelled = (dataset, range(len(dataset)), np.zeros(len(dataset), np.int64))
-            meta = write_labelled(
+            write_labelled(
                 place / "images.lmdb",
                 [unlabelled],
                 (),
                 source=f"{dataset.meta.source}, labels left out",
                 overwrite=True,
             )
-        return {"images": meta.count}
+        return {}
 
-    def _first(
-        self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path
-    ) -> Result:
+    def _first(self, place: Path, seed: int, count: int) -> Result:
         """Train on few labelled images, and write files of images that other arms use.
 
         `few.lmdb` has the labelled images. `guessed.lmdb` also has images with pseudo-labels;
         `wrong.lmdb` has the same images with random instead of pseudo-labels.
         """
-        with Dataset(images) as dataset:
+        recipe = self.config.classifier
+        with Dataset(self.part(TRAIN)) as dataset:
             labels, classes = dataset.labels(), dataset.classes
             chosen = few_labels(labels, count, seed, classes)
             write_subset(dataset, chosen, place / "few.lmdb")
@@ -196,7 +156,7 @@ class Labels(Subject):
             )
             predicted, confidence = predicted_labels(classifier, dataset, batch_size=BATCH)
             unlabelled = np.setdiff1d(np.arange(len(dataset)), chosen)
-            confident = unlabelled[confidence[unlabelled] >= threshold]
+            confident = unlabelled[confidence[unlabelled] >= self.config.threshold]
             random_labels = numpy_generator(seed, "study", "wrong labels").integers(
                 len(classes), size=len(confident)
             )
@@ -209,11 +169,8 @@ class Labels(Subject):
                     source=f"{count} labels a class and pseudo-labels",
                     overwrite=True,
                 )
-            result.figures["pseudo_labels"] = None
-            if len(unlabelled):
-                result.figures["pseudo_labels"] = len(confident) / len(unlabelled)
-            result.figures["pseudo_right"] = None
             if len(confident):
+                result.figures["pseudo_labels"] = len(confident) / len(unlabelled)
                 result.figures["pseudo_right"] = float((predicted == labels)[confident].mean())
         return result
 

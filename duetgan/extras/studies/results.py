@@ -34,17 +34,14 @@ class Comparison:
     # a group of classes, or GROUPS for a comparison of each
     group: str = "all"
     controls: Sequence[str] = ()  # arms that lack the supposed cause of the effect
-    family: str = "main"  # Holm's correction is over all comparisons of a family
-    asked: bool = False  # True if the result is a verdict of the study
     expected: Literal["helps", "not helps"] | None = None
-    why: str = ""  # the purpose of a control, for the report
 
 
 @dataclass(frozen=True)
 class Result:
     """The metrics and the correct predictions of one run."""
 
-    figures: dict[str, float | None] = field(default_factory=dict)  # name of a metric -> value
+    figures: dict[str, float] = field(default_factory=dict)  # name of a metric -> value
     # split -> True for each image that is predicted correctly, bool [n], in the file's order
     hits: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -63,12 +60,6 @@ class Results:
     def hits(self, arm: str, split: str = TEST) -> np.ndarray:
         """Return True for each correct prediction, bool [seeds, n]."""
         return np.stack([result.hits[split] for result in self.by_arm[arm]])
-
-    def mean_figure(self, arm: str, name: str) -> float | None:
-        """Return the mean of an arm's metric over the seeds that have it."""
-        figures = [result.figures.get(name) for result in self.by_arm[arm]]
-        values = [value for value in figures if value is not None]
-        return float(np.mean(values)) if values else None
 
     def weights(self, group: str, split: str = TEST) -> np.ndarray:
         """Return each image's weight in the group's mean recall, float64 [n], of sum 1."""
@@ -117,7 +108,7 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Docume
 
     Returns:
         For each comparison its fields, `first_value`, `second_value`, `difference`, its 95 %
-        `interval`, `p` (corrected after Holm within the family), `method`, `unbeaten` (the controls
+        `interval`, `p` (corrected after Holm), `method`, `unbeaten` (the controls
         that the second arm does not beat) and `verdict`.
     """
     rows: list[Document] = []
@@ -127,7 +118,7 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Docume
         effect = difference(results, first, second, group)
         row = asdict(comparison) | asdict(effect)
         row |= {"controls": list(comparison.controls), "unbeaten": []}
-        del row["expected"], row["why"]
+        del row["expected"]
         row["first_value"] = results.mean(first, group)
         row["second_value"] = results.mean(second, group)
         if effect.difference > 0 and effect.p is not None:
@@ -139,8 +130,7 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Docume
                     row["unbeaten"].append(name)
                 row["p"] = max(row["p"], 1.0 if p is None else p)
         rows.append(row)
-    for family in dict.fromkeys(row["family"] for row in rows):
-        holm(row for row in rows if row["family"] == family)
+    holm(rows)
     for row in rows:
         verdict = answer(row["difference"], row["p"])
         if verdict == HELPS and len(results.seeds) < MIN_SEEDS:
@@ -169,7 +159,6 @@ def checked(results: Results, controls: Sequence[Comparison]) -> list[Document]:
             "found": verdict,
             "ok": ok,
             "expected": control.expected,
-            "why": control.why,
             "group": control.group,
         }
         rows.append(row | asdict(effect))
@@ -182,10 +171,8 @@ def in_words(row: Document) -> str:
     if row["interval"]:
         ends = " to ".join(change(100 * end) for end in row["interval"])
         effect += f", 95 % interval {ends}"
-    p = "not known" if row["p"] is None else f"{row['p']:.2g}"
-    if row["p"] is not None and row["p"] < 1e-4:
-        p = "below 0.0001"
-    effect += f", p {p}"
+    if row["p"] is not None:
+        effect += f", p {row['p']:.2g}"
     if row["unbeaten"]:
         effect += f"; no better than {', '.join(row['unbeaten'])}"
     arms = f"{row['second']} against {row['first']}"

@@ -3,13 +3,10 @@
 study.json does not depend on how often the study was interrupted.
 """
 
-import hashlib
-import json
 import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from types import FrameType
 from typing import NoReturn
 
@@ -22,35 +19,15 @@ from duetgan.extras.studies.results import (
     packed,
     unpacked,
 )
-from duetgan.extras.studies.subject import Job, Subject, of_seed, record
+from duetgan.extras.studies.subject import SEED, Job, Subject, of_seed, record
 from duetgan.metrics.protocol import Document
-from duetgan.reporting.figures import percent, plain
 from duetgan.utils.distributed.process import handling, obeyed_signals
 from duetgan.utils.errors import StoppedBySignal, UserError
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
-SCHEMA = 1
 VOID = "void: a control came out wrong, so the metrics below prove nothing"
-
-
-def means(results: Results) -> Document:
-    """Return a table with a row for each arm and means over the seeds.
-
-    The columns are the mean recall of each group of classes on the test images, and the metrics.
-    """
-    runs = [run for runs in results.by_arm.values() for run in runs]
-    figures = list(dict.fromkeys(chain(*(run.figures for run in runs))))
-    rows = []
-    for arm in results.by_arm:
-        row = [arm, *(percent(results.mean(arm, group)) for group in results.groups)]
-        rows.append(row + [plain(results.mean_figure(arm, name)) for name in figures])
-    return {
-        "title": "Mean recall of the classes of a group, and means of metrics, over the seeds",
-        "header": ["", *results.groups, *figures],
-        "rows": rows,
-    }
 
 
 def document(
@@ -69,7 +46,12 @@ def document(
     choices = {}
     comparisons: list[Document] = []
     controls: list[Document] = []
-    tables = []
+    arms: list[Document] = []
+    for arm in subject.arms:
+        runs = {str(seed): result.figures for seed, result in results[arm.name].items()}
+        arms.append(
+            {"name": arm.name, "what": arm.description, "family": arm.family, "figures": runs}
+        )
     if complete_seeds:
         by_arm = {arm: [runs[seed] for seed in complete_seeds] for arm, runs in results.items()}
         table = Results(complete_seeds, by_arm, subject.labels(), subject.groups())
@@ -77,11 +59,11 @@ def document(
             choice: table.choose(choice, subject.of_family(family))
             for choice, family in subject.choices.items()
         }
-        tables.append(means(table))
+        for row in arms:
+            row["recall"] = {group: table.mean(row["name"], group) for group in table.groups}
         declared = subject.compared()
         comparisons = compared(table, [row for row in declared if not row.expected])
         controls = checked(table, [row for row in declared if row.expected])
-    main_rows = [row for row in comparisons if row["asked"]]
     failed = [row for row in controls if row["ok"] is False]
     words = ["unfinished: the answers are of the seeds that are done"] if done < planned else []
     if failed:
@@ -90,26 +72,11 @@ def document(
         f"{row['arm']} against {row['against']}: {row['found']}, not: {row['expected']}"
         for row in failed
     ]
-    words += [in_words(row) for row in main_rows]
+    words += [in_words(row) for row in comparisons]
     if not complete_seeds:
         words = ["no seed is complete: there is nothing to compare"]
-    arms = []
-    for arm in subject.arms:
-        runs = {str(seed): result.figures for seed, result in results[arm.name].items()}
-        arms.append(
-            {"name": arm.name, "what": arm.description, "family": arm.family, "figures": runs}
-        )
-    pictures = []
-    for picture, caption in subject.captions.items():
-        file = subject.picture(picture)
-        if complete_seeds and file.is_file():
-            pictures.append({"file": f"pictures/{file.name}", "caption": caption})
-    # The subject's notes read the divided images, which may not exist before.
-    notes = list(subject.notes) if complete_seeds else []
     return {
-        "schema": SCHEMA,
         "subject": name,
-        "title": subject.title,
         "complete": done == planned,
         "runs": {"done": done, "planned": planned},
         "seeds": complete_seeds,
@@ -118,13 +85,7 @@ def document(
         "comparisons": comparisons,
         "controls": controls,
         "void": bool(failed) if complete_seeds else None,
-        "verdicts": [
-            {key: row[key] for key in ("first", "second", "group", "verdict")} for row in main_rows
-        ],
         "words": words,
-        "tables": tables,
-        "pictures": pictures,
-        "notes": notes,
     }
 
 
@@ -155,59 +116,50 @@ class Study:
 
         check_writable(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_settings()
         runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms]
         with handling(leave, obeyed_signals()):
+            for job in self.subject.jobs:
+                if not job.family:
+                    self._perform(job, SEED, job.description)
             for number, (arm, seed) in enumerate(runs, 1):
                 if self._perform(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"):
                     self.write()
         return self.write()
 
-    # --- jobs and runs
-
-    def _perform(self, job: Job, seed: int, title: str = "") -> bool:
-        """Do a job or an arm's run, after the jobs that it needs, and write its outcome to a file.
-
-        Then deletes the checkpoints of an arm's run, unless `keep_runs` is set or another job needs
-        them. Returns False if the outcome exists already. Raises UserError if the job's folder has
-        files, other than logs, that were made with other settings.
-        """
-        place, key = of_seed(job.place, seed), self._key(job, seed)
-        file, note = record(place), place.with_name(f"{place.name}.key")
-        files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
-        has_files = any(path.is_file() and path.suffix not in (".key", ".log") for path in files)
-        if has_files and note.is_file() and note.read_text() != key:
+    def _check_settings(self) -> None:
+        """Write the settings to settings.json; raise UserError if it has others."""
+        file = self.folder / "settings.json"
+        settings = as_json({"study": self.name} | self.subject.config.key())
+        if file.is_file() and file.read_bytes() != settings:
             raise UserError(
-                f"{place}: was made or begun with other settings, or by an earlier version; remove it and"
-                f" {place.name}.* beside it, or choose another --out"
+                f"{self.folder}: has runs with other settings; remove it, or choose another --out"
             )
-        if file.is_file():
+        write_atomic(file, settings)
+
+    def _perform(self, job: Job, seed: int, title: str) -> bool:
+        """Do a job or an arm's run, and write its outcome to a file.
+
+        Then deletes the checkpoints of an arm's run. Returns False if the outcome exists already.
+        """
+        place = of_seed(job.place, seed)
+        if record(place).is_file():
             return False
-        for needed in job.needs:
-            self._perform(self.subject.jobs[needed], seed)
         place.mkdir(parents=True, exist_ok=True)
-        write_atomic(note, key.encode())
         start = time.monotonic()
-        if not title:
-            say(job.description)
         outcome = job.make(place, seed)
         seconds = time.monotonic() - start
         if isinstance(outcome, Result):
-            figures = [f"{k} {v:.4g}" for k, v in outcome.figures.items() if v is not None]
-            say(f"{title}: {', '.join(figures)} ({duration(seconds)})")
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
+            title += f": {figures}"
             outcome = packed(outcome)
+        say(f"{title} ({duration(seconds)})")
         content = {"told": outcome, "seconds": round(seconds, 1)}
-        write_atomic(file, as_json(content))
-        is_needed = any(job.place in dependent.needs for dependent in self.subject.jobs.values())
-        if place != job.place and not (is_needed or self.subject.config.keep_runs):
+        write_atomic(record(place), as_json(content))
+        if job.family:
             for run in list(place.rglob(DISCARDED)):
                 shutil.rmtree(run)
         return True
-
-    def _key(self, job: Job, seed: int) -> str:
-        """Return a hash of the settings of a job and of the jobs that it needs."""
-        needs = [self._key(self.subject.jobs[place], seed) for place in job.needs]
-        content = [job.key, of_seed(job.place, seed).name, needs]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     # --- results
 

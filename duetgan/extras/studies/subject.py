@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.opening import dataset_for_model
-from duetgan.data.packing.inspect import save_grid
 from duetgan.data.reading.dataset import Dataset
-from duetgan.extras.studies.baselines import Features, Labelled, Learner, baselines, hits_of
+from duetgan.extras.studies.baselines import Features, Labelled, baselines, hits_of
 from duetgan.extras.studies.images import (
     HELD_OUT,
     PARTS,
@@ -40,7 +38,6 @@ from duetgan.metrics.protocol import Document
 from duetgan.models.restore import classifier_from
 from duetgan.training.engine.run import train
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.config.model import Config
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.runlog.run_folder import is_finished
 
@@ -50,7 +47,7 @@ SEED = 0  # seed of jobs that are made once
 OF_SEED = "-s{seed}"
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
-# Values may be paths in the study's folder, sections of its config, and functions.
+# Dotted keys of a recipe; values may be paths in the study's folder.
 Settings = Mapping[str, Any]
 
 
@@ -59,50 +56,44 @@ class Job:
     """A job that is made once, such as image files, a generator or a file of samples, or an arm.
 
     A job with a family is an arm: it is made for each seed, its outcome is a Result, and it is a
-    row of the report's table. `Subject.add` sets `make` and the fields below it.
+    row of the results. `Subject.add` sets `make` and `place`.
     """
 
     name: str
-    description: str = ""  # a line for the report
+    description: str = ""
     family: str = ""  # name of a group of arms; empty if the job is no arm
     against: Sequence[Comparison] = ()  # comparisons with other arms
     # (folder, perhaps with files of an interrupted start; seed) -> outcome
-    make: Callable[[Path, int], object] = field(repr=False, default=print)
-    key: str = ""  # JSON of the settings that define the job
-    needs: Sequence[Path] = ()  # folders of the jobs that must be made first
+    make: Callable[[Path, int], object] = print
     place: Path = Path()  # folder of the job; an arm's ends in OF_SEED
 
 
 class Subject(ABC):
     """The definition of a study: its jobs, its arms and their comparisons."""
 
-    title: str
     splits: tuple[str, ...] = (TEST,)  # parts of the images on which classifiers are evaluated
-    notes: Sequence[str] = ()  # remarks on the method, for the report
 
     def __init__(self, config: Any, folder: Path, device: str | None = None) -> None:
         self.config = config
         self.folder = folder
         self.device = device
-        self.jobs: dict[Path, Job] = {}  # folder -> job or arm
+        self.jobs: list[Job] = []  # jobs and arms; each needs only earlier ones
         self.comparisons: list[Comparison] = []
         # name of a best arm -> the family from which it is chosen, see `best`
         self.choices: dict[str, str] = {}
-        self.captions: dict[str, str] = {}  # name of a picture -> caption
         self.add(
             Job(PARTS, "the images: training, held-out, held-back and test ones"),
-            lambda place, _, data: make_parts(data, place),
-            data=config.data,
+            lambda place, _: make_parts(config.data, place),
         )
         self.declare()
 
     @abstractmethod
     def declare(self) -> None:
-        """Declare all jobs and arms of the study. A job is made when an arm needs it."""
+        """Declare all jobs and arms of the study, in the order in which they are made."""
 
     @property
     def arms(self) -> list[Job]:
-        return [job for job in self.jobs.values() if job.family]
+        return [job for job in self.jobs if job.family]
 
     def of_family(self, family: str) -> list[str]:
         """Return the names of a family's arms."""
@@ -138,10 +129,6 @@ class Subject(ABC):
         """Return the path of the packed file of a part of the images, such as "train"."""
         return self.place(PARTS) / f"{name}.lmdb"
 
-    def picture(self, name: str) -> Path:
-        """Return the path of a picture, which the report shows if the file exists."""
-        return self.folder / "pictures" / f"{slug(name)}.png"
-
     def outcome(self, place: Path) -> Document:
         """Return the outcome of a job; empty if it is not done."""
         file = record(place)
@@ -158,30 +145,12 @@ class Subject(ABC):
 
     # --- declarations
 
-    def add(self, job: Job, make: Callable[..., object], **settings: object) -> Path:
-        """Declare a job or an arm, which `make(place, seed, **settings)` makes; return its folder.
-
-        The runner refuses an outcome that was made with other settings. If the settings have a path
-        in the folder of another job, that job is made first.
-        """
-        needs: dict[Path, None] = {}
-
-        def serialized(value: Any) -> object:
-            if isinstance(value, Path):
-                inside = value.relative_to(self.folder)
-                needs[self.folder.joinpath(*inside.parts[:2])] = None
-                return inside.as_posix()
-            if isinstance(value, Config):
-                return getattr(value, "key", value.model_dump)()
-            return [value.func, value.keywords] if isinstance(value, partial) else value.__name__
-
-        key = json.dumps({"name": job.name, **settings}, default=serialized, sort_keys=True)
+    def add(self, job: Job, make: Callable[[Path, int], object]) -> Path:
+        """Declare a job or an arm, which `make(place, seed)` makes; return its folder."""
         place = self.place(job.name)
         if job.family:
             place = self.folder / "runs" / (slug(job.name) + OF_SEED)
-        self.jobs[place] = replace(
-            job, make=partial(make, **settings), key=key, needs=tuple(needs), place=place
-        )
+        self.jobs.append(replace(job, make=make, place=place))
         self.comparisons += [replace(row, second=job.name) for row in job.against]
         return place
 
@@ -199,20 +168,16 @@ class Subject(ABC):
         images: Path | None = None,  # packed images; None: the training images
         fixed: int = SEED,  # seed of a job that is no arm
         steps: int | None = None,  # number of steps; None: as in the recipe
-        **settings: object,  # further settings that define the job
     ) -> Path:
         """Declare a training; return the run folder."""
         overrides = {"data.path": images or self.part(TRAIN), **overrides}
 
-        def make(place: Path, seed: int, **_settings: object) -> Result | Document:
+        def make(place: Path, seed: int) -> Result | Document:
             run = place / "run"
             self.train(run, recipe, overrides, seed if job.family else fixed, steps)
             return self.judge(run) if job.family else {}
 
-        place = self.add(
-            job, make, recipe=recipe, own=overrides, fixed=fixed, steps=steps, **settings
-        )
-        return place / "run"
+        return self.add(job, make) / "run"
 
     def generators(self, images: Path | None = None) -> tuple[Path, Path]:
         """Declare a generator and an untrained one; return their run folders.
@@ -242,53 +207,40 @@ class Subject(ABC):
         """
         recipe = self.config.classifier
         model = recipe.settings().model
-        for name, (description, features, learner) in baselines(
-            model.changed(weights=None)
-        ).items():
+        for name, (description, features) in baselines(model.changed(weights=None)).items():
             full_name = f"{template.name}, {name}".lstrip(", ")
             arm = replace(template, name=full_name, description=description)
-            self.learning(arm, features, learner, labelled)
+            self.readout(arm, features, labelled)
         if model.weights is not None:
             full_name = f"{template.name}, from scratch".lstrip(", ")
             arm = replace(template, name=full_name, description="the recipe without its weights")
             self.training(arm, recipe, {"model.weights": None}, images=images)
 
-    def learning(
-        self, arm: Job, features: Features, learner: Learner, labelled: Labelled | None
-    ) -> None:
-        """Declare an arm that applies a learner to pixels or to features of a fixed network.
+    def readout(self, arm: Job, features: Features, labelled: Labelled | None = None) -> None:
+        """Declare a logistic regression on pixels or on features of a fixed network.
 
         `labelled` is a function of (labels, seed=) that chooses the images with labels; None: all.
         """
 
-        def make(_: Path, seed: int, images: Path, **_settings: object) -> Result:
+        def make(_: Path, seed: int) -> Result:
             files = {name: self.part(name) for name in self.splits}
             of_this_seed = partial(labelled, seed=seed) if labelled else None
-            return scored(hits_of(images, files, features, learner, of_this_seed))
+            return scored(hits_of(self.part(TRAIN), files, features, of_this_seed))
 
-        self.add(
-            arm, make, images=self.part(TRAIN), features=features, learn=learner, known=labelled
-        )
+        self.add(arm, make)
 
     # --- functions that make jobs and arms
 
-    def draw(self, files: Mapping[Path, Sequence[int]], source: Path, seed: int) -> None:
-        """Write packed files of images, file -> number of images of each class.
+    def draw(self, file: Path, counts: Sequence[int], source: Path, seed: int) -> None:
+        """Write a packed file of `counts` images of each class.
 
         `source` is the run folder of a generator, whose samples are written, or a packed file.
         """
         if source.suffix == ".lmdb":
-            for file, counts in files.items():
-                write_first(source, counts, file, seed)
+            write_first(source, counts, file, seed)
         else:
             device = choose_device(self.device)
-            draw_samples(files, source, self.classes(), seed=seed, device=device)
-
-    def show(self, name: str, file: Path) -> None:
-        """Save a picture of a packed file's images, a row for each class, unless it exists."""
-        if not self.picture(name).is_file():
-            with LMDBReader(file) as reader:
-                save_grid(reader, self.picture(name))
+            draw_samples(file, counts, source, self.classes(), seed=seed, device=device)
 
     def train(
         self,

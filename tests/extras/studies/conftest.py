@@ -1,4 +1,4 @@
-"""Trainings that arms ask for, and tiny studies from images to page."""
+"""Trainings that arms ask for, and tiny studies from images to verdicts."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import CLASSIFIER, GAN
-from tests.reporting.test_report import page
 
 
 @pytest.fixture
@@ -52,13 +51,12 @@ def study_recipe(folder: Path, packed: Path) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path, packed, capsys):
-    """A study whose trainings take seconds: its document and what the command printed; the page lies beside it."""
+    """A study whose trainings take seconds: its document, and what the command printed."""
     recipe = study_recipe(tmp_path, packed)
 
     def made(subject, out, *options):
         argv = [subject, "--config", str(recipe), "--out", str(out), *options]
         assert run_cli(script.main, argv) == 0
-        document = json.loads((out / "study.json").read_text())
-        return document, page(out / "report.html"), capsys.readouterr().out
+        return json.loads((out / "study.json").read_text()), capsys.readouterr().out
 
     return made

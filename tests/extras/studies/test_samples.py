@@ -23,8 +23,7 @@ from duetgan.extras.studies.images import (
     tokens,
     training_counts,
 )
-from duetgan.extras.studies.samples import BLOCK, draw_samples
-from duetgan.inference.samples import Sampler
+from duetgan.extras.studies.samples import draw_samples
 from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.training.engine.tasks import build_run_config
@@ -43,36 +42,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drawn(run: Path, out: Path, counts: list[int]) -> tuple[Tensor, np.ndarray]:
     """The images and labels of a file of samples."""
-    draw_samples({out: counts}, run, CLASSES, seed=5)
+    draw_samples(out, counts, run, CLASSES, seed=5)
     with Dataset(out) as reader:
         return read_batch(reader, np.arange(len(reader))).images, reader.labels().copy()
 
 
 def test_samples_are_those_of_generate(run: Path, tmp_path: Path) -> None:
-    images, labels = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5])
-    assert np.bincount(labels).tolist() == [BLOCK + 3, 0, 5]
+    images, labels = drawn(run, tmp_path / "x.lmdb", [67, 0, 5])
+    assert np.bincount(labels).tolist() == [67, 0, 5]
     generator = generator_from(load(resolve(run)))
-    for place, label, index in ((0, 0, 0), (BLOCK, 0, BLOCK), (BLOCK + 3, 2, 0)):
+    for place, label, index in ((0, 0, 0), (64, 0, 64), (67, 2, 0)):
         alone = generate(generator, labels=torch.tensor([label]), indices=[label + 3 * index], seed=5)
         assert (images[place].int() - alone[0].int()).abs().max() <= 1  # of another batch size
     with Dataset(tmp_path / "x.lmdb") as reader:
         passport = reader.meta.passport
     assert (passport["step"], passport["seed"], passport["selection"]) == (load(resolve(run))["step"], 5, None)
-    again, _ = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5])
+    again, _ = drawn(run, tmp_path / "x.lmdb", [67, 0, 5])
     assert torch.equal(again, images)
 
 
 def test_a_smaller_file_is_the_beginning_of_a_larger_one(run: Path, tmp_path: Path) -> None:
     everything, _ = drawn(run, tmp_path / "all.lmdb", [0, 40, 0])
-    files = {tmp_path / "a.lmdb": [0, 3, 1], tmp_path / "b.lmdb": [2, 1, 0]}
-    draw_samples(files, run, CLASSES, seed=5)
-    for file, counts in files.items():
-        with Dataset(file) as reader:
-            assert reader.meta.histogram == counts
-            middle = read_batch(reader, np.flatnonzero(reader.labels() == 1)).images
-            assert torch.equal(middle, everything[: counts[1]])
-    sampler = Sampler(generator=generator_from(load(resolve(run))), chosen=[1], seed=5)
-    assert (sampler.images(range(40)).int() - everything.int()).abs().max() <= 1
+    for counts in ([0, 3, 1], [2, 1, 0]):
+        images, labels = drawn(run, tmp_path / "some.lmdb", counts)
+        assert np.bincount(labels, minlength=3).tolist() == counts
+        assert (images[labels == 1].int() - everything[: counts[1]].int()).abs().max() <= 1
 
 
 DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_back=0.3)
