@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from duetgan.extras.editing.config import EditConfig
 from duetgan.extras.editing.editor import PATIENCE, Direction, Editor, first_reached, pair_of
-from duetgan.inference.samples import Sampler, Start
+from duetgan.inference.samples import Sampler, Start, truncated_styles
 from duetgan.metrics.lineage import load_judge
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from
@@ -32,11 +31,6 @@ from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator as keyed_generator
 
-METHODS: dict[str, dict[str, Any]] = {
-    "w": {"space": "w"},
-    "w, no weights": {"space": "w", "pixel_weight": 0.0, "keep_weight": 0.0},
-    "z": {"space": "z"},
-}
 GROWTH = 1.2  # of a random direction's step, until the pixels have changed as much
 LONGEST = 22  # such steps: at most 9 times as far as the edit's mean
 Row = dict[str, Any]
@@ -49,7 +43,7 @@ def agreed(editor: Editor, judge: Classifier, label: int, count: int) -> tuple[S
     numbers: list[int] = []
     first = 0
     while len(numbers) < count and first < PATIENCE * count:
-        drawn = editor.start(sampler, range(first, first + sampler.batch_size))
+        drawn = truncated_styles(sampler, range(first, first + sampler.batch_size))
         images = editor.images(drawn)
         named = [editor.probabilities(images, each).argmax(1) == label for each in (None, judge)]
         rows = (named[0] & named[1]).nonzero()[: count - len(numbers), 0]
@@ -135,12 +129,8 @@ def main(argv: list[str]) -> None:
     add("--classifier", metavar="RUN_OR_FILE", help="the guide: whose answer is moved")
     add("--judge", metavar="RUN_OR_FILE", help="another classifier")
     add("--pairs", metavar="A:B,C:D", help="classes to go from and to")
-    add("--methods", default="", metavar="A;B", help=f"some of: {'; '.join(METHODS)} (default: all that the GAN can)")
     add("--n", type=positive, default=200, metavar="N", help="samples of a pair")
     add("--seed", type=int, default=0)
-    defaults = EditConfig()
-    for name in ("reach", "limit"):
-        add(f"--{name}", type=float, default=getattr(defaults, name))
     add("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
     if options.checkpoint is None:
@@ -155,33 +145,28 @@ def main(argv: list[str]) -> None:
     generator, guide = generator_from(checkpoint, device), classifier_from(known, device)
     chosen = list(range(generator.classes))
     sampler = Sampler(generator=generator, chosen=chosen, seed=options.seed, batch_size=options.batch_size)
-    usual = [name for name, how in METHODS.items() if (how["space"] != "z") == generator.has_styles]
     result: dict[str, float | int | str] = {"n": options.n, "seed": options.seed, "load_1min_before": load_before}
-    for method in filter(None, options.methods.split(";")) if options.methods else usual:
-        if method.strip() not in METHODS:
-            raise UserError(f"--methods: no {method.strip()!r}; there are {'; '.join(METHODS)}")
-        config = EditConfig(**METHODS[method.strip()], reach=options.reach, limit=options.limit)
-        editor = Editor(sampler, guide, known["classes"], config)
-        judge = load_judge(options.judge, checkpoint, editor.names, device, None, option="--judge")
-        means: dict[str, list[Row]] = {}
-        for pair in options.pairs.split(","):
-            source, _, target = pair.partition(":")
-            labels = pair_of(editor.names, source.strip(), target.strip())
-            for what, row in measure(editor, judge, *labels, options.n).items():
-                show(method, pair, what, row)
-                means.setdefault(what, []).append(row)
-        for what, rows in means.items():
-            mean = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-            show(method, "mean", what, mean)
-            result |= {f"{method}/{what}/{key}": value for key, value in mean.items()}
+    editor = Editor(sampler, guide, known["classes"])
+    judge = load_judge(options.judge, checkpoint, editor.names, device, None, option="--judge")
+    means: dict[str, list[Row]] = {}
+    for pair in options.pairs.split(","):
+        source, _, target = pair.partition(":")
+        labels = pair_of(editor.names, source.strip(), target.strip())
+        for what, row in measure(editor, judge, *labels, options.n).items():
+            show(pair, what, row)
+            means.setdefault(what, []).append(row)
+    for what, rows in means.items():
+        mean = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+        show("mean", what, mean)
+        result |= {f"w/{what}/{key}": value for key, value in mean.items()}
     if options.json:
         print(json.dumps(result))
 
 
-def show(method: str, pair: str, what: str, row: Row) -> None:
+def show(pair: str, what: str, row: Row) -> None:
     """A line of the table."""
     figures = "  ".join(f"{key} {value:.3f}" for key, value in row.items())
-    print(f"{method:22} {pair:28} {what:22} {figures}", flush=True)
+    print(f"{pair:28} {what:22} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,10 @@
 from argparse import Namespace
 from dataclasses import replace
 
-from duetgan.commands.generate import (
-    OUTPUTS,
-    Add,
-    Output,
-    config_from,
-    open_sampler,
-)
-from duetgan.extras.editing.config import EditConfig
+from duetgan.commands.generate import OUTPUTS, Add, Output, open_sampler
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import number, positive
 from duetgan.utils.errors import require_same_classes
-
-EDIT = EditConfig()  # defaults of options
 
 
 def add_options(add: Add) -> None:
@@ -35,35 +26,16 @@ def add_options(add: Add) -> None:
         metavar="N",
         help="number of samples, each with a strip of images (default: 4)",
     )
-    add("--columns", type=number(int, 2), default=7, metavar="N", help="images per strip")
     text = "samples of each of the two classes for the search of a direction"
-    add("--samples", type=number(int, 2), default=EDIT.samples, metavar="N", help=text)
-    for name, noun in (("pixel", "pixels"), ("keep", "other classes")):
-        text = f"weight of changes of {noun} in the loss"
-        add(
-            f"--{name}-weight",
-            type=number(float, 0),
-            default=EDIT.pixel_weight,
-            metavar="X",
-            help=text,
-        )
-    add(
-        "--reach",
-        type=number(float, 0, 1, inner=True),
-        default=EDIT.reach,
-        help="probability of the new class at which the edit is complete",
-    )
-    text = "longest step in the latent space"
-    add("--limit", type=number(float, 0, inner=True), default=EDIT.limit, help=text)
+    add("--samples", type=number(int, 2), default=100, metavar="N", help=text)
 
 
 def edit(options: Namespace) -> str:
     """Write strips of images that change from one class to another; return a summary of them."""
-    config = config_from(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options, several=False)
     from duetgan.extras.editing.editor import Editor, pair_of
     from duetgan.extras.editing.strips import make_strips, save_strips, summary
-    from duetgan.inference.samples import captions
+    from duetgan.inference.samples import captions, truncated_styles
     from duetgan.models.restore import classifier_from, read
 
     guide = read(resolve_for_people(options.classifier))
@@ -72,25 +44,24 @@ def edit(options: Namespace) -> str:
         require_same_classes(
             "the generator", checkpoint["classes"], f"the classifier {options.classifier}", names
         )
-    editor = Editor(
-        replace(sampler, sources=()), classifier_from(guide, sampler.device), names, config
-    )
+    classifier = classifier_from(guide, sampler.device)
+    editor = Editor(replace(sampler, sources=()), classifier, names, options.samples)
     source, target = pair_of(names, options.source, options.target)
     if not sampler.sources:
         start = editor.starts(source, options.n or 4)
     else:
         sampler = replace(sampler, chosen=[source] if sampler.chosen else [])
         rows = range(len(sampler.sources))
-        start = editor.start(sampler, rows)
+        start = truncated_styles(sampler, rows)
         print("rows:", ", ".join(captions(sampler, names, rows)).replace("\n", " "))
     direction = editor.direction(source, target)
-    strips = make_strips(editor, start, direction, columns=options.columns)
+    strips = make_strips(editor, start, direction)
     save_strips(strips, options.out)
     return f"{summary(strips, names, direction)}\nwrote {options.out}"
 
 
 OUTPUTS["edit"] = Output(
-    "change images from one class of a classifier to another, and as little else as possible",
+    "change images from one class of a classifier to another",
     edit,
     add_options,
     classes=False,

@@ -1,6 +1,6 @@
 """Strips: an image that moves step by step from one class to another, with the classifier's
 probabilities under each step. `generate.py edit` and `predict.py --counterfactual` draw them. An
-image arrives when the target's probability reaches `EditConfig.reach`.
+image arrives when the target's probability reaches `editor.REACH`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Strip:
     # uint8 [C, H, H]: the original if it was projected, the unedited image, the steps
     images: list[Tensor]
     captions: list[str]
-    arrived: bool  # True if the target's probability reached `EditConfig.reach`
+    arrived: bool  # True if the target's probability reached `editor.REACH`
     step: float  # the step at which the image arrived, else the step of the largest probability
     probability: float  # probability of the target at this step
     change: float  # mean absolute change of the pixels at this step, 0 to 1
@@ -46,11 +46,10 @@ def make_strips(
     start: Start,
     direction: Direction,
     *,
-    columns: int = COLUMNS,
     # uint8 [1, C, H, H], first image of the strip, from which `start` was projected
     original: Tensor | None = None,
 ) -> list[Strip]:
-    """Return a strip of `columns` images for each image of `start`.
+    """Return a strip of COLUMNS images for each image of `start`.
 
     The edit grows evenly from 0 to END times the step that reaches the target class.
     """
@@ -58,8 +57,8 @@ def make_strips(
     unedited = editor.images(start, direction, 0.0 * steps)
     edited = editor.images(start, direction, steps)
     columns_of_images = [unedited]
-    for column in range(1, columns):
-        fraction = END * column / (columns - 1)
+    for column in range(1, COLUMNS):
+        fraction = END * column / (COLUMNS - 1)
         columns_of_images.append(editor.images(start, direction, steps * fraction))
     if original is not None:
         columns_of_images.insert(0, original.expand(len(start), -1, -1, -1))

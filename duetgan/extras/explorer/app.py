@@ -12,9 +12,8 @@ import traceback
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound, Unauthorized
 from werkzeug.utils import redirect
@@ -24,8 +23,6 @@ import duetgan.reporting
 from duetgan.data.errors import ImageError
 from duetgan.extras.explorer import models
 from duetgan.extras.explorer.models import Document, LoadedRun, Source
-from duetgan.inference.samples import parse_layers
-from duetgan.models.gan import TruncationMean
 from duetgan.utils import files
 from duetgan.utils.config.cli import number as number_type
 from duetgan.utils.errors import UserError, explained
@@ -86,28 +83,17 @@ class Query:
             raise UserError(f"{name}: {run.name} is {TASKS[run.task]}; {TASKS[task]} is needed")
         return run
 
-    def source(self, run: LoadedRun, suffix: str = "") -> Source:
-        """Return the sample that the parameters `seed`, `class`, `psi` and `mean` describe.
-
-        `suffix` is appended to the names `seed` and `class`.
-        """
-        label = self.label(f"class{suffix}", run) if run.classes else None
-        mean = self._args.get("mean", "class")
-        if mean not in get_args(TruncationMean):
-            raise UserError(f"mean {mean[:80]!r}: give {' or '.join(get_args(TruncationMean))}")
-        seed = self.number(f"seed{suffix}", 0, LARGEST_SEED)
-        psi = self.number("psi", 0, 2, "1", float)
-        return Source(seed, label, psi, cast(TruncationMean, mean))
+    def source(self, run: LoadedRun) -> Source:
+        """Return the sample that the parameters `seed`, `class` and `psi` describe."""
+        label = self.label("class", run) if run.classes else None
+        seed = self.number("seed", 0, LARGEST_SEED)
+        return Source(seed, label, self.number("psi", 0, 2, "1", float))
 
     def sources(self, run: LoadedRun) -> list[Source]:
         """Return samples with successive seeds, as many as the parameter `count`."""
         first, count = self.source(run), self.number("count", 1, MOST_DRAWN, "1")
         seed = min(first.seed, LARGEST_SEED - count + 1)
         return [replace(first, seed=seed + i) for i in range(count)]
-
-    def pair(self, run: LoadedRun) -> tuple[Source, Source]:
-        """Return the two samples whose parameters have the suffixes `_a` and `_b`."""
-        return self.source(run, "_a"), self.source(run, "_b")
 
     def target(self, _: LoadedRun) -> tuple[LoadedRun, str]:
         """Return the classifier whose index is the parameter `by`, and its class named `target`."""
@@ -121,11 +107,6 @@ class Query:
             hint = did_you_mean(class_name[:80], run.classes)
             raise UserError(f"{name} {class_name[:80]!r}: no class of {run.name}{hint}")
         return run.classes.index(class_name)
-
-    def layers(self, run: LoadedRun) -> list[int]:
-        """Return the layers in the parameter `layers`, such as `0-3,6`; none if it is empty."""
-        text = self._args.get("layers", "")[:400]
-        return parse_layers(text, getattr(run.model, "num_ws", 0)) if text else []
 
     def image(self, _: LoadedRun) -> bytes:
         """Return the body of the request: an image file within the size limit."""
@@ -143,7 +124,6 @@ class App:
         runs: Sequence[LoadedRun],
         *,
         token: str,  # secret that a browser must send
-        data: str | None = None,  # the classifiers' packed training images; None: as in the config
     ) -> None:
         self.runs = runs
         self._slots = threading.Semaphore(WAITING)
@@ -153,17 +133,13 @@ class App:
             path: (files.read_file(file, files.CONFIG), kind)
             for path, (file, kind) in STATIC.items()
         }
-        influential = partial(models.influential_images, data=data)
         self._get: dict[str, Callable[[Query], Document]] = {
             "/api/runs": self._list_runs,
             "/api/draw": self._handler("gan", models.draw, Query.sources),
-            "/api/mix": self._handler("gan", models.mix, Query.pair, Query.layers),
-            "/api/walk": self._handler("gan", models.walk, Query.pair),
             "/api/edit": self._handler("gan", models.edit, Query.source, Query.target),
         }
         self._post: dict[str, Callable[[Query], Document]] = {  # requests whose body is an image
             "/api/classify": self._handler("classifier", models.classify, Query.image),
-            "/api/influence": self._handler("classifier", influential, Query.image),
         }
 
     def __call__(

@@ -1,6 +1,6 @@
 """Explore models in a browser.
 
-The page shows samples, style mixtures, latent walks, edits, and predictions with explanations.
+The page shows samples, edits, and predictions with their evidence.
 """
 
 import logging
@@ -8,13 +8,11 @@ import secrets
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from duetgan.utils import files
 from duetgan.utils.config.cli import Parser, add_import_option, number
-from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.distributed.process import leave_threads
-from duetgan.utils.errors import EXIT_OK, UserError, explained
+from duetgan.utils.errors import EXIT_OK, explained
 
 PORT = 7870
 CONNECTIONS = 50
@@ -34,11 +32,6 @@ def parser() -> Parser:
         help="checkpoint of a run folder: the last one, or the one with the best evaluation "
         "(default: last)",
     )
-    add(
-        "--data",
-        metavar="X.lmdb",
-        help="the classifier's training images (default: those of its config)",
-    )
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     text = "address to listen on; 0.0.0.0: reachable from other machines (default: 127.0.0.1)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
@@ -48,8 +41,6 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    if options.data is not None and not Path(options.data).exists():
-        raise UserError(f"--data {options.data}: no such file{near_file(Path(options.data))}")
     with explained(ImportError, "the explorer needs waitress; `pip install 'waitress>=3.0'`"):
         from waitress.server import create_server
     with listen(options.host, options.port) as listener:  # before the slow import of torch
@@ -62,7 +53,7 @@ def main(argv: list[str]) -> int:
         runs = open_runs(
             options.checkpoint, which=options.which, device=choose_device(options.device)
         )
-        app = App(runs, token=token, data=options.data)
+        app = App(runs, token=token)
         server = create_server(
             app,
             sockets=[listener],

@@ -1,9 +1,8 @@
 """The runs that the explorer shows, and the answers of their models as JSON."""
 
 import base64
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,21 +11,10 @@ import torch
 from torch import Tensor
 
 from duetgan.data.images import encode
-from duetgan.data.opening import dataset_for_model
 from duetgan.inference.inputs import Transform
-from duetgan.inference.interpolate import Journey
-from duetgan.inference.samples import (
-    Sampler,
-    mixed,
-    synthesize,
-    truncated_styles,
-    with_styles,
-)
+from duetgan.inference.samples import Sampler, truncated_styles
 from duetgan.metrics.evaluate_gan import judge_images
-from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
-from duetgan.metrics.lineage import data_of
-from duetgan.models.gan import TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, read
 from duetgan.utils.checkpoint import Checkpoint, resolve_for_people
 from duetgan.utils.errors import UserError, require_same_classes
@@ -70,7 +58,7 @@ class LoadedRun:
             "step": self.checkpoint["step"],
             "classes": self.classes,
             "resolution": self.model.spec.side,
-            "layers": self.model.num_ws if getattr(self.model, "has_styles", False) else 0,
+            "styles": getattr(self.model, "has_styles", False),
         }
 
 
@@ -115,8 +103,6 @@ def _open(path: Path, which: str, device: torch.device) -> LoadedRun:
 
 
 CLASSES = 5  # most probable classes that the page lists
-INFLUENTIAL = 8  # training images that the page shows for a prediction
-FRAMES = 24  # frames of an interpolation, without the last one
 BATCH = 8  # samples that are drawn at once
 STEPS = torch.linspace(-2, 4, 25)  # of an edit, in units of the samples' spread, with 0
 LOSSLESS = 128  # largest side in px of images that are sent as PNG, not JPEG
@@ -125,13 +111,12 @@ LOSSLESS = 128  # largest side in px of images that are sent as PNG, not JPEG
 @dataclass(frozen=True)
 class Source:
     """A sample: the image that `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi
-    PSI --truncation-mean MEAN` draws.
+    PSI` draws.
     """
 
     seed: int
     label: int | None = None  # None: unconditional
     psi: float = 1.0
-    mean: TruncationMean = "class"  # the mean that w is truncated towards
 
     def sampler(self, run: LoadedRun) -> Sampler:
         """Return a sampler whose sample 0 is the requested sample."""
@@ -141,7 +126,6 @@ class Source:
             chosen=chosen,
             seed=self.seed,
             truncation_psi=self.psi,
-            truncation_mean=self.mean,
             batch_size=BATCH,
         )
 
@@ -163,40 +147,12 @@ def draw(run: LoadedRun, sources: Sequence[Source]) -> Document:
     return {"images": images}
 
 
-def mix(run: LoadedRun, pair: tuple[Source, Source], layers: Sequence[int]) -> Document:
-    """Mix the styles of two samples. Returns the addresses of `a`, `b`, and `mixed`, which is A
-    with the styles and noise of B at `layers`.
-    """
-    with_styles(run.model, "style mixing")
-    samplers = [source.sampler(run) for source in pair]
-    a, b = (truncated_styles(sampler, [0]) for sampler in samplers)
-    addresses = {}
-    for name, start in (("a", a), ("b", b), ("mixed", mixed(a, b, 0, layers))):
-        image = synthesize(samplers[0], start)[0]
-        addresses[name] = address(image, run.model.spec)
-    return addresses
-
-
-def walk(run: LoadedRun, pair: tuple[Source, Source]) -> Document:
-    """Interpolate from sample A to B, linearly in w, or along a great circle in z if the generator
-    has no w. Returns `frames`, a list of FRAMES + 1 addresses.
-    """
-    sampler = pair[0].sampler(run)
-    labels = [source.label for source in pair if source.label is not None]
-    sampler = replace(sampler, chosen=labels, sources=[source.seed for source in pair])
-    journey = Journey(sampler, frames=FRAMES)
-    frames = []
-    for frame in itertools.islice(journey, FRAMES + 1):
-        frames.append(address(torch.from_numpy(frame.transpose(2, 0, 1))))
-    return {"frames": frames}
-
-
 def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Document:
     """Move a sample towards a class of a classifier, `target`, by each of STEPS. The first call for
     two classes takes seconds.
 
     Returns:
-        `source` and `target`, the two classes; `space`; and `frames`, each with `step`, `address`,
+        `source` and `target`, the two classes, and `frames`, each with `step`, `address`,
         and the probabilities `from` and `to` of the two classes.
 
     Raises UserError if no direction in the latent space leads from one class to the other.
@@ -205,7 +161,7 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
 
     classifier, target_class = target
     editor = editor_of(run, classifier)
-    start = editor.start(source.sampler(run), [0])
+    start = truncated_styles(source.sampler(run), [0])
     label = source.label
     if label is None:
         label = int(editor.probabilities(editor.images(start))[0].argmax())
@@ -218,7 +174,6 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
     return {
         "source": editor.names[first],
         "target": target_class,
-        "space": editor.space,
         "frames": frames,
     }
 
@@ -259,44 +214,3 @@ def classify(run: LoadedRun, content: bytes) -> Document:
         "evidence": address(evidence),
         "layer": layer if heat.any() else "",
     }
-
-
-def influential_images(run: LoadedRun, content: bytes, data: str | None = None) -> Document:
-    """Find the training images that supported the predicted class of the image file `content` most,
-    by TracInCP over the run's checkpoints.
-
-    Args:
-        data: packed training images; None: those that the run's config names.
-
-    Returns the predicted `class`, and `images`, each with `record`, `class`, `score` and `address`.
-    Raises ImageError if `content` is no image, UserError if the training images are missing or have
-    other classes.
-    """
-    from duetgan.extras.influence import scores as influence
-    from duetgan.extras.influence.command import checkpoint_files
-
-    image = Transform.of(run.checkpoint).read(content)
-    label = int(judge_images(run.model, image[None])[0].argmax())
-    device = device_of(run.model)
-    snapshots = [influence.snapshot(file, device) for file in checkpoint_files(str(run.path))]
-    path = data or data_of(run.checkpoint, "path")
-    if not isinstance(path, str):
-        raise UserError(
-            f"{run.name}: its config names no file of training images; start with --data X.lmdb"
-        )
-    with dataset_for_model(path, run.checkpoint) as dataset:
-        influence.check_data(dataset, run.checkpoint, path)
-        batches = influence.gradient_batches(snapshots, dataset)
-        scores = influence.influence(batches, len(dataset), image, label)
-        records = influence.top_records(scores, INFLUENTIAL)
-        images = []
-        for record, picture in zip(records, influence.images_of(dataset, records), strict=True):
-            images.append(
-                {
-                    "record": record,
-                    "class": dataset.classes[dataset.labels()[record]],
-                    "score": float(scores[record]),
-                    "address": address(picture, dataset.spec),
-                }
-            )
-    return {"class": run.classes[label], "images": images}

@@ -50,9 +50,6 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-const figure = (address, caption, alt = caption) =>
-  make("figure", { className: "image" }, make("img", { src: address, alt }), make("figcaption", { textContent: caption }));
-
 function show(id, address, alt) {
   at(id).src = address;
   at(id).alt = alt;
@@ -62,54 +59,43 @@ const option = (text, value) => make("option", { textContent: text, value });
 const field = (text, input) => make("label", {}, `${text} `, input);
 const percent = (fraction) => `${(100 * fraction).toFixed(1)} %`;
 // The runs that a form offers, by its data-for.
-const FITS = { gan: (run) => run.task === "gan", classifier: (run) => run.task === "classifier" };
+const FITS = { gan: (run) => run.task === "gan", styles: (run) => run.styles, classifier: (run) => run.task === "classifier" };
 
-// Add a form's controls: the run, and the class and seed of each sample. Every change calls `changed`.
+// Add a form's controls: the run and, for a GAN, the class and seed of a sample. Every change calls `changed`.
 function addControls(form, changed) {
-  const options = runs.map((run, number) => [run, number]).filter(([run]) => FITS[form.dataset.for](run));
-  form.append(field("Model", make("select", { name: "run" }, ...options.map(([run, number]) => option(`${run.name}, step ${run.step}`, number)))));
-  const samples = (form.dataset.sample ?? "none").split(" ").filter((letter) => letter !== "none");
-  for (const [index, letter] of samples.entries()) {
-    const suffix = letter && `_${letter.toLowerCase()}`;
-    form.append(field(`Class ${letter}`.trim(), make("select", { name: `class${suffix}` })));
-    const seed = { name: `seed${suffix}`, type: "number", min: 0, max: 4294967295, value: index, required: true };
-    form.append(field(`Seed ${letter}`.trim(), make("input", seed)));
+  const choices = (task) => runs.map((run, number) => [run, number]).filter(([run]) => FITS[task](run));
+  const select = (name, task) => make("select", { name }, ...choices(task).map(([run, number]) => option(`${run.name}, step ${run.step}`, number)));
+  const isGan = form.dataset.for !== "classifier";
+  form.append(field("Model", select("run", form.dataset.for)));
+  if (isGan) {
+    const seed = { name: "seed", type: "number", min: 0, max: 4294967295, value: 0, required: true };
+    form.append(field("Class", make("select", { name: "class" })), field("Seed", make("input", seed)));
   }
   if ("towards" in form.dataset) {
-    const classifiers = runs.map((run, number) => [run, number]).filter(([run]) => FITS.classifier(run));
-    form.append(field("Target class", make("select", { name: "target" })),
-      field("Classifier", make("select", { name: "by" }, ...classifiers.map(([run, number]) => option(run.name, number)))));
+    form.append(field("Target class", make("select", { name: "target" })), field("Classifier", select("by", "classifier")));
   }
-  if ("psi" in form.dataset) {
+  if (isGan) {
     const range = make("input", { name: "psi", type: "range", min: 0, max: 1.5, step: 0.05 });
     range.value = 1;
     const output = make("output", { textContent: "1" });
     range.addEventListener("input", () => { output.textContent = range.value; });
-    const mean = make("select", { name: "mean" }, option("its class", "class"), option("all samples", "global"));
-    form.append(make("label", {}, "Truncation ", range, output), field("towards the mean of", mean));
+    form.append(make("label", {}, "Truncation ", range, output));
   }
   const fill = () => {
-    const run = runs[form.elements.run?.value];
-    for (const [index, letter] of samples.entries()) {
-      const choice = form.elements[`class${letter && `_${letter.toLowerCase()}`}`];
-      choice.replaceChildren(...run.classes.map((name) => option(name, name)));
-      if (run.classes.length) choice.selectedIndex = index % run.classes.length;
-      choice.parentElement.hidden = !run.classes.length;
-    }
+    const run = runs[form.elements.run.value], choice = form.elements.class;
+    choice.replaceChildren(...run.classes.map((name) => option(name, name)));
+    choice.parentElement.hidden = !run.classes.length;
+    form.elements.psi.parentElement.hidden = !run.styles;
     if (form.elements.target) {
       const classes = runs[form.elements.by.value].classes;
       form.elements.target.replaceChildren(...classes.map((name) => option(name, name)));
       form.elements.target.selectedIndex = Math.min(1, classes.length - 1);
     }
-    if (form.elements.psi) {
-      form.elements.psi.parentElement.hidden = !run.layers;
-      form.elements.mean.parentElement.hidden = !(run.layers && run.classes.length);
-    }
   };
-  if (samples.length) fill();
+  if (isGan) fill();
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("change", (event) => {
-    if (samples.length && ["run", "by"].includes(event.target.name)) fill();
+    if (isGan && ["run", "by"].includes(event.target.name)) fill();
   });
   form.addEventListener("input", () => form.checkValidity() ? changed() : setStatus(form.querySelector(":invalid").validationMessage, true));
   form.addEventListener("change", (event) => event.target.tagName === "SELECT" && changed());
@@ -118,10 +104,9 @@ function addControls(form, changed) {
 const formOf = (id) => at(id).querySelector("form");
 const values = (id) => {
   const entries = Object.fromEntries(new FormData(formOf(id)));
-  if (entries.run !== undefined && !runs[entries.run].layers) delete entries.psi;
+  if (!runs[entries.run].styles) delete entries.psi;
   return entries;
 };
-const runOf = (id) => runs[values(id).run];
 
 // --- draw
 
@@ -151,55 +136,6 @@ function drawSeed(seed) {
 
 at("new-seed").addEventListener("click", () => drawSeed(Math.floor(Math.random() * 2 ** 32)));
 
-// --- mix
-
-const mix = latest(async () => {
-  const layers = [...at("layers").querySelectorAll("input:checked")].map((box) => box.value).join(",");
-  const images = await request("mix", { ...values("mix"), layers });
-  show("mix-a", images.a, "Sample A");
-  show("mix-b", images.b, "Sample B");
-  show("mix-mixed", images.mixed, "The mixture");
-});
-
-function addLayerBoxes() {
-  const run = runOf("mix"), first = Math.ceil(run.layers / 2);
-  at("layers").querySelectorAll("label").forEach((label) => label.remove());
-  for (let layer = 0; layer < run.layers; layer++) {
-    const box = make("input", { type: "checkbox", value: layer, checked: layer >= first });
-    at("layers").append(make("label", {}, box, ` ${layer}`));
-  }
-}
-
-// --- walk
-
-let frames = [], player = 0;
-const showFrame = () => {
-  if (!frames.length) return;
-  const frame = Number(at("position").value);
-  show("walked", frames[frame], "An interpolation between A and B");
-  at("walked-caption").textContent = `${Math.round((100 * frame) / (frames.length - 1))} % of the way`;
-};
-const walk = latest(async () => {
-  ({ frames } = await request("walk", values("walk")));
-  at("position").max = frames.length - 1;
-  showFrame();
-});
-function togglePlay() {
-  if (player) {
-    clearInterval(player);
-    player = 0;
-  } else {
-    let direction = 1;
-    player = setInterval(() => {
-      const frame = Number(at("position").value), last = frames.length - 1;
-      if (frame + direction > last || frame + direction < 0) direction = -direction;
-      at("position").value = frame + direction;
-      showFrame();
-    }, 90);
-  }
-  at("play").textContent = player ? "Stop" : "Play";
-}
-
 // --- edit
 
 let edits = null;
@@ -219,7 +155,6 @@ const edit = latest(async () => {
 
 const classify = latest(async () => {
   if (!imageFile) return;
-  at("influential").replaceChildren();
   const result = await request("classify", values("classify"), imageFile);
   show("input-image", result.image, "The image at the input size of the classifier");
   show("evidence", result.evidence, "The image under a map of the evidence");
@@ -238,36 +173,10 @@ function classifyFile(file) {
   classify();
 }
 
-// Let a button start long work, and show the elapsed time in it. `search` returns a function that shows the result.
-function addSearch(button, search) {
-  button.addEventListener("click", async () => {
-    const text = button.textContent, started = Date.now();
-    const clock = setInterval(() => { button.textContent = `Searching, ${Math.round((Date.now() - started) / 1000)} s…`; }, 500);
-    button.disabled = true;
-    const searchedFile = imageFile;
-    try {
-      setStatus("");
-      const showResult = await search();
-      if (imageFile === searchedFile) showResult(); // otherwise another image was dropped meanwhile
-    } catch (error) {
-      setStatus(error.message, true);
-    }
-    clearInterval(clock);
-    button.textContent = text;
-    button.disabled = false;
-  });
-}
-
-async function findInfluential() {
-  const { images, class: label } = await request("influence", values("classify"), imageFile);
-  const figures = images.map((image) => figure(image.address, `record ${image.record}: ${image.class}`));
-  return () => at("influential").replaceChildren(...(figures.length ? figures : [`No training image supports ${label}.`]));
-}
-
 // --- start
 
 // Page -> the function that fills it.
-const FILL = { draw, mix, walk, edit, classify };
+const FILL = { draw, edit, classify };
 const filled = new Set();
 
 function showPage() {
@@ -278,7 +187,6 @@ function showPage() {
     if (link.hash === `#${page?.id}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (player) togglePlay();
   setStatus("");
   scrollTo(0, 0); // The browser would scroll to the section that the address names.
   if (page && !filled.has(page.id)) {
@@ -289,8 +197,8 @@ function showPage() {
 
 // Page -> true if the runs cannot fill it.
 const UNAVAILABLE = {
-  draw: () => !runs.some(FITS.gan), walk: () => !runs.some(FITS.gan), mix: () => !runs.some((run) => run.layers),
-  edit: () => !(runs.some(FITS.gan) && runs.some(FITS.classifier)), classify: () => !runs.some(FITS.classifier),
+  draw: () => !runs.some(FITS.gan),
+  edit: () => !(runs.some(FITS.styles) && runs.some(FITS.classifier)), classify: () => !runs.some(FITS.classifier),
 };
 
 async function start() {
@@ -304,22 +212,14 @@ async function start() {
       addControls(page.querySelector("form"), FILL[page.id]);
     }
   }
-  if (!("missing" in at("mix").dataset)) {
-    addLayerBoxes();
-    formOf("mix").elements.run.addEventListener("change", addLayerBoxes);
-    at("layers").addEventListener("change", mix);
-  }
   at("classify-sample").hidden = "missing" in at("classify").dataset;
-  at("position").addEventListener("input", showFrame);
   at("amount").addEventListener("input", showEdit);
   at("reset").addEventListener("click", () => { at("amount").value = edits?.frames.findIndex(({ step }) => step === 0) ?? 8; showEdit(); });
-  at("play").addEventListener("click", togglePlay);
   at("file").addEventListener("change", () => classifyFile(at("file").files[0]));
   at("classify-sample").addEventListener("click", async () => {
     classifyFile(await (await fetch(drawnAddress)).blob());
     location.hash = "classify";
   });
-  addSearch(at("influence"), findInfluential);
   for (const name of ["dragover", "dragleave", "drop"]) {
     addEventListener(name, (event) => {
       event.preventDefault();

@@ -1,6 +1,5 @@
 """Headless Chromium through chromedriver: the few commands of the W3C's WebDriver protocol that the tests need."""
 
-import base64
 import json
 import re
 import shutil
@@ -18,7 +17,7 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's key of an elem
 class Browser:
     """A window. Use as a context; the driver and the browser end with it."""
 
-    def __init__(self, folder: Path, *, dark: bool = False, width: int = 1200, height: int = 900) -> None:
+    def __init__(self, folder: Path) -> None:
         command = [str(DRIVER), "--port=0"]
         self._driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._driver.stdout is not None
@@ -27,11 +26,7 @@ class Browser:
         self._place = f"http://127.0.0.1:{port}/session"
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         arguments += [f"--user-data-dir={folder}"]
-        arguments += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
         options: dict[str, Any] = {"binary": CHROMIUM, "args": arguments}
-        if width < 500:  # a telephone's screen, which is narrower than a window can be
-            screen = {"width": width, "height": height, "pixelRatio": 2, "touch": True}
-            options["mobileEmulation"] = {"deviceMetrics": screen}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         try:
             made = self._ask("", {"capabilities": {"alwaysMatch": wanted}})
@@ -39,7 +34,6 @@ class Browser:
             self._driver.kill()
             raise
         self._place += f"/{made['sessionId']}"
-        self._ask("/window/rect", {"width": width, "height": height})
 
     def __enter__(self) -> "Browser":
         return self
@@ -82,14 +76,9 @@ class Browser:
         """Keys as a person presses them; a file's path for a file input."""
         self._ask(f"/element/{self._element(selector)}/value", {"text": text})
 
-    def shoot(self, path: Path) -> Path:
-        """A screenshot, a PNG file."""
-        path.write_bytes(base64.b64decode(self._ask("/screenshot")))
-        return path
-
     def complaints(self) -> list[str]:
         """What the browser's console has been told of errors."""
         return [entry["message"] for entry in self._ask("/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]
 
 
-TOLD = "return document.getElementById('told')?.textContent"
+TOLD = "return document.getElementById('status')?.textContent"

@@ -1,9 +1,7 @@
-"""An explorer of two untrained runs with sample grids and curves, and a browser's requests to it."""
+"""An explorer of untrained runs, and a browser's requests to it."""
 
 import base64
 import io
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,30 +11,18 @@ from werkzeug.test import Client
 
 from duetgan.extras.explorer.app import App
 from duetgan.extras.explorer.models import open_runs
-from duetgan.utils.images import save_png
 from tests.inference.conftest import gan_run, styled, without_w
-from tests.metrics.conftest import CLASSES, classifier_run, pack
+from tests.metrics.conftest import CLASSES, classifier_run
 
 GAN, PLAIN, CLASSIFIER = 0, 1, 2  # the runs' numbers
-STEPS = (0, 1000, 20_000)
-
-
-def add_files(folder: Path, offset: float) -> None:
-    """What a training leaves in its run folder: sample grids and curves."""
-    for place, step in enumerate(STEPS):
-        save_png(np.full((8, 8, 1), 50 * place, np.uint8), folder / "samples" / f"step-{step:08d}.png")
-    records = [{"step": step, "loss/generator": step + offset, "only": 1} for step in (1, 2)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A folder with the runs `gan`, `classifier` and `plain`, and `data/train.lmdb`, which the classifier names."""
+    """A folder with the runs `gan`, `classifier` and `plain`."""
     folder = tmp_path_factory.mktemp("explorer")
-    data = pack(folder / "data" / "train.lmdb", count=30)
-    add_files(gan_run(folder / "gan", styled()), 1)
-    add_files(classifier_run(folder / "classifier", data={"path": "elsewhere/train.lmdb"}), 2)
-    assert data.exists()
+    gan_run(folder / "gan", styled())
+    classifier_run(folder / "classifier")
     gan_run(
         folder / "plain",
         without_w(classes=0),
@@ -91,11 +77,6 @@ def grey(value: int = 128) -> bytes:
 def sample(label: int = 0, **more) -> dict:
     """The query of a request for a sample."""
     return {"run": GAN, "class": CLASSES[label], "seed": 0, **more}
-
-
-def two(**more) -> dict:
-    """The query of a request for two samples."""
-    return {"run": GAN, "class_a": CLASSES[0], "seed_a": 3, "class_b": CLASSES[2], "seed_b": 4, **more}
 
 
 def one_line(response, status=400) -> str:
