@@ -18,7 +18,6 @@ from duetgan.metrics.features.extractors import (
 )
 from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.features.selection import Selection
-from duetgan.metrics.images import new_figure, save_figure
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED, Document
 from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pairs, search_extractor
@@ -39,9 +38,8 @@ def audit_gan_run(
 ) -> Document:
     """Test if a generator gives away its training images; return the results, ready for JSON.
 
-    The results hold attacks, controls, tests with planted copies and the verdict. Also writes
-    `audit.png` and `audit_nearest.png` into the folder `out`, and sets an empty
-    `options.extractor` to the default.
+    The results hold attacks, controls and the verdict. Also writes `audit_nearest.png` into the
+    folder `out`, and sets an empty `options.extractor` to the default.
 
     Raises:
         UserError: If the training images or enough held-out images (`dataset`) are not available,
@@ -98,17 +96,6 @@ def audit_gan_run(
             count = len(members.indices)
             near = nearest(real, samples)
             document = audit_score(-near.distances, members=count, seed=seed)
-            document["planted"] = [
-                membership_inference.detection(
-                    real,
-                    near.distances,
-                    members=count,
-                    samples=n,
-                    fraction=fraction,
-                    generator=keyed_generator(seed, "eval", "audit", "planted", number),
-                )
-                for number, fraction in enumerate(membership_inference.PLANTED_FRACTIONS)
-            ]
             closest = near.distances[:count].sort(stable=True).indices[:PAIRS].numpy()
             indices = near.indices.numpy()[closest]
             copies = {
@@ -121,7 +108,6 @@ def audit_gan_run(
             save_captioned(
                 *neighbour_images(generator, train, copies, seed=seed), out / "audit_nearest.png"
             )
-            save_audit(-near.distances, count, out / "audit.png")
             return {
                 "n": n,
                 "extractor": extractor.name,
@@ -130,7 +116,7 @@ def audit_gan_run(
                 **document,
                 "verdict": membership_inference.verdict(document),
                 "not_shown": membership_inference.NOT_SHOWN,
-                "images": ["audit.png", "audit_nearest.png"],
+                "images": ["audit_nearest.png"],
             }
 
         return collectives.from_main_process(finish)
@@ -223,27 +209,3 @@ def choose_sides(
     held_out = Selection(unseen[test_rows], test_labels[test_rows], f"held-out {seed} audit")
     members = Selection(train_rows, train_labels[train_rows], f"members {seed} {searched} audit")
     return members, held_out, len(dataset) - len(unseen)
-
-
-def save_audit(score: Tensor, members: int, path: str | Path) -> None:
-    """Draw histograms and the ROC curve of an audit's score into the image file `path`.
-
-    The score holds the values of the training images, `members` in number, then of the held-out
-    ones.
-    """
-    figure = new_figure(9.0, 3.2)
-    left, right = figure.subplots(1, 2)
-    sides = score[:members].double().numpy(), score[members:].double().numpy()
-    edges = np.histogram_bin_edges(np.concatenate(sides), bins=60)
-    for side, label in zip(sides, ("training images", "held-out images"), strict=True):
-        left.hist(side, edges, density=True, histtype="step", label=label)
-    left.set(xlabel="minus the distance to the nearest sample", yticks=[])
-    left.legend(fontsize=8)
-    thresholds = np.unique(np.concatenate(sides))[::-1]
-    rates = [
-        1 - np.searchsorted(np.sort(side), thresholds, side="left") / len(side) for side in sides
-    ]
-    right.plot([0, *rates[1]], [0, *rates[0]])
-    right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-    right.set(xlabel="held-out images above a threshold", ylabel="training images above it")
-    save_figure(figure, path)

@@ -1,14 +1,10 @@
 """Scores of training images: their influence on a prediction, and how likely their labels are
 wrong. The scores come from per-sample gradients of the loss, and from predicted probabilities.
-
-No library is used: captum's TracInCP gives the same numbers for the head in the same time, but
-refuses channels_last networks for other layers, and needs as many lines around it; cleanlab depends
-on pandas and scikit-learn for one formula.
 """
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from duetgan.data.opening import dataset_for_model
 from duetgan.data.reading.dataset import Dataset
@@ -37,8 +32,6 @@ from duetgan.utils.runlog.progress import Bar
 
 Document = dict[str, Any]  # a JSON object
 
-MOST_ELEMENTS = 1 << 26  # elements of gradients in memory at once: 256 MiB of float32
-
 
 @dataclass(frozen=True)
 class Gradients:
@@ -46,79 +39,36 @@ class Gradients:
     computed.
 
     For the last linear layer, with p = softmax(logits), y the one-hot label and f the layer's
-    input, the gradient of the weight is (p - y) f^T and that of the bias is p - y. Explicit
-    gradients [n, P] have ones [n, 1] as their first factor.
+    input, the gradient of the weight is (p - y) f^T and that of the bias is p - y.
     """
 
     errors: Tensor  # [n, K]
     inputs: Tensor  # [n, F]
-    bias: bool = False  # True if the layer has a bias, whose gradients are `errors`
+    bias: bool  # True if the layer has a bias, whose gradients are `errors`
 
     def dot(self, columns: "Gradients") -> Tensor:
         """Return the dot products [n, m] of these n gradients with the m gradients `columns`."""
         return (self.errors @ columns.errors.T) * (self.inputs @ columns.inputs.T + self.bias)
 
 
-def sample_gradients(
-    model: nn.Module,  # images -> logits, in evaluation mode: BatchNorm must not mix the images
-    images: Tensor,  # [n, C, H, W], the input of the model
-    labels: Tensor,  # int64 [n]
-    names: Sequence[str],  # names of the parameters to differentiate by
-    *,
-    # number of images at once; None: one on a CPU, else as many as MOST_ELEMENTS allows
-    chunk: int | None = None,
-) -> Gradients:
-    """Return d cross_entropy(model(x_i), y_i) / d parameters, [n, P], the named parameters
-    flattened and concatenated.
-
-    Parameters need not require gradients, and their `.grad` does not change. Raises ValueError for
-    a model in training mode.
-    """
-    if any(module.training for module in model.modules()):
-        raise ValueError(
-            "per-sample gradients need a model in evaluation mode: BatchNorm mixes the images otherwise"
-        )
-    constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    constants |= dict(model.named_buffers())
-    variables = {name: constants.pop(name) for name in names}
-
-    def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(model, (parameters, constants), (image[None],))
-        return F.cross_entropy(logits, label[None])
-
-    if chunk is None:
-        chunk = max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in variables.values()))
-        if images.device.type == "cpu":
-            chunk = 1  # On CPUs, convolutions with a weight for each image are slow.
-    by_name = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(variables, images, labels)
-    gradients = torch.cat([by_name[name].flatten(1) for name in names], dim=1)
-    return Gradients(torch.ones_like(gradients[:, :1]), gradients)
-
-
 def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Gradients:
-    """Return the gradients of each image's cross entropy for the last linear layer.
+    """Return the gradients of each image's cross entropy for the last linear layer. If a
+    temperature divides its output, they are larger by this factor.
 
-    If the layer's output is the logits, this takes one forward pass; otherwise `sample_gradients`
-    is called too. Raises UserError for a model without a linear layer.
+    Raises UserError for a model without a linear layer that gives the logits.
     """
-    linear = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    ]
-    if not linear:
-        raise UserError("the network has no linear layer, which the influence is computed from")
-    name, layer = linear[-1]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     calls: list[tuple[Tensor, Tensor]] = []
-    hook = layer.register_forward_hook(
-        lambda _layer, inputs, output: calls.append((inputs[0], output))
-    )
-    with hook, torch.no_grad():
-        logits = model(images)
-    features, output = calls[-1]
-    if not torch.equal(output, logits):  # for example, a temperature scales the logits
-        names = [f"{name}.{parameter}".lstrip(".") for parameter, _ in layer.named_parameters()]
-        return sample_gradients(model, images, labels, names)
+    if linear:
+        hook = linear[-1].register_forward_hook(
+            lambda _layer, inputs, output: calls.append((inputs[0], output))
+        )
+        with hook, torch.no_grad():
+            logits = model(images)
+    if not calls or calls[-1][1].shape != logits.shape:
+        raise UserError("the network has no linear layer that gives the logits")
     errors = logits.softmax(1) - F.one_hot(labels, logits.shape[1])
-    return Gradients(errors, features, layer.bias is not None)
+    return Gradients(errors, calls[-1][0], linear[-1].bias is not None)
 
 
 # --- scores
@@ -145,58 +95,35 @@ def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> Gradients
         return head_gradients(model, classifier_input(model, images), labels.to(device))
 
 
-@dataclass(frozen=True)
-class GradientBatch:
-    """The gradients of a batch of training images for one checkpoint. With K classes and F
-    features, an image takes 4 (2 K + F) bytes, e.g. 2 KiB.
-    """
+def influence(
+    snapshots: Sequence[Snapshot],
+    dataset: Dataset,  # the training images
+    image: Tensor,  # uint8 [C, H, W]: the image whose prediction is explained
+    label: int,  # the class that is explained
+    *,
+    batch_size: int = 64,
+) -> Tensor:
+    """Return the influence of each training image on the loss of `image`, float64 [n].
 
-    weight: float  # weight of the checkpoint in the scores
-    model: Classifier
-    rows: slice  # records of the images in the data set
-    # for the last linear layer of the EMA model, and images without augmentation
-    gradients: Gradients
-
-
-def gradient_batches(
-    snapshots: Sequence[Snapshot], dataset: Dataset, *, batch_size: int = 64
-) -> Iterator[GradientBatch]:
-    """Yield the gradients of all training images, checkpoint by checkpoint. A checkpoint's weight
-    is its learning rate, scaled so that all sum to 1; if all rates are 0, the weights are equal.
+    TracInCP (Pruthi et al. 2002.08484, section 3.3): the sum over checkpoints of rate x dot product
+    of the two images' gradients, with the rates scaled to a sum of 1, or equal if all are 0. The
+    gradients are those of the EMA model's last layer, without augmentation. A positive score means
+    that training on the image lowered the loss (a proponent), a negative one that it raised it.
     """
     total = sum(snapshot.rate for snapshot in snapshots)
+    scores = torch.zeros(len(dataset), dtype=torch.float64)
     with Bar(total=len(dataset) * len(snapshots), desc="images", unit="image") as bar:
         for snapshot in snapshots:
             weight = snapshot.rate / total if total else 1 / len(snapshots)
             model = snapshot.load()
+            explained = gradients_of(model, image[None], torch.tensor([label]))
             start = 0
             for batch in evaluation_batches(dataset, batch_size):
                 gradients = gradients_of(model, batch.images, batch.labels)
-                rows = slice(start, start + len(batch))
-                yield GradientBatch(weight, model, rows, gradients)
+                products = gradients.dot(explained)[:, 0].cpu().double()
+                scores[start : start + len(batch)] += weight * products
                 start += len(batch)
                 bar.update(len(batch))
-
-
-def influence(
-    batches: Iterable[GradientBatch],
-    count: int,  # number of training images
-    image: Tensor,  # uint8 [C, H, W]: the image whose prediction is explained
-    label: int,  # the class that is explained
-) -> Tensor:
-    """Return the influence of each training image on the loss of `image`, float64 [count].
-
-    TracInCP (Pruthi et al. 2002.08484, section 3.3): the sum over checkpoints of rate x dot product
-    of the two images' gradients, with the rates scaled to a sum of 1. A positive score means that
-    training on the image lowered the loss (a proponent), a negative one that it raised it.
-    """
-    scores = torch.zeros(count, dtype=torch.float64)
-    model: Classifier | None = None
-    for batch in batches:
-        if batch.model is not model:  # the first batch of a checkpoint
-            model = batch.model
-            gradient = gradients_of(model, image[None], torch.tensor([label]))
-        scores[batch.rows] += batch.weight * batch.gradients.dot(gradient)[:, 0].cpu().double()
     return scores
 
 
@@ -243,8 +170,7 @@ def answer(options: Namespace, files: list[Path]) -> Document:
         if options.mislabelled:
             return _mislabelled(options, dataset, snapshots[-1].load())
         image = read_target(options.image, last)
-        batches = gradient_batches(snapshots, dataset, batch_size=options.batch_size)
-        return _explain(options, batches, dataset, image, snapshots[-1].load())
+        return _explain(options, snapshots, dataset, image)
 
 
 def snapshot(file: Path, device: torch.device) -> Snapshot:
@@ -279,20 +205,16 @@ def images_of(dataset: Dataset, records: list[int]) -> list[Tensor]:
 
 
 def _explain(
-    options: Namespace,
-    batches: Iterable[GradientBatch],
-    dataset: Dataset,
-    image: Tensor,
-    model: Classifier,
+    options: Namespace, snapshots: Sequence[Snapshot], dataset: Dataset, image: Tensor
 ) -> Document:
     """Write a grid of the training images with the largest influence on the prediction of `image`,
     and return the JSON document.
     """
     classes, top = dataset.classes, options.top
-    probabilities = judge_images(model, image[None])[0]
+    probabilities = judge_images(snapshots[-1].load(), image[None])[0]
     predicted = int(probabilities.argmax())
     label = predicted if options.label is None else label_of(options.label, classes, "--label")
-    scores = influence(batches, len(dataset), image, label)
+    scores = influence(snapshots, dataset, image, label, batch_size=options.batch_size)
     labels, blank = dataset.labels(), torch.full(image.shape, dataset.spec.high).to(image)
     # The grid has two rows; only the first begins with the explained image.
     first, title = image, f"predicted {classes[predicted]} {probabilities[predicted]:.2f}"

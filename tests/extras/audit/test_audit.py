@@ -1,6 +1,5 @@
 """`evaluate.py --audit` on untrained, memorising and overfitted GANs."""
 
-import math
 import re
 
 import numpy as np
@@ -12,7 +11,7 @@ from duetgan.commands import evaluate
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.audit.evaluate import audit_score, choose_sides
-from duetgan.extras.audit.membership_inference import TOPS, attack, audit_table, mann_whitney, verdict
+from duetgan.extras.audit.membership_inference import TOPS, attack, verdict
 from duetgan.metrics.features import selection
 from duetgan.utils.errors import UserError
 from tests.faults.conftest import run_command
@@ -26,10 +25,6 @@ def test_an_attack_is_scipys_test_where_members_score_higher_throughout():
     expected = mannwhitneyu(members, held_out, alternative="greater", use_continuity=False).pvalue
     tests = 1 + len({max(1, int(share * 300)) for share in TOPS})
     assert attack(members, held_out)["p_value"] == pytest.approx(tests * expected, rel=1e-6)
-    first, second = ((part[:count] * 4).round() for part, count in ((members, 17), (held_out, 23)))  # with ties
-    u = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a in first for b in second)
-    expected = (u - 17 * 23 / 2) / math.sqrt(17 * 23 * (17 + 23 + 1) / 12)
-    assert mann_whitney(first, second) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +61,13 @@ def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys
     assert abs(control["auc"] - 0.5) < 0.2
     assert (attack["members"], attack["held_out"]) == (194, 148)  # in one mix of classes
     assert (control["members"], control["held_out"]) == (74, 74)
-    assert [each["share"] for each in found["planted"]] == [0.01, 0.02, 0.05]
-    assert "too weak to tell" in found["verdict"]  # six copies of 200 images cannot be seen
+    assert "found nothing" in found["verdict"]
     assert found["dropped"] == 2
     assert (found["n"], found["extractor"], found["data"]) == (120, "pixels", sets["val_path"])
     printed = capsys.readouterr().out
     assert found["verdict"] in printed
     assert "differential privacy" in printed
     assert "control" in printed
-    assert "copies planted at 5%" in printed
     for name in found["images"]:
         assert pixels(tmp_path / name).size
     assert {file.name for file in tmp_path.iterdir()} == {"audit.json", *found["images"]}  # and no command.txt
@@ -87,7 +80,7 @@ def test_the_same_seed_gives_the_same_document(run, tmp_path, capsys):
     options = ["--extractor", "pixels", "--n", 120, "--out", tmp_path / "two", "--procs", 2, "--device", "cpu"]
     run_command("evaluate.py", "--checkpoint", run, "--audit", *options).success()
     written = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in tmp_path.iterdir()]
-    assert len(written) == len(written[0]) == 3
+    assert (len(written), len(written[0])) == (3, 2)
     assert written[0] == written[1] == written[2]
 
 
@@ -153,7 +146,6 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, refused):
         (run, ["--precision", "bf16"], "is not for --audit"),
         (run, ["--fold"], "is not for --audit"),
         (run, ["--robustness"], "is not for --audit"),
-        (run, ["--ood", "x.lmdb"], "is not for --audit"),
     ):
         common = ["--audit", "--extractor", "pixels", "--n", 30, "--out", tmp_path / "out"]
         assert told in refused(evaluate.main, "--checkpoint", checkpoint, *common, *more)
@@ -162,29 +154,18 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, refused):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({}, "^the attack found nothing$"),
+        ({}, "^the attack found nothing"),
         ({"generator": True}, "do not hand them on"),
         ({"control": True}, "do not trust this audit"),
-        ({"found": 18}, "^too weak to tell: of 20 tries, copies at 5% of the samples"),
-        ({"generator": True, "found": 18}, "^(?!.*too weak)"),
     ],
 )
 def test_verdicts(change, told):
     p = {name: {"p_value": 1e-9 if change.get(name) else 0.4} for name in ("generator", "control")}
-    planted = [{"share": 0.05, "found": change.get("found", 20), "repeats": 20}]
     controls = {"generator": p.pop("control")}
-    assert re.search(told, verdict({"controls": controls, "attacks": p, "planted": planted}))
+    assert re.search(told, verdict({"controls": controls, "attacks": p}))
 
 
-def test_the_share_of_planted_copies_is_told_and_halves_are_the_control():
-    """Of 127 members no more than 127 copies can be made, however many samples there are."""
-    row = {"auc": 0.5, "interval": [0.4, 0.6], "p_value": 0.5, "members": 127, "held_out": 33}
-    planted = [{"share": share, "copies": n, "found": 0, "repeats": 20} for share, n in ((0.01, 51), (0.05, 127))]
-    document = {"checkpoint": "x", "step": 1, "data": "y", "n": 5000, "extractor": "pixels", "verdict": "none"}
-    document |= {"attacks": {"generator": row}, "controls": {"generator": row}, "planted": planted}
-    printed = audit_table(document)
-    assert "copies planted at 1% (51): found in 0 of 20 tries" in printed
-    assert "copies planted at 2.5%, all members there are (127)" in printed
+def test_halves_are_the_control():
     found = audit_score(torch.arange(100.0), members=60, seed=0)
     control = found["controls"]["generator"]
     assert found["attacks"]["generator"]["auc"] == 0.0

@@ -15,13 +15,11 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.influence import command
 from duetgan.extras.influence.scores import (
     Snapshot,
-    gradient_batches,
     head_gradients,
     influence,
     label_issues,
     label_probabilities,
     rate_of,
-    sample_gradients,
     top_records,
 )
 from duetgan.models.restore import classifier_from
@@ -78,42 +76,20 @@ def full(found):
     return torch.cat([weight, found.errors], 1) if found.bias else weight
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 2])
-def test_sample_gradients_are_those_of_single_backward_passes(chunk):
-    model, (images, labels) = net(), batch()
-    names = [name for name, _ in model.named_parameters()]
-    expected = loop_of_backwards(model, images, labels, names)
-    model.zero_grad()
-    model.requires_grad_(False)
-    found = full(sample_gradients(model, images, labels, names, chunk=chunk))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
-    assert all(p.grad is None for p in model.parameters())
-    part = full(sample_gradients(model, images, labels, ["norm.weight", "fc.bias"], chunk=chunk))
-    expected = loop_of_backwards(model.requires_grad_(), images, labels, ["norm.weight", "fc.bias"])
-    torch.testing.assert_close(part, expected)
-
-
-def test_sample_gradients_of_logits_that_no_linear_layer_gives():
-    images, labels = batch()
-    other = nn.Sequential(net(), nn.Tanh()).double().eval()
-    found = head_gradients(other, images, labels)
-    expected = sample_gradients(other, images, labels, ["0.fc.weight", "0.fc.bias"])
-    torch.testing.assert_close(full(found), full(expected), rtol=0, atol=0)
-    with pytest.raises(UserError, match="no linear layer"):
-        head_gradients(nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten()).double().eval(), images, labels)
-    with pytest.raises(ValueError, match="evaluation mode"):
-        sample_gradients(net().train(), images, labels, ["fc.bias"])
-
-
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_heads_closed_form_is_what_autograd_finds(bias):
+def test_the_heads_closed_form_is_what_backward_passes_find(bias):
     model, (images, labels) = net(bias=bias), batch()
-    each = sample_gradients(model, images, labels, ["fc.weight", "fc.bias"][: 1 + bias])
-    expected = full(each)
+    expected = loop_of_backwards(model, images, labels, ["fc.weight", "fc.bias"][: 1 + bias])
     found = head_gradients(model, images, labels)
-    for one in (found, each):
-        torch.testing.assert_close(full(one), expected, rtol=1e-10, atol=1e-14)
-        torch.testing.assert_close(one.dot(one), expected @ expected.T, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(full(found), expected, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(found.dot(found), expected @ expected.T, rtol=1e-10, atol=1e-14)
+
+
+def test_logits_that_no_linear_layer_gives_are_refused():
+    convolution, short = nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten()), nn.Sequential(net(), nn.ZeroPad1d(1))
+    for model in (convolution.double().eval(), short.eval()):
+        with pytest.raises(UserError, match="no linear layer"):
+            head_gradients(model, *batch())
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +134,7 @@ def test_influence_is_its_definition(flipped):
     assert len(set(rates)) == 3
     with Dataset(data) as reader:
         images, labels = (torch.from_numpy(part) for part in reader.read([3, 100, 201]))
-        scores = influence(gradient_batches(snapshots, reader, batch_size=100), len(reader), images[1], 2)
+        scores = influence(snapshots, reader, images[1], 2, batch_size=100)
         expected = torch.zeros(3, dtype=torch.float64)
         for snapshot, rate in zip(snapshots, rates[::-1], strict=True):
             model, names = snapshot.load().double().requires_grad_(), ["network.fc.weight", "network.fc.bias"]
@@ -166,8 +142,8 @@ def test_influence_is_its_definition(flipped):
             own = loop_of_backwards(model, inputs[1:2], torch.tensor([2]), names)[0]
             expected += rate / sum(rates) * (loop_of_backwards(model, inputs, labels, names) @ own)
         torch.testing.assert_close(scores[[3, 100, 201]], expected, rtol=1e-3, atol=1e-6 * scores.abs().max().item())
-        without_rates = [replace(snapshot, rate=0.0) for snapshot in snapshots]
-        assert {part.weight for part in gradient_batches(without_rates, reader, batch_size=240)} == {1 / 3}
+        still, equal = ([replace(snapshot, rate=rate) for snapshot in snapshots] for rate in (0.0, 1.0))
+        assert torch.equal(influence(still, reader, images[1], 2), influence(equal, reader, images[1], 2))
 
 
 def test_confident_learning_by_hand():
