@@ -1,3 +1,3 @@
-"""A folder for publication: weights, programs and a model card (`export.py --format folder`)."""
+"""A folder for publication: weights and a model card (`export.py --format folder`)."""
 
 ATTACHES = {"duetgan.inference.export.formats": "duetgan.extras.model_folder.formats"}

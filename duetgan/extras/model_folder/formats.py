@@ -4,7 +4,7 @@ from duetgan.inference.export.formats import FORMATS, Format
 
 FORMATS["folder"] = Format(
     module="duetgan.extras.model_folder.folder",
-    help="weights, a model card and a page of Python that only needs torch and safetensors",
+    help="weights with a model card",
     several_labels=False,
     folder=True,
 )

@@ -1,4 +1,4 @@
-"""Trackers (`log.tracker`, `duet track`): a run's metrics in Weights & Biases, trackio or MLflow."""
+"""Trackers (`log.tracker`, `duet track`): a run's metrics in Weights & Biases or trackio."""
 
 COMMANDS = {
     "track": ("duetgan.extras.trackers.trackers", "send the metrics of a run to a tracker"),

@@ -1,16 +1,15 @@
-"""Send a run's metrics to Weights & Biases, trackio or MLflow.
+"""Send a run's metrics to Weights & Biases or trackio.
 
 Set `log.tracker: wandb` for a run that trains; use `duet track RUN --to wandb` for a finished one.
 Both send the rows of metrics.jsonl up to the last checkpoint; a resume may delete later ones.
 RUN/tracker.json holds the last step that each tracker has, so that no row is sent twice, unless a
 kill or an error interrupts the sending. Nothing leaves this machine unless the tracker's own
-settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
+settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID.
 """
 
 import importlib.util
 import json
 import os
-import re
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -85,36 +84,8 @@ def _trackio(run: Path, config: Tree, run_id: str | None) -> Session:
     )
 
 
-def _mlflow(run: Path, config: Tree, run_id: str | None) -> Session:
-    """Open a run in `mlflow.db` next to the run's folder, unless MLFLOW_TRACKING_URI is set."""
-    from mlflow.tracking import MlflowClient
-
-    folder = run.absolute().parent
-    client = MlflowClient(
-        os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-    )
-    if run_id is None:
-        experiment = client.get_experiment_by_name("duet")
-        if experiment:
-            experiment_id = experiment.experiment_id
-        else:
-            experiment_id = client.create_experiment("duet", (folder / "mlruns").as_uri())
-        name: str = client.create_run(experiment_id, run_name=run.name).info.run_id
-        for key, value in config.items():
-            client.log_param(name, key, value)
-    else:
-        name = run_id
-        client.update_run(name, status="RUNNING")
-
-    def log(step: int, values: Values) -> None:
-        for key, value in values.items():
-            client.log_metric(name, re.sub(r"[^\w./ -]", "_", key), value, step=step)
-
-    return Session(name, log, lambda: client.set_terminated(name))
-
-
 Open = Callable[[Path, Tree, str | None], Session]
-SESSIONS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+SESSIONS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio}
 
 
 class Sent(Stored):
