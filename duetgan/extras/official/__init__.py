@@ -1,4 +1,4 @@
-"""Networks of other programs: `duet convert` reads them, two formats of export.py write them."""
+"""Networks of other programs: `duet convert` reads them, `export.py --format nvidia` writes NVIDIA's."""
 
 COMMANDS = {
     "convert": ("duetgan.extras.official.convert", "convert StyleGAN checkpoints of other programs")

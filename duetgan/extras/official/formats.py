@@ -1,4 +1,4 @@
-"""The formats of export.py for other programs' StyleGAN2."""
+"""The format of export.py for NVIDIA's StyleGAN2."""
 
 from duetgan.inference.export.formats import FORMATS, Format
 
@@ -8,10 +8,4 @@ FORMATS["nvidia"] = Format(
     limit=0.0,
     task="gan",
     suffix=".safetensors",  # by which `convert.read` recognises the format
-)
-FORMATS["rosinality"] = Format(
-    module="duetgan.extras.official.rosinality_export",
-    help="StyleGAN2's weights by rosinality's names",
-    limit=0.0,
-    task="gan",
 )

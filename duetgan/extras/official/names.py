@@ -1,4 +1,4 @@
-"""Conversion of networks from and to the files of other programs, tensor by tensor.
+"""Conversion of networks from the files of other programs, and to NVIDIA's, tensor by tensor.
 
 For each program and network, one function maps our (Duet's) tensor names to the program's names.
 Both directions of the conversion use this function.
@@ -47,7 +47,7 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def official_state(
-    state: Mapping[str, Tensor], place: Places, filters: Iterable[str], gain: float = 1.0
+    state: Mapping[str, Tensor], place: Places, filters: Iterable[str]
 ) -> dict[str, Tensor]:
     """Return the state of another program's network: contiguous float32 tensors by its names.
 
@@ -55,9 +55,8 @@ def official_state(
         state: Our state dict.
         place: Maps our names to the program's.
         filters: Names of the resampling filters, which are added.
-        gain: Factor of the filters.
     """
-    tensors = dict.fromkeys(filters, gain * FILTER)
+    tensors = dict.fromkeys(filters, FILTER)
     for key, value in state.items():
         name, view = place(key)
         tensors[name] = value.detach().cpu().float()[view]

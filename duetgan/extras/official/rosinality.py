@@ -1,4 +1,4 @@
-"""Conversion from and to rosinality's stylegan2-pytorch: `.pt` files, unconditional, RGB."""
+"""Conversion from rosinality's stylegan2-pytorch: `.pt` files, unconditional, RGB."""
 
 import re
 from collections.abc import Mapping
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from duetgan.extras.official.names import Converted, Place, Source, official_state, renamed, sizes
-from duetgan.extras.official.unpickle import Refused
+from duetgan.extras.official.names import Converted, Place, Source, renamed, sizes
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.yaml_files import Tree
@@ -16,7 +15,6 @@ from duetgan.utils.seeding import generator as keyed
 DRAWS = 4096  # latents for the mean w, which training files do not have
 # entry of our checkpoint's state -> rosinality's key
 NETWORKS = {"generator_ema": "g_ema", "generator": "g", "discriminator": "d"}
-LR_MULTIPLIER = 0.01  # learning-rate factor of rosinality's mapping network
 STYLED = {  # our name -> rosinality's
     r"conv\.affine\.(.+)": r"conv.modulation.\1",
     "noise_strength": "noise.weight",
@@ -83,51 +81,6 @@ def convert(content: Tree) -> Converted:
         if mean is None:
             state["w_avg"] = _mean(state, g, gan.shape)
     return gan
-
-
-def to_official(gan: Converted) -> Tree:
-    """Return the content of a file of rosinality's program.
-
-    It has `g_ema`, `latent_avg` (one mean w for both generators) and, if present, `g` and `d`.
-    A discriminator that the program does not support is left out. Raises Refused for other networks
-    that it does not support.
-    """
-    shape = gan.shape
-    g = gan.generator
-    d = gan.discriminator
-    if shape["classes"] or shape["channels"] != 3:
-        raise Refused(
-            "rosinality's networks are RGB and without classes, this one has "
-            f"{shape['channels']} channels and {shape['classes']} classes"
-        )
-    if g["z_dim"] != g["w_dim"] or g["mapping_lr_multiplier"] != LR_MULTIPLIER:
-        raise Refused(
-            "rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of "
-            f"{LR_MULTIPLIER}"
-        )
-    generator_filters: list[str] = []
-    discriminator_filters: list[str] = []
-    for n in range(len(sizes(shape["resolution"])) - 1):
-        generator_filters += [f"convs.{2 * n}.conv.blur.kernel", f"to_rgbs.{n}.upsample.kernel"]
-        discriminator_filters += [
-            f"convs.{n + 1}.conv2.0.kernel",
-            f"convs.{n + 1}.skip.0.kernel",
-        ]
-    content: Tree = {}
-    for part in ("generator_ema", "generator"):
-        if part in gan.state:
-            state = official_state(gan.state[part], _generator_place, generator_filters, gain=4.0)
-            content[NETWORKS[part]] = state
-            content["latent_avg"] = state.pop("latent_avg")
-    if (
-        "discriminator" in gan.state
-        and d["architecture"] == "residual"
-        and d["minibatch_std_group"] > 1
-    ):
-        content["d"] = official_state(
-            gan.state["discriminator"], _discriminator_place, discriminator_filters
-        )
-    return content
 
 
 @torch.no_grad()

@@ -75,20 +75,16 @@ def networks(checkpoint: Checkpoint) -> Converted:
     return Converted("stylegan2", shape, configs["generator"], configs["discriminator"], state)
 
 
-def note_group_difference(gan: Converted, fixed_group: int | None = None) -> None:
-    """Print a note if the other program groups samples differently for the minibatch standard
-    deviation. `fixed_group` is the group size of a program that has only one.
+def note_group_difference(gan: Converted) -> None:
+    """Print a note if NVIDIA's program groups samples differently for the minibatch standard
+    deviation.
     """
     group = gan.discriminator["minibatch_std_group"]
     order = gan.discriminator["minibatch_std_order"]
-    if "discriminator" not in gan.state or group <= 1:
-        return
-    their_group = fixed_group or group
-    if order != "strided" or their_group != group:
-        theirs = f"{their_group} samples, N / {their_group} apart"
+    if "discriminator" in gan.state and group > 1 and order != "strided":
         say(
             f"note: D's minibatch standard deviation is over groups of {group} {order} samples; "
-            f"theirs of {theirs}"
+            f"theirs of {group} samples, N / {group} apart"
         )
 
 

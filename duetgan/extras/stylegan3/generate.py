@@ -36,12 +36,6 @@ def add_options(add: Add) -> None:
     add("--n", type=positive, default=1, metavar="N", help="samples to visit (default: 1)")
     add("--frames", type=positive, default=60, help="frames from one sample to the next")
     add("--fps", type=positive, default=settings.FPS, help="frames per second")
-    add(
-        "--scale",
-        type=positive,
-        metavar="N",
-        help="enlarge each pixel to NxN (default: small images to 256 px)",
-    )
 
 
 def move(options: Namespace) -> str:
@@ -52,7 +46,7 @@ def move(options: Namespace) -> str:
     from duetgan.inference.interpolate import draw_film
 
     motion = Motion(sampler, options.n, options.frames, options.translate, options.rotate)
-    count = draw_film(motion, options.out, fps=options.fps, scale=options.scale)
+    count = draw_film(motion, options.out, fps=options.fps)
     return f"wrote {count} frames, {count / options.fps:.1f} s, to {options.out}"
 
 

@@ -1,4 +1,4 @@
-"""StyleGAN2 for NVIDIA's and rosinality's programs: there and back, to the bit."""
+"""StyleGAN2 for NVIDIA's program: there and back, to the bit."""
 
 import json
 import pickle
@@ -25,7 +25,6 @@ from tests.conftest import assert_raises
 from tests.extras.official import layouts
 from tests.metrics.conftest import make_run
 
-SUFFIX = {"nvidia": "safetensors", "rosinality": "pt"}
 SIZES = {"channel_base": 64, "channel_max": 8}
 STYLES = {"z_dim": 6, "w_dim": 6, "mapping_layers": 2}
 
@@ -49,9 +48,9 @@ def ours(folder, *, classes=3, side=16, discriminator=None, generator=None, **mo
     return make_run(folder, task="gan", config=sections, shape=shape, state=state, classes=names, **more)
 
 
-def exported(run, form, folder):
-    path = folder / f"network.{SUFFIX[form]}"
-    FORMATS[form].write(generator_subject(load(resolve(run)), batch_size=4), path)
+def exported(run, folder):
+    path = folder / "network.safetensors"
+    FORMATS["nvidia"].write(generator_subject(load(resolve(run)), batch_size=4), path)
     return path
 
 
@@ -61,19 +60,16 @@ def assert_same(found, expected):
         assert found[name].equal(x), name
 
 
-@pytest.mark.parametrize("form", ["nvidia", "rosinality"])
 @pytest.mark.parametrize("form_of_d", [{}, {"architecture": "plain", "minibatch_std_group": 1, "mapping_layers": 2}])
-def test_ours_comes_back_to_the_bit(tmp_path, capsys, form, form_of_d):
-    run = ours(tmp_path / "run", classes=3 if form == "nvidia" else 0, discriminator=form_of_d)
-    found, expected = read(exported(run, form, tmp_path)), load(resolve(run))
-    without_d = form == "rosinality" and bool(form_of_d)
-    assert ("without the discriminator" in capsys.readouterr().err) == without_d
-    assert found.state.keys() == expected["state"].keys() - ({"discriminator"} if without_d else set())
+def test_ours_comes_back_to_the_bit(tmp_path, form_of_d):
+    run = ours(tmp_path / "run", discriminator=form_of_d)
+    found, expected = read(exported(run, tmp_path)), load(resolve(run))
+    assert found.state.keys() == expected["state"].keys()
     for part, state in found.state.items():
         assert_same(state, expected["state"][part])
     assert found.shape == expected["shape"]
     assert found.generator.items() >= {**SIZES, **STYLES}.items()
-    if form_of_d and form == "nvidia":
+    if form_of_d:
         assert found.discriminator.items() >= form_of_d.items()
 
 
@@ -81,7 +77,7 @@ def test_nvidias_comes_back_to_the_bit(tmp_path):
     arguments = {**layouts.D_ARGUMENTS, "mapping_kwargs": {"num_layers": 2}}
     average, discriminator = layouts.write_nvidia(tmp_path / "network.pkl", d=arguments)
     assert convert([str(tmp_path / "network.pkl"), str(tmp_path / "run")]) == 0
-    path = exported(tmp_path / "run", "nvidia", tmp_path)
+    path = exported(tmp_path / "run", tmp_path)
     networks = {"G": layouts.nvidia_generator(), "G_ema": average, "D": discriminator}
     assert_same(load_file(path), {f"{part}.{name}": x for part, held in networks.items() for name, x in held.items()})
     with safe_open(str(path), "pt") as file:
@@ -92,38 +88,25 @@ def test_nvidias_comes_back_to_the_bit(tmp_path):
     assert (before.generator, before.discriminator, before.shape) == (after.generator, after.discriminator, after.shape)
 
 
-def test_rosinalitys_comes_back_to_the_bit(tmp_path):
-    (state, _), (discriminator, _) = layouts.rosinality_generator(), layouts.rosinality_discriminator()
-    content = {"g_ema": state, "g": state, "d": discriminator, "latent_avg": torch.arange(7.0)}
-    torch.save(content, tmp_path / "theirs.pt")
-    assert convert([str(tmp_path / "theirs.pt"), str(tmp_path / "run")]) == 0
-    found = torch.load(exported(tmp_path / "run", "rosinality", tmp_path), weights_only=True)
-    assert found.keys() == content.keys()
-    assert found["latent_avg"].equal(content["latent_avg"])
-    for part in ("g_ema", "g", "d"):
-        assert_same(found[part], content[part])
-
-
 def test_the_state_dicts_are_as_long_as_nvidias(tmp_path):
     """Counted in a file that their program wrote, at 32 px with two mapping layers: G 77, D (8 layers) 55."""
-    path = exported(ours(tmp_path / "run", side=32, discriminator={"mapping_layers": 8}), "nvidia", tmp_path)
+    path = exported(ours(tmp_path / "run", side=32, discriminator={"mapping_layers": 8}), tmp_path)
     names = [name.partition(".")[0] for name in load_file(path)]
     assert [names.count(part) for part in ("G", "D", "G_ema")] == [77, 55, 77]
 
 
-@pytest.mark.parametrize("form", ["nvidia", "rosinality"])
-def test_export_checks_what_it_wrote(tmp_path, capsys, form):
+def test_export_checks_what_it_wrote(tmp_path, capsys):
     run = ours(tmp_path / "run", classes=0)
-    out = tmp_path / f"network.{SUFFIX[form]}"
-    command = ["--checkpoint", str(run), "--format", form, "--out", str(out)]
+    out = tmp_path / "network.safetensors"
+    command = ["--checkpoint", str(run), "--format", "nvidia", "--out", str(out)]
     assert script.main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["passed"], told["rows"][-1]["largest_difference"]) == (True, 0)
     assert convert([str(out), str(tmp_path / "back")]) == 0
     assert "generator_ema" in load(resolve(tmp_path / "back"))["state"]
     command[command.index(str(out))] = str(tmp_path / "network.bin")  # `convert` would take it for another's
-    assert run_cli(script.main, command) == (2 if form == "nvidia" else 0)
-    assert ("must end in .safetensors" in capsys.readouterr().err) == (form == "nvidia")
+    assert run_cli(script.main, command) == 2
+    assert "must end in .safetensors" in capsys.readouterr().err
 
 
 def test_heads_of_the_discriminator_that_they_lack_are_left_out_and_told_of(tmp_path, capsys):
@@ -144,7 +127,7 @@ def test_weights_alone_are_a_generator_alone(tmp_path):
 
 def test_the_pages_loader_builds_nvidias_classes(tmp_path, monkeypatch):
     """The lines of docs/extras/official.md, with classes that have the parameters of NVIDIA's and load strictly."""
-    exported(ours(tmp_path / "run", generator={"clamp_always": True}), "nvidia", tmp_path)
+    exported(ours(tmp_path / "run", generator={"clamp_always": True}), tmp_path)
     monkeypatch.chdir(tmp_path)
     built: list[dict[str, Any]] = []
 
@@ -172,22 +155,19 @@ def test_the_pages_loader_builds_nvidias_classes(tmp_path, monkeypatch):
 
 
 def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path, refused):
-    other = ours(tmp_path / "other", classes=0, generator={"w_dim": 5})
     narrow = ours(tmp_path / "narrow", generator={"channel_base": 8})
     one = ours(tmp_path / "one", generator={"channel_base": 16}, discriminator={"channel_base": 16})
-    exported(one, "nvidia", tmp_path)
+    exported(one, tmp_path)
     wide = ours(tmp_path / "wide", side="24x16")
-    for run, form, told in (
-        (runs["dcgan"], "nvidia", "the checkpoint has dcgan; choose safetensors"),
-        (runs["classifier"], "rosinality", "is for checkpoints of task gan, this one is of classifier; choose"),
-        (runs["grey"], "rosinality", "this one has 1 channels and 3 classes; choose"),
-        (wide, "nvidia", "this format is for squares, the checkpoint draws 24x16 px"),
-        (ours(tmp_path / "growing", stage=[8, 0.5]), "nvidia", "this one still grows; train it on"),
-        (other, "rosinality", "z_dim = w_dim"),
-        (narrow, "nvidia", "channel_base 8 leaves NVIDIA's generator no channels"),
+    for run, told in (
+        (runs["dcgan"], "the checkpoint has dcgan; choose safetensors"),
+        (runs["classifier"], "is for checkpoints of task gan, this one is of classifier; choose"),
+        (wide, "this format is for squares, the checkpoint draws 24x16 px"),
+        (ours(tmp_path / "growing", stage=[8, 0.5]), "this one still grows; train it on"),
+        (narrow, "channel_base 8 leaves NVIDIA's generator no channels"),
     ):
-        out = tmp_path / f"x.{SUFFIX[form]}"
-        assert told in refused(script.main, "--checkpoint", str(run), "--format", form, "--out", str(out))
+        out = tmp_path / "x.safetensors"
+        assert told in refused(script.main, "--checkpoint", str(run), "--format", "nvidia", "--out", str(out))
         assert not out.exists()
 
 
