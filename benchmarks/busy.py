@@ -1,8 +1,8 @@
-"""Training beside other programs: `threads: auto` and `adapt` against the best number of threads by hand.
+"""Training beside other programs: `threads: auto` against the best number of threads by hand.
 
-For both of the quickstart's tasks, beside 0, 1 and 2 busy loops: images/s in every number of threads by hand, as `auto`
-chooses (anew in each repeat) and as `adapt` follows, in turn, each repeat beginning with another one; `adapt` begins in
-all threads. Ratios are over the best number by hand, by the medians of the repeats.
+For both of the quickstart's tasks, beside 0, 1 and 2 busy loops: images/s in every number of threads by hand, and as
+`auto` chooses (anew in each repeat), in turn, each repeat beginning with another one. Ratios are over the best number
+by hand, by the medians of the repeats.
 """
 
 import os
@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,7 +23,6 @@ import torch
 from benchmarks.classifying.images import make
 from benchmarks.harness import parser_of, show
 from duetgan.data.reading.dataset import Dataset
-from duetgan.extras.pace.pace import Adapt
 from duetgan.training.base.config import RunConfig
 from duetgan.training.engine import speed
 from duetgan.training.engine.tasks import build_run_config
@@ -39,7 +37,7 @@ LOADS = (0, 1, 2)  # busy loops
 
 
 class Task:
-    """One task in one process; images/s by threads, `auto` and `adapt`."""
+    """One task in one process; images/s by threads and `auto`."""
 
     def __init__(self, config: RunConfig, reader: Dataset, seconds: float) -> None:
         self.config, self.reader, self.seconds = config, reader, seconds
@@ -48,23 +46,16 @@ class Task:
         self.auto: list[str] = []  # what it chose, `bf16 x 1`
 
     def rate(self, contender: int | str) -> float:
-        """Images/s of so many threads, or of `auto` or `adapt`."""
-        pace: list[Any] = []
+        """Images/s of so many threads, or of `auto`."""
         if contender == "auto":
             choice = speed.choose(self.config, self.reader, CPU, always=True)
             self.precision = choice.precision
             self.auto.append(f"{choice.precision} x {choice.threads}")
-        elif contender == "adapt":
-            torch.set_num_threads(machine.max_threads())
-            count = speed.ThreadCount("adapt", CPU)
-            pace = [Adapt(count), count]
         else:
             torch.set_num_threads(int(contender))
         self.trial.seconds(self.precision)
         begun, steps = time.perf_counter(), 0
         while time.perf_counter() - begun < self.seconds:
-            for callback in pace:
-                callback.before_step(SimpleNamespace(step=steps))
             self.trial.seconds(self.precision)
             steps += 1
         return steps * self.config.batch_size / (time.perf_counter() - begun)
@@ -78,7 +69,7 @@ def beside(task: Task, loops: int, repeats: int) -> dict[Any, float]:
             stack.callback(process.kill)
         machine.busy_since_start()
         time.sleep(1)  # that it is seen
-        names = ["auto", "adapt", *range(1, machine.max_threads() + 1)]
+        names = ["auto", *range(1, machine.max_threads() + 1)]
         rates: dict[Any, list[float]] = defaultdict(list)
         for repeat in range(repeats):
             for place in range(len(names)):
@@ -97,8 +88,7 @@ def run(configs: dict[str, RunConfig], packed: Path, *, repeats: int, seconds: f
                 task.auto = []
                 rates = beside(task, loops, repeats)
                 key, best = f"{name}_beside_{loops}", max(rates[count] for count in rates if isinstance(count, int))
-                for contender in ("auto", "adapt"):
-                    result[f"{key}_{contender}_over_best_ratio"] = rates[contender] / best
+                result[f"{key}_auto_over_best_ratio"] = rates["auto"] / best
                 result |= {f"{key}_{contender}_images_per_second": rate for contender, rate in rates.items()}
                 result[f"{key}_auto_chose"] = ", ".join(task.auto)
                 shown = ", ".join(f"{contender} {rate:,.1f}" for contender, rate in rates.items())

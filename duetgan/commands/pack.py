@@ -48,7 +48,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="duet pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
-    text = "folder, .zip, .tar or LMDB file, table (.csv, .tsv, .jsonl, .parquet), URL"
+    text = "folder, .zip, .tar or LMDB file, or table (.csv, .tsv, .jsonl, .parquet)"
     add("source", help=f"{text}, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the packed file to write")
     add(
@@ -110,11 +110,6 @@ def make_parser() -> Parser:
         "none: no classes",
     )
     add(
-        "--stack",
-        metavar="PATTERN",
-        help="combine files that hold one channel each, by name: {name}_{channel}.tif",
-    )
-    add(
         "--resize",
         choices=("auto", "crop", "pad"),
         default="auto",
@@ -164,7 +159,7 @@ def main(argv: list[str]) -> None:
     tune_malloc(RESERVED_BYTES)
     cv2.setNumThreads(1)  # each thread processes whole images
     del options["debug"]
-    names = ("split", "classes_from", "stack", *TABLE_OPTIONS)
+    names = ("split", "classes_from", *TABLE_OPTIONS)
     source_options = {name: options.pop(name) for name in names}
     with open_source(options.pop("source"), size=options["size"], **source_options) as source:
         if source.splits and options["val_share"] is not None:

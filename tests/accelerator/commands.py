@@ -48,7 +48,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "audit": (evaluate.main, f"{GAN} --out {{out}} --audit --extractor pixels"),
     "evaluate-classifier": (
         evaluate.main,
-        f"{CLASSIFIER} --out {{out}} --n 20 --batch-size 10 --robustness --ood {{train}} --tta shift --json",
+        f"{CLASSIFIER} --out {{out}} --n 20 --batch-size 10 --robustness --tta shift --json",
     ),
     "grid": (generate.main, f"grid {GAN} --out {{out}}/grid.png --truncation-psi 0.7"),
     "truncation": (generate.main, f"truncation {GAN} --out {{out}}/rows.png --n 3"),

@@ -121,15 +121,13 @@ def write_images(folder: Path) -> None:
     (folder / "columns.csv").write_text("\n".join(columns))
     shutil.copytree(folder / "images", folder / "damaged")
     (folder / "damaged" / "dark" / "broken.png").write_bytes(b"no image")
-    for name in ("stack", "deep"):
-        (folder / name).mkdir()
+    (folder / "deep").mkdir()
     smooth: Any = cv2.resize(draws.integers(0, 256, (6, 2, 2), np.uint8).transpose(1, 2, 0), (8, 8)).transpose(2, 0, 1)
     several = np.concatenate([smooth, smooth[:3], smooth[3:] ^ 1])[:, None]
     pack_arrays(folder / "same.lmdb", several, labels=np.arange(12) % 3, classes=CLASSES)
     for row in range(4):
         grey = draws.integers(0, 3000, (8, 8), np.uint16)
         Image.fromarray(grey).save(folder / "deep" / f"{row}.png")
-        Image.fromarray((grey // 12).astype(np.uint8)).save(folder / "stack" / f"{row // 2}_{'ab'[row % 2]}.png")
     for number in range(2):
         (folder / f"idx{number}").mkdir()
         for _split, prefix in (("train", "train"), ("test", "t10k")):

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from torch import nn
 
 from duetgan.commands import COMMANDS
+from duetgan.utils.config.build import to_tree
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.launch import VISIBLE
@@ -112,10 +112,6 @@ class Repeated(nn.Module):
         return x.repeat(1, 2048 // x.shape[1], 1, 1)
 
 
-def study(self: Any) -> dict[str, Any]:
-    return {"words": ["done"], "subject": self.name, "device": self.subject.device}
-
-
 class Stubs:
     """Replace what takes long or leaves this process, by what notes its arguments in the folder of the outcome."""
 
@@ -135,8 +131,7 @@ class Stubs:
 
         patch.setattr("duetgan.training.engine.run._find_rate", self.find_rate)
         if command == "study":
-            patch.setattr("duetgan.extras.studies.runner.Study.run", study)
-            patch.setattr("duetgan.extras.studies.page.write_study_page", self.page)
+            patch.setattr("duetgan.extras.studies.runner.Study.run", lambda study: self.study(study))
         if command == "quickstart.py":
             self.commands = Commands()
             patch.setattr("duetgan.commands.planning.steps.call", self.call)
@@ -156,16 +151,16 @@ class Stubs:
         self.note("searched", sweep.steps, sweep.first, sweep.last)
         return 0
 
-    def page(self, folder: Path, document: Any, *, command: str, config: Any) -> Path:
-        """Its document and the resolved recipe."""
-        (self.out / "study.json").write_text(json.dumps(document | config | {"folder": str(folder)}))
-        return folder / "report.html"
+    def study(self, study: Any) -> dict[str, Any]:
+        """Its subject, device and resolved recipe."""
+        document = {"words": ["done"], "arms": [], "subject": study.name, "device": study.subject.device}
+        config = to_tree(study.subject.config)
+        (self.out / "study.json").write_text(json.dumps(document | config | {"folder": str(study.folder)}))
+        return document
 
     def server(self, app: Any, *, sockets: Any, **options: Any) -> Any:
         shown = [(run.name, run.checkpoint["step"]) for run in app.runs]
-        cells = [cell.cell_contents for cell in app._post["/api/influence"].__closure__ or ()]
-        data = [cell.keywords["data"] for cell in cells if isinstance(cell, partial)]
-        self.note("served", shown, sockets[0].getsockname()[0], *data)
+        self.note("served", shown, sockets[0].getsockname()[0])
         return SimpleNamespace(run=lambda: None)
 
     def note(self, name: str, *values: Any) -> dict[str, str]:

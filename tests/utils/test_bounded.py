@@ -1,7 +1,6 @@
 """Every file of the user's is opened within bounds: regular files, no more than a limit, names that can be shown."""
 
 import ast
-import contextlib
 import gzip
 import io
 import os
@@ -11,10 +10,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from duetgan.commands.inspect import main as inspect
@@ -42,8 +39,6 @@ OWN = {  # what opens files otherwise, and why
     *("data/images/__init__.py", "data/packing/records.py", "data/packing/sources/named.py", "reporting/pictures.py"),
     "extras/microscopy/tiff.py",
     "data/packing/sources/table_files.py",  # pyarrow's own files, under a limit of memory
-    # fsspec's files, read by files.read_stream
-    "extras/urls/source.py",
     # what the program itself writes or has just written: locks, logs, profiles, signs of life, films
     *("data/lmdb/writer.py", "data/packing/packed_files.py", "inference/interpolate.py", "metrics/figures.py"),
     *("training/engine/loop.py", "training/engine/run.py", "utils/checkpoint/writer.py", "utils/files.py"),
@@ -56,8 +51,7 @@ OWN = {  # what opens files otherwise, and why
         "inference/predictions.py",
         "reporting/report.py",
     ),
-    # runs elsewhere, in the folder that it came with; code of one's own, which is run
-    *("extras/model_folder/page.py", "utils/config/plugins.py"),
+    "utils/config/plugins.py",  # code of one's own, which is run
     # the kernel's figures, the null device, the recipes, the place itself
     *("utils/machine.py", "utils/distributed/process.py", "utils/runlog/versions.py", "utils/config/recipes.py"),
     "training/base/monitors.py",
@@ -113,11 +107,8 @@ def test_h8_pipe_never_hangs(pipe: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "x.lmdb").exists()
 
 
-def test_h8_pipe_by_url_and_in_the_way(pipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_h8_pipe_in_the_way(pipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also as the hidden file that packing writes into."""
-    pytest.importorskip("duetgan.extras.urls")
-    with open_source(f"file://{pipe}") as source, pytest.raises(ImageError, match="is a named pipe, not a regular"):
-        source.content(1)
     (pipe / "b.png").unlink()
     os.mkfifo(tmp_path / ".x.lmdb.partial")
     assert run_cli(pack, [str(pipe), str(tmp_path / "x.lmdb")]) == 2
@@ -177,21 +168,6 @@ def test_h10_streams_stop_at_the_limit() -> None:
         files.read_stream(stream, files.CONFIG)
     assert stream.given == (4 << 20) + 1
     assert files.read_stream(io.BytesIO(b"abc"), files.CONFIG) == b"abc"
-
-
-def test_h10_url_without_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A web server that does not say how long a file is, and never ends it."""
-    monkeypatch.setattr(MemoryFileSystem, "store", {})
-    fsspec.filesystem("memory").pipe({"/h10/a.png": b"a", "/h10/b.png": b"b"})
-    pytest.importorskip("duetgan.extras.urls")
-    with open_source("memory://h10") as source:
-        vars(source)["_sizes"].clear()
-        assert source.content(1) == b"b"
-        stream = Endless()
-        monkeypatch.setattr(MemoryFileSystem, "open", lambda *args, **options: contextlib.nullcontext(stream))
-        monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "3")
-        item_refused(source, 1, r"^has more than the 3 MiB for an image file: make it smaller")
-        assert stream.given == (3 << 20) + 1
 
 
 def _idx_bomb(folder: Path, size: int) -> None:

@@ -142,9 +142,6 @@ class Quickstart:
             *training.overrides,
             "--seed",
             str(self.plan.seed),
-            # This keeps the training close to its planned time on a busy machine.
-            "--threads",
-            "adapt",
         ]
 
     def evaluation(self, task: str) -> list[str]:

@@ -1,9 +1,4 @@
-"""Images of many channels or pages: TIFF files with tifffile, and stacks of files with one channel
-each (`duet pack --stack`).
-"""
+"""Images of many channels: TIFF files of several pages, or of more than 8 bits."""
 
 COMMANDS: dict[str, tuple[str, str]] = {}
-ATTACHES = {
-    "duetgan.data.images.values": "duetgan.extras.microscopy.tiff",
-    "duetgan.data.packing.sources": "duetgan.extras.microscopy.sources",
-}
+ATTACHES = {"duetgan.data.images.values": "duetgan.extras.microscopy.tiff"}

@@ -7,7 +7,7 @@ import logging
 import math
 import zlib
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -38,8 +38,8 @@ def read_tiff(content: bytes) -> Values | None:
     return stacked(pages)
 
 
-def open_tiff(content: bytes | BinaryIO) -> Any:
-    """Return a tifffile.TiffFile of bytes or an open file.
+def open_tiff(content: bytes) -> Any:
+    """Return a tifffile.TiffFile.
 
     Raises ImageError, and UserError if tifffile is not installed.
     """
@@ -56,10 +56,7 @@ def open_tiff(content: bytes | BinaryIO) -> Any:
         Exception,
         lambda error: ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})"),
     ):
-        # tifffile needs a text as name; that of an open file may be its descriptor, a number.
-        return tifffile.TiffFile(
-            io.BytesIO(content) if isinstance(content, bytes) else content, name="it"
-        )
+        return tifffile.TiffFile(io.BytesIO(content))
 
 
 def page_values(page: Any, size: int) -> Values:
@@ -127,9 +124,7 @@ def stacked(parts: list[Values]) -> Values:
     """Stack images as the channels of one. Raises ImageError if their sizes or types differ."""
     kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
     if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
-        raise ImageError(
-            "has pages or channels of several sizes or kinds; save one of them as an image"
-        )
+        raise ImageError("has pages of several sizes or kinds; save one of them as an image")
     if len(parts) == 1:
         return parts[0]
     return Values(checked_pixels(np.dstack([part.pixels for part in parts])))

@@ -1,4 +1,4 @@
-"""A classifier on corrupted images and on images of other classes (docs/extras/robustness.md)."""
+"""A classifier on corrupted images (docs/extras/robustness.md)."""
 
 ATTACHES = {
     "duetgan.commands.evaluate": "duetgan.extras.robustness.options",

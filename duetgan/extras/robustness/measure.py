@@ -1,4 +1,4 @@
-"""The passes over corrupted images and outliers, and their results."""
+"""The pass over corrupted images, and its results."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -7,20 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.opening import dataset_for_model
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.extras.robustness.corruptions import CORRUPTIONS, STRENGTHS, robustness
-from duetgan.metrics.classification.answers import Answers, Ranking
-from duetgan.metrics.evaluate_classifier import (
-    MEASUREMENTS,
-    Finish,
-    classify,
-    draw_records,
-    logits_of,
-)
+from duetgan.metrics.classification.answers import Answers
+from duetgan.metrics.evaluate_classifier import MEASUREMENTS, Finish, draw_records, logits_of
 from duetgan.metrics.features.extractors import shared_pass
-from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import Document
 from duetgan.models.classifier import Classifier
 from duetgan.utils.checkpoint import Checkpoint
@@ -44,7 +36,8 @@ def measure_robustness(
         return None
     seed: int = options.seed
     with collectives.raising_together():
-        _need_one_label(classifier)
+        if classifier.thresholds is not None:
+            raise UserError("--robustness is for one label an image; leave it out")
         classifier.spec.need_plain("--robustness")
     records = draw_records(dataset, options.n, seed)
     hits = corrupted_hits(
@@ -57,39 +50,6 @@ def measure_robustness(
         document["images"].append("robustness.png")
 
     return finish
-
-
-def measure_outliers(
-    classifier: Classifier,
-    checkpoint: Checkpoint,
-    dataset: Dataset,
-    _out: Path,
-    options: Namespace,
-) -> Finish | None:
-    """Classify the outliers of `--ood`, if any; the returned function adds `ood` to the results."""
-    if not options.ood:
-        return None
-    with collectives.raising_together():
-        _need_one_label(classifier)
-        outliers = open_outliers(options.ood, checkpoint, dataset)
-    with outliers:
-        logits = classify(
-            classifier,
-            outliers,
-            batch_size=options.batch_size,
-            records=draw_records(outliers, options.n, options.seed),
-            progress="outliers",
-        )
-
-    def finish(document: Document, answers: Answers) -> None:
-        document["ood"] = {"data": outliers.path, **outlier_scores(answers.logits, logits)}
-
-    return finish
-
-
-def _need_one_label(classifier: Classifier) -> None:
-    if classifier.thresholds is not None:
-        raise UserError("--robustness and --ood are for one label an image; leave them out")
 
 
 def corrupted_hits(
@@ -135,41 +95,4 @@ def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
     save_table(rows, path, row_heads=list(CORRUPTIONS), column_heads=heads)
 
 
-def open_outliers(path: str, checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
-    """Open the out-of-distribution images of `--ood`, of any classes, size and channels.
-
-    Raises UserError if they are the test images.
-    """
-    outliers = dataset_for_model(path, {"config": {}, "shape": checkpoint["shape"]})
-    if outliers.meta.content_hash == dataset.meta.content_hash:
-        raise UserError(
-            f"--ood {path}: these are the test images themselves; give images of another kind"
-        )
-    return outliers
-
-
-def outlier_scores(logits: Tensor, outliers: Tensor) -> Document:
-    """Measure how well two scores of logits [n, K] separate test images from outliers.
-
-    `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the
-    logarithm of the sum of e^logit (Liu et al. 2010.03759). Test images should score higher. Each
-    score has `auroc`, `auroc_interval` and `fpr95`, the fraction of outliers that reach the
-    threshold which 95 % of the test images reach.
-    """
-    joined = torch.cat([logits, outliers]).double()
-    is_test = np.arange(len(joined)) < len(logits)
-    document: Document = {"n": len(outliers)}
-    for name, scores in (
-        ("max_probability", joined.softmax(1).amax(1)),
-        ("energy", joined.logsumexp(1)),
-    ):
-        values = scores.numpy()
-        ranking = Ranking(values, is_test)
-        threshold = np.sort(values[is_test])[len(logits) - -(-95 * len(logits) // 100)]
-        area = Measured.influenced(ranking.auroc(), ranking.auroc_influence())
-        passed = float((values[~is_test] >= threshold).mean())
-        document[name] = {"auroc": area.value, "auroc_interval": area.interval, "fpr95": passed}
-    return document
-
-
-MEASUREMENTS.extend((measure_robustness, measure_outliers))
+MEASUREMENTS.append(measure_robustness)

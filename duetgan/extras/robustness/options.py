@@ -1,4 +1,4 @@
-"""Add `--robustness` and `--ood` to evaluate.py."""
+"""Add `--robustness` to evaluate.py."""
 
 from duetgan.commands.evaluate import KINDS, OPTIONS
 from duetgan.utils.config.cli import Parser
@@ -11,14 +11,9 @@ def add_options(parser: Parser) -> None:
         help="classifier: measure the accuracy under blur, noise, JPEG, brightness and contrast, at five "
         "strengths each (25 passes)",
     )
-    parser.add_argument(
-        "--ood",
-        metavar="X.lmdb",
-        help="classifier: images of other classes, which it should recognise as unknown by a low confidence",
-    )
 
 
 OPTIONS.append(add_options)
 for kind in KINDS.values():
     if kind.task == "gan":
-        kind.unsupported.update(robustness=False, ood=None)
+        kind.unsupported.update(robustness=False)

@@ -44,7 +44,11 @@ Updates = Annotated[
 Imports = Annotated[
     dict[str, str], BeforeValidator(dict, json_schema_input_type=list[str] | dict[str, str])
 ]
-Threads = PositiveInt | Literal["auto", "adapt"] | dict[NonNegativeInt, PositiveInt]
+Threads = Annotated[
+    PositiveInt | Literal["auto"] | dict[NonNegativeInt, PositiveInt],
+    # Runs of older versions may have "adapt".
+    BeforeValidator(lambda value: "auto" if value == "adapt" else value),
+]
 Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 # channels, classes, resolution: the arguments from which networks are built
@@ -149,7 +153,7 @@ class LogConfig(Config):
     samples_every: NonNegativeInt = 500  # steps between two grids of samples; 0: no grids
     tensorboard: bool = True  # curves, grids and the network's graph in RUN/tensorboard
     # service that also receives the rows of metrics.jsonl, at each checkpoint
-    tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
+    tracker: Literal["none", "wandb", "trackio"] = "none"
     layers: list[str] = []  # names or patterns of layers; their statistics go to TensorBoard
     layers_every: PositiveInt = 100  # steps between two computations of log.layers' statistics
 
@@ -239,7 +243,7 @@ class RunConfig(Config):
     # CPU, the native one of an accelerator; a resumed run keeps its precision
     precision: PrecisionName = "auto"
     # number of threads on a CPU; auto: one per core that other programs leave free at the start;
-    # adapt: the same, adjusted during the run; {0: 2, 120: 1}: 2 from step 0, 1 from step 120
+    # {0: 2, 120: 1}: 2 from step 0, 1 from step 120
     threads: Threads = "auto"
     channels_last: bool = True  # memory layout of images; nearly always faster
     # use deterministic kernels only: runs on accelerators are equal to the bit, but slower

@@ -10,8 +10,7 @@ What decides them, in order:
    else fp16. On CPUs it is the faster of fp32 and bf16, which a separate task measures, so that the
    run's networks, statistics and draws are not touched; and there is a thread for each core that
    other programs leave free (`fitting` in utils/machine.py), or fewer if that is faster.
-5. During the run `ThreadCount` sets the threads before each step; with `threads: adapt`,
-   extras/pace changes them as other programs come and go.
+5. During the run `ThreadCount` sets the threads before each step.
 
 `prepare` (run.py) calls `resolve_auto` and `choose`, and stores their result in the config.
 `Precision` (optim/updater.py) applies the precision: autocast, and for fp16 the loss scaler. Some
@@ -232,7 +231,7 @@ def _measure(
     world_size = collectives.world_size()
     timing: tuple[dict[Fixed, float], float | None, bool] = ({}, None, False)
     load = machine.ProgramLoad()
-    tunes_threads = device.type == "cpu" and config.threads in ("auto", "adapt")
+    tunes_threads = device.type == "cpu" and config.threads == "auto"
     tunes_threads = tunes_threads and machine.is_adjustable()
     with collectives.alone(), Bar(desc="measuring the speed of a step", unit="step", delay=1):
         try:
@@ -396,10 +395,8 @@ class ThreadCount(Callback):
     def __init__(self, setting: Threads, device: torch.device) -> None:
         current = torch.get_num_threads()
         self.by_step: dict[int, int] = {0: current}  # first step -> threads from it on
-        # What this process requests; None: the record is continued.
-        self.requested: dict[int, int] | None = {0: current}
-        if isinstance(setting, dict):
-            self.requested = setting
+        # what this process requests
+        self.requested = setting if isinstance(setting, dict) else {0: current}
         self.is_cpu = device.type == "cpu"
 
     def state_dict(self) -> State:
@@ -410,8 +407,7 @@ class ThreadCount(Callback):
         recorded = state.get("threads", {})  # Checkpoints of earlier versions lack it.
         recorded = {first: count for first, count in recorded.items() if first <= step}
         self.by_step = recorded or self.by_step
-        if self.requested is not None:
-            self.record(step, _at(self.requested, step))
+        self.record(step, _at(self.requested, step))
 
     def record(self, step: int, count: int) -> None:
         """Use `count` threads from update number `step` on."""
@@ -422,7 +418,7 @@ class ThreadCount(Callback):
         return _at(self.by_step, step)
 
     def before_step(self, loop: Loop) -> None:
-        if self.requested is not None and loop.step in self.requested:
+        if loop.step in self.requested:
             self.record(loop.step, self.requested[loop.step])
         count = self.at(loop.step)
         if self.is_cpu and torch.get_num_threads() != count:

@@ -185,17 +185,6 @@ def test_what_is_measured_is_what_a_real_pass_keeps(config: dict[str, Any]) -> N
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_weights_count_more_with_few_samples() -> None:
-    """A ResNet has its weights at the end and its activations at the beginning."""
-
-    def last_on_first(samples: int) -> str:
-        model = build(224, split="auto", activation_checkpointing=False)
-        return split.place(model, [CPU, CPU], samples=samples)[0].blocks[-1]
-
-    assert last_on_first(1) > "layer3"
-    assert last_on_first(256) < "layer2"
-
-
 def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
     def block(name: str, kept: int, entering: int) -> split.Block:
         return split.Block(name, weights=1, entering=entering, saved=kept)

@@ -191,20 +191,6 @@ def test_the_largest_batch_lies_on_the_line_through_two_counts() -> None:
     assert [largest(small, large, gib / USABLE, 4) for gib in (3.2, 4, 12.9, 13.1)] == [0, 4, 36, 40]
 
 
-@pytest.mark.slow
-def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
-    config = small("fashion_mnist_classifier_gpu")
-    counts = count(config, reader(), 64), count(config, reader(), 128)
-    gib = 0.5
-    most = largest(*counts, gib, 4)
-    assert most % 4 == 0
-    assert most > 100
-    room = USABLE * gib * GIB
-    assert count(config, reader(), most).peak <= room * 1.005
-    assert count(config, reader(), most + 8).peak > room
-    assert largest(*counts, 1e-6) == 0
-
-
 # --- the dry run
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
-from duetgan import hub as hubconf
 from duetgan.commands import predict
 from duetgan.data.images import fit, trained_mode
-from duetgan.library import Transform, load_classifier
+from duetgan.library import load_classifier
 from duetgan.models.restore import classifier_from, open_checkpoint
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
@@ -168,12 +166,6 @@ def test_pixels_are_those_of_torchvisions_transform():
         assert np.array_equal(fit(pixels, 224, trained_mode({"data": {"resize_filter": mode}})), wanted)
 
 
-def test_torch_hub_loads_weights(tmp_path, resnet18):
-    save_file(resnet18.state_dict(), tmp_path / "x.safetensors")
-    model = hubconf.resnet_classifier(str(tmp_path / "x.safetensors"))
-    assert torch.equal(model.network.get_parameter("fc.weight"), resnet18.fc.weight)
-
-
 def test_our_own_checkpoint_is_read_as_before(tmp_path):
     assert_raises(UserError, "no such run folder or checkpoint", open_checkpoint, tmp_path / "none.safetensors", "last")
     (tmp_path / "x.pt").write_bytes(b"no checkpoint")
@@ -189,41 +181,26 @@ FOUND = importlib.util.find_spec("foolbox")
 PICTURES = sorted(Path(FOUND.origin or "").parent.glob("data/imagenet_*.jpg")) if FOUND else []
 LABELS = [int(re.findall(r"_(\d+)\.jpg", path.name)[0]) for path in PICTURES]
 
-pytestmark = [
-    pytest.mark.skipif(not WEIGHTS.exists(), reason=f"{WEIGHTS.name} is not there"),
-    pytest.mark.skipif(len(PICTURES) != 20, reason="foolbox's pictures are not there"),
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("pictures")
-    for path in PICTURES:
-        shutil.copy(path, place)
-    return place
-
-
-def images():
-    classifier = load_classifier(WEIGHTS, device="cpu")
-    assert isinstance(classifier.transform, Transform)
-    return torch.stack([classifier.transform(path) for path in PICTURES])
+needs_pictures = pytest.mark.skipif(
+    not WEIGHTS.exists() or len(PICTURES) != 20, reason=f"{WEIGHTS.name} or foolbox's pictures are not there"
+)
 
 
 def right(labels):
     return sum(int(label) == wanted for label, wanted in zip(labels, LABELS, strict=True))
 
 
-def test_predict(folder, capsys):
-    assert run_cli(predict.main, ["--checkpoint", str(WEIGHTS), "--device", "cpu", "--json", str(folder)]) == 0
+@needs_pictures
+def test_predict_the_library_and_torch_hub(capsys):
+    files = list(map(str, PICTURES))
+    assert run_cli(predict.main, ["--checkpoint", str(WEIGHTS), "--device", "cpu", "--json", *files]) == 0
     names = load_classifier(WEIGHTS, device="cpu").class_names
     answers = json.loads(capsys.readouterr().out)
-    assert [Path(answer["file"]).name for answer in answers] == [path.name for path in PICTURES]
+    assert [answer["file"] for answer in answers] == files
     assert right([names.index(answer["label"]) for answer in answers]) >= 18
-
-
-def test_the_library_and_torch_hub():
     classifier = load_classifier(WEIGHTS, device="cpu")
     assert right([classifier.class_names.index(name) for name in classifier.predict(PICTURES).labels]) >= 18
     model = torch.hub.load(str(REPOSITORY), "resnet_classifier", source="local", checkpoint=str(WEIGHTS))
     with torch.no_grad():
-        assert right(model(images()).argmax(1)) >= 18
+        images = torch.stack([classifier.transform(path) for path in PICTURES])
+        assert right(model(images).argmax(1)) >= 18

@@ -151,5 +151,5 @@ def test_what_needs_one_label_refuses_the_images_and_the_network(folder, run):
     drawn = ["--counterfactual", str(folder / "drawn"), "--generator", str(run)]
     with pytest.raises(UserError, match="--counterfactual is for one label"):
         predict.main(["--checkpoint", str(run), str(folder / "test-0.png"), *drawn])
-    with pytest.raises(UserError, match="--robustness and --ood are for one label"):
+    with pytest.raises(UserError, match="--robustness is for one label"):
         evaluate.main(["--checkpoint", str(run), "--robustness", "--device", "cpu"])

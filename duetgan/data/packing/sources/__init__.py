@@ -17,7 +17,7 @@ from duetgan.data.packing.sources.base import (
     group_images,
     sharded,
 )
-from duetgan.data.packing.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
+from duetgan.data.packing.sources.files import CLASSES_FROM, ZipSource, open_folder
 from duetgan.data.packing.sources.lmdb_files import open_lmdb
 from duetgan.data.packing.sources.named import (
     find_idx,
@@ -58,20 +58,13 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".json": open_json,
     ".zip": ZipSource,
 }
-# The first function opens URLs; an extra adds it.
-URLS: list[Callable[[str, SourceOptions], Source]] = []
-# The first function combines the files of a source for --stack; an extra adds it.
-STACKS: list[Callable[[ListedSource, str], Source]] = []
-# Suffixes of files that may hold many images; in a folder each of these files is one image.
-IMAGES = (".tif", ".tiff")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
-WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", *IMAGES)  # suffixes that shards never have
+WHOLE = (".lmdb", ".mdb", *TABLES, ".zip")  # suffixes that shards never have
 
 
 def open_source(
     spec: str,
     *,
-    stack: str | None = None,  # name pattern of files with one channel each
     split: str | None = None,  # see SourceOptions, also for the following parameters
     size: int | str | None = None,
     classes_from: str | None = None,
@@ -86,7 +79,7 @@ def open_source(
 ) -> Source:
     """Open a source of images.
 
-    `spec` is a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or of
+    `spec` is a name of NAMED, a folder (of images, idx, Parquet, Arrow or tar files, or of
     an LMDB), or a file (zip, tar, LMDB, or a table in CSV, TSV, JSON lines, Parquet or Arrow). All
     images of a source without splits are used.
 
@@ -111,14 +104,12 @@ def open_source(
     if group_from is not None and group_column is not None:
         raise UserError("--group-column and --group-from both define groups: drop one")
     source = _open(spec, options)
-    values = options._asdict() | {"stack": stack}
+    values = options._asdict()
     del values["split"], values["size"]  # These apply to every source.
     for name, value in values.items():
-        if value is not None and (name not in source.takes or (name == "stack" and not STACKS)):
+        if value is not None and name not in source.takes:
             source.__exit__()
             raise UserError(f"--{name.replace('_', '-')} does not apply to {spec}: leave it out")
-    if stack is not None and isinstance(source, ListedSource):
-        source = STACKS[0](source, stack)
     if group_from is not None:
         source.grouping = group_by_name(source, group_from)
     return source
@@ -145,16 +136,12 @@ def group_by_name(source: Source, expression: str) -> Grouping:
 def is_source(path: Path) -> bool:
     """Return True for a folder, and for a file that contains images but is not an image."""
     suffix = path.suffix.lower()
-    return (
-        path.is_dir()
-        or (suffix in READERS and suffix not in IMAGES)
-        or (path.is_file() and is_lmdb(path))
-    )
+    return path.is_dir() or suffix in READERS or (path.is_file() and is_lmdb(path))
 
 
 def kinds() -> str:
     """Return the kinds of sources as text for messages."""
-    return f"a folder, a file ({', '.join(READERS)}), a URL, or a name: {', '.join(NAMED)}"
+    return f"a folder, a file ({', '.join(READERS)}), or a name: {', '.join(NAMED)}"
 
 
 def open_images(spec: str) -> Source:
@@ -179,8 +166,6 @@ def _open(spec: str, options: SourceOptions) -> Source:
                 f"{spec}: the data set of this name; for the folder give ./{spec}"
             )
         return source
-    if "://" in spec and URLS:
-        return URLS[0](spec, options)
     path = Path(spec).expanduser()
     if not path.exists():
         names = list(NAMED)

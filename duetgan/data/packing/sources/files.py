@@ -302,7 +302,7 @@ class ListedSource(Source):
     """Images with file names. A subclass reads the files."""
 
     separator: ClassVar[str] = "/"  # between the source and a file's name, in messages
-    takes = frozenset(("classes_from", "stack"))
+    takes = frozenset(("classes_from",))
 
     def __init__(self, name: str, where: str) -> None:
         super().__init__(printable(name), [])
