@@ -18,8 +18,7 @@ from PIL import Image
 import duetgan
 from duetgan.__main__ import usage
 from duetgan.commands import COMMANDS
-from duetgan.commands.planning.plan import GAN, LAST, PAIRS, SCRATCH, STARTED, TUNED
-from duetgan.commands.planning.sizes import START
+from duetgan.commands.planning.plan import GAN, LAST, PAIRS, SCRATCH, START, STARTED, TUNED
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.sources import open_source
 from duetgan.utils.config.recipes import recipe_file, shipped_file

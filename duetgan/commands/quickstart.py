@@ -9,7 +9,8 @@ command resumes with the same plan.
 
 from pathlib import Path
 
-from duetgan.commands.planning.given import SAMPLE, add_request_options
+from duetgan.commands.planning.measure import add_request_options
+from duetgan.commands.planning.plan import SAMPLE
 from duetgan.commands.planning.steps import Quickstart, default_folder, plan_for
 from duetgan.utils.config.cli import Parser
 

@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from duetgan.commands.planning.given import Machine, Speed, Survey, Weights
-from duetgan.commands.planning.plan import GAN, LAST, PAIRS, SCRATCH, STARTED
-from duetgan.commands.planning.sizes import SIZES, Size, work
+from duetgan.commands.planning.plan import (
+    GAN,
+    LAST,
+    PAIRS,
+    SCRATCH,
+    STARTED,
+    Machine,
+    Speed,
+    Survey,
+    Weights,
+)
 
 WEIGHTS = Weights("resnet50.safetensors", "resnet50", True)
 
@@ -13,7 +21,7 @@ WEIGHTS = Weights("resnet50.safetensors", "resnet50", True)
 class Fast(Machine):
     """Two cores with bf16 units, as measured: images/s of the quickstart's GAN, its classifier, ResNet-50's features.
 
-    Other sizes are slower by their work; fine-tuning ResNet-50 at 128 px takes ten times the
+    Larger images are slower; fine-tuning ResNet-50 at 128 px takes ten times the
     small classifier's time, its last stage four times, its head three; or one and a half where the stages before are
     computed once.
     """
@@ -25,16 +33,14 @@ class Fast(Machine):
         given = dict(pairwise(overrides))
         speed = self.classifier
         if config in (GAN, PAIRS, STARTED):
-            size = Size(side, int(given["--generator.channel-base"]), int(given["--generator.channel-max"]), 0, 0)
-            quick = next(each for each in SIZES if each.side == 32)
-            return Speed("bf16", self.gan * work(quick) / work(size))
+            return Speed("bf16", self.gan * (32 / side) ** 3)
         if config == SCRATCH:
             return Speed("bf16", self.classifier * (32 / side) ** 2)
         if config == LAST:
             inside = (128 / int(given["--model.input-size"])) ** 2
             whole = 4 if given["--augment.flip"] == "true" else 3
             return Speed("bf16", inside * speed / (whole if "--finetune.cache" in given else 1.5))
-        return Speed("bf16", speed / (4 if "--finetune.freeze" in given else 10))
+        return Speed("bf16", speed / 10)
 
 
 class Slow(Fast):
@@ -60,9 +66,9 @@ def seen(
 ) -> Survey:
     """Images as `survey` describes them."""
     share = count // max(1, classes)
-    each = {"smallest_class": share, "largest_class": share, "side": side, "channels": channels, "seconds": 0.003}
+    each = {"smallest_class": share, "side": side, "channels": channels, "seconds": 0.003}
     own = {"source": source, "count": count, "held_out": held_out, "classes": classes}
-    return Survey(**own, **each, transparent=False, unreadable="")  # type: ignore[arg-type]
+    return Survey(**own, **each, unreadable="")  # type: ignore[arg-type]
 
 
 SAMPLE = seen(10_000, 10, held_out=2000, side=28, channels=1)

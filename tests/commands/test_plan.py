@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from duetgan.commands.planning.given import Machine, Speed, Weights
 from duetgan.commands.planning.plan import (
     ADA_BELOW,
     BATCH,
     GAN,
     LAST,
+    MUON,
     PAIRS,
     QUICK_STEPS,
     SCRATCH,
+    SIZES,
+    START,
     STARTED,
     TUNED,
+    Machine,
     Plan,
+    Weights,
     choose,
 )
-from duetgan.commands.planning.sizes import MUON, SIZES, START
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.commands.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
@@ -87,7 +90,7 @@ def test_sample_on_a_fast_machine_has_what_the_figures_of_a_quarter_of_an_hour_n
     ("images", "machine", "minutes", "side"),
     [
         *(("emoji", "fast", *row) for row in ((3, 32), (15, 64), (60, 64))),
-        *(("emoji", *row) for row in (("tiny", 15, 16), ("accelerator", 15, 128))),
+        *(("emoji", *row) for row in (("tiny", 15, 16), ("accelerator", 60, 128))),
         *(("tiny images", *row) for row in (("fast", 15, 16), ("accelerator", 600, 16))),  # hardly enlarged
     ],
 )
@@ -96,7 +99,6 @@ def test_resolution_follows_from_images_machine_and_time(images, machine, minute
     assert made.gan.resolution == side
     assert made.size <= max(side, 64)
     assert images == "emoji" or made.size == side
-    assert ("need more time" in made.gan.why) == (images == "emoji" and machine != "accelerator")
 
 
 @pytest.mark.parametrize(("side", "classes", "resolution"), [(64, 5, 64), (40, 60, 32), (49, 5, 64)])
@@ -154,7 +156,7 @@ STAGE, HEAD = "{head: 0, layer4: 0}", "{head: 0}"
         ("tiny", "emoji", 3, LAST, HEAD, "64"),
         ("accelerator", "many", 6, LAST, STAGE, "128"),
         ("accelerator", "many", 60, TUNED, None, None),
-        ("slow", "many", 15, TUNED, None, None),  # its head, and features in every step
+        ("slow", "many", 15, LAST, HEAD, "64"),  # there is no time for more
     ],
 )
 def test_what_is_tuned_follows_from_images_and_time(machine, images, minutes, recipe, trained, inside):
@@ -163,7 +165,6 @@ def test_what_is_tuned_follows_from_images_and_time(machine, images, minutes, re
     given = dict(pairwise(found.overrides))
     assert found.config == recipe
     assert (given.get("--finetune.unfreeze"), given.get("--model.input-size")) == (trained, inside)
-    assert ("--finetune.freeze" in given) == (machine == "slow" and images == "many")
     assert ("--augment.flip" in given) == (recipe == LAST)
     assert found.overrides[:6] == [
         *("--model.name", "resnet50", "--model.weights", "resnet50.safetensors", "--model.he-strides", "true")
@@ -219,27 +220,6 @@ def test_few_images_have_a_larger_share_held_out_and_are_augmented_for_the_discr
     assert "--ada.mode" not in choose(seen(3 * ADA_BELOW, 5), Fast(), minutes=15).gan.overrides
 
 
-@pytest.mark.parametrize(
-    ("ratios", "channels"), [((0.3, 0.1), 16), ((0.6, 0.4), 16), ((0.8, 0.5), 32), ((1.0, 0.6), 32), ((1.0, 0.9), 64)]
-)
-def test_width_follows_from_what_it_costs_here_and_is_told(ratios, channels):
-    """The law is even where twice the channels run at 2^-0.55 = 0.68 of the speed."""
-    share = {"512": 1.0, "1024": ratios[0], "2048": ratios[1]}
-
-    class Wide(Fast):
-        def speed(self, config, overrides, side, images):
-            if config == PAIRS and side == 32:
-                return Speed("bf16", self.gan * share[overrides[overrides.index("--generator.channel-base") + 1]])
-            return super().speed(config, overrides, side, images)
-
-    made = choose(SAMPLE, Wide(), minutes=15)
-    assert f"--generator.channel-base {32 * channels} --generator.channel-max {8 * channels}" in " ".join(
-        made.gan.overrides
-    )
-    assert any(f"min {channels} channels" in note for note in made.notes)
-    assert made.total <= 63 * 15
-
-
 @pytest.mark.parametrize(("minutes", "adam"), [(15, False), (600, True)])
 def test_muon_is_for_short_trainings(minutes, adam):
     made = choose(SAMPLE, Fast(), minutes=minutes).gan
@@ -258,5 +238,4 @@ def test_images_without_labels_are_left_out_and_counted_in_a_note(unlabelled):
 def test_a_quick_plan_has_a_few_steps_of_the_smallest_size():
     made = choose(seen(300, 5), Machine(), minutes=15, quick=True)
     assert [training.steps for training in made.trainings.values()] == [QUICK_STEPS] * 2
-    assert made.gan.resolution == SIZES[-1].side
-    assert not made.gan.is_longest
+    assert made.gan.resolution == SIZES[0].side

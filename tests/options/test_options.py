@@ -135,7 +135,6 @@ class Stubs:
         if command == "quickstart.py":
             self.commands = Commands()
             patch.setattr("duetgan.commands.planning.steps.call", self.call)
-            patch.setattr("duetgan.commands.planning.steps.complete", lambda file: True)
         if command == "explore":
             patch.setattr("waitress.server.create_server", self.server)
             patch.setattr("secrets.token_urlsafe", lambda _: "token")

@@ -7,44 +7,84 @@ the memory of the measured networks before training begins.
 import functools
 import tempfile
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from duetgan.commands.planning.given import (
-    SAMPLE,
-    Machine,
-    Speed,
-    Survey,
-    Weights,
-    add_request_options,
-    request_words,
-)
-from duetgan.commands.planning.plan import Plan, choose
+from duetgan.commands.planning.plan import SAMPLE, Machine, Plan, Speed, Survey, Weights, choose
 from duetgan.data.errors import ImageError
-from duetgan.data.images.values import bring, kind, native
+from duetgan.data.images.values import bring, native
 from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.base import first_of
-from duetgan.utils import machine
-from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, table_words
+from duetgan.utils.config.cli import (
+    TABLE_OPTIONS,
+    Parser,
+    add_table_options,
+    number,
+    table_words,
+)
 from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.machine import cores
-from duetgan.utils.text import columns, duration
+from duetgan.utils.text import duration
 
+WEEK = 7 * 24 * 60  # largest --minutes
 DECODED = 200  # images that a survey decodes, evenly spaced
-SQUARE = 0.8  # shorter side / longer side; below it a square crop removes more than a fifth
 FEWEST = 10  # fewer images cannot be split into training and held-out images
 NOISE = 64  # images per file of random pixels, on which speeds are measured
 # Weights to download. The Frechet distance uses ResNet-50's features, too.
 DEFAULT_NETWORK, DEFAULT_WEIGHTS = "resnet50", "IMAGENET1K_V1"
-# Seconds that a command takes at its end: the last checkpoint, curves, the report.
-CLOSING = 4.0
+# Seconds that a command takes to import its modules, and at its end: the last checkpoint, curves,
+# the report.
+START = 9.0
+
+
+def add_request_options(parser: ArgumentParser) -> None:
+    """Add the images and the options that determine a plan."""
+    add = parser.add_argument
+    add(
+        "source",
+        nargs="?",
+        default=SAMPLE,
+        metavar="FOLDER",
+        help="images: a folder, zip or table (default: the sample images)",
+    )
+    add(
+        "--minutes",
+        type=number(float, 1, WEEK),
+        default=15.0,
+        help="time limit in minutes, for everything",
+    )
+    add_table_options(parser)
+    weights = "ImageNet weights for the classifier (default: see docs/your-data.md)"
+    add("--weights", metavar="FILE", help=weights)
+    add(
+        "--seed",
+        type=number(int, 0),
+        default=0,
+        help="seed of the split and of both trainings (default: 0)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="train only a few steps, to check that everything works",
+    )
+
+
+def request_words(options: Namespace) -> list[str]:
+    """Return the command-line arguments of a plan's request, without --minutes."""
+    words = [options.source, *table_words(options)]
+    if options.weights:
+        words += ["--weights", options.weights]
+    if options.seed:
+        words += ["--seed", str(options.seed)]
+    if options.quick:
+        words.append("--quick")
+    return words
 
 
 # --- the images
@@ -58,33 +98,8 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
     chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
     with open_source(spec, **chosen) as source:
         count = len(source)
-        refuse(
-            (count < FEWEST, f"{spec}: holds {count} images; give {FEWEST} or more"),
-            (
-                source.label_sets is not None,
-                f"{spec}: its images have several labels; pack them, and train with --loss.kind bce",
-            ),
-        )
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
-        started = time.perf_counter()
-        rows = np.unique(np.linspace(0, count - 1, DECODED).astype(int)).tolist()
-        # of each image: its format, its sides in ascending order, and True if it is grey
-        decoded: list[tuple[ImageSpec, list[int], bool]] = []
-        unreadable = ""
-        for row in rows:
-            try:
-                values = native(source.content(row))
-                image_spec = kind(values)
-                pixels = bring(values, ImageSpec(3, 0, 0))
-                is_grey = bool((pixels == pixels[..., :1]).all())
-                decoded.append((image_spec, sorted(pixels.shape[:2]), is_grey))
-            except ImageError as error:
-                unreadable = unreadable or f"{source.item_name(row)} {error}"
-        if not decoded:
-            raise UserError(
-                f"{source.name}: none of its images can be read; the first: {unreadable}: give image files"
-            )
-        seconds = (time.perf_counter() - started) / len(rows)
+        groups = len(set(source.grouping.names)) if source.grouping else 0
         held_out = 0
         if first_of("test", source.splits):
             with open_source(spec, split="test", **chosen) as test:
@@ -94,16 +109,37 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
                         f"{spec}, its test part", test.classes, "the training part", source.classes
                     )
                     held_out = len(test)
-        if source.classes and not held_out and sizes.max() < 2:
+        refuse(
+            (count < FEWEST, f"{spec}: holds {count} images; give {FEWEST} or more"),
+            (
+                source.label_sets is not None,
+                f"{spec}: its images have several labels; pack them, and train with --loss.kind bce",
+            ),
+            (
+                source.classes and not held_out and sizes.max() < 2,
+                f"{spec}: each class has one image; give two or more of some, for one to be held out",
+            ),
+            (
+                groups and held_out,
+                f"{spec}: has a held-out part of its own; leave out --group-column and --group-from",
+            ),
+        )
+        started = time.perf_counter()
+        rows = np.unique(np.linspace(0, count - 1, DECODED).astype(int)).tolist()
+        sides = []
+        is_grey = True
+        unreadable = ""
+        for row in rows:
+            try:
+                pixels = bring(native(source.content(row)), ImageSpec(3, 0, 0))
+                sides.append(min(pixels.shape[:2]))
+                is_grey = is_grey and bool((pixels == pixels[..., :1]).all())
+            except ImageError as error:
+                unreadable = unreadable or f"{source.item_name(row)} {error}"
+        if not sides:
             raise UserError(
-                f"{spec}: each class has one image; give two or more of some, for one to be held out"
+                f"{source.name}: none of its images can be read; the first: {unreadable}: give image files"
             )
-        groups = len(set(source.grouping.names)) if source.grouping else 0
-        if groups and held_out:
-            raise UserError(
-                f"{spec}: has a held-out part of its own; leave out --group-column and --group-from"
-            )
-    specs, sides, grey = zip(*decoded, strict=True)
     return Survey(
         source=spec,
         options=table_words(options) if options else [],
@@ -113,14 +149,10 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         unlabelled=source.unlabelled,
         classes=len(source.classes),
         smallest_class=int(sizes.min()),
-        largest_class=int(sizes.max()),
-        side=int(median(shorter for shorter, _ in sides)),
-        oblong=sum(shorter < SQUARE * longer for shorter, longer in sides) / len(sides),
-        channels=1 if all(grey) else 3,
-        transparent=any(image_spec.alpha for image_spec in specs),
-        deep=any(image_spec.deep for image_spec in specs),
+        side=int(median(sides)),
+        channels=1 if is_grey else 3,
         unreadable=unreadable,
-        seconds=seconds,
+        seconds=(time.perf_counter() - started) / len(rows),
     )
 
 
@@ -132,20 +164,16 @@ class ThisMachine(Machine):
 
     Args:
         folder: folder for files of random images.
-        weights: the user's file of ImageNet weights, if there is one.
-        tuning: True if the classifier may be fine-tuned.
+        weights: the weights from which the classifier is fine-tuned.
         side: side in px of the images that measure `features_per_second`.
     """
 
-    def __init__(self, folder: Path, weights: str | None, *, tuning: bool, side: int = 64) -> None:
-        started = time.perf_counter()
-        import duetgan.metrics.features.extractors
-        import duetgan.training.engine.speed  # noqa: F401
+    start = START
 
-        self.start = 2 * (time.perf_counter() - started) + CLOSING
+    def __init__(self, folder: Path, weights: Weights | None, *, side: int = 64) -> None:
         self.folder = folder
         self.cores = cores()
-        self.weights = weights_at_hand(weights) if tuning else None
+        self.weights = weights
         self.side = side
         self._speeds: dict[tuple[object, ...], Speed] = {}
 
@@ -167,36 +195,28 @@ class ThisMachine(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Measure and print the speed of a few training steps on noise of `side` px."""
+        from duetgan.data.packing.records import pack_arrays
         from duetgan.training.engine.speed import measure_recipe
 
-        key = (config, *overrides, side, images.channels, images.classes)
+        key = (config, *overrides, side)
         if key not in self._speeds:
-            noise = str(self._noise(side, images.channels, images.classes))
-            data = ["--data.path", noise, "--data.val-path", "null"]
+            noise = self.folder / f"{side}.lmdb"
+            if not noise.exists():
+                count = max(NOISE, images.classes)
+                shape = (count, images.channels, side, side)
+                pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+                names = [f"{label:05}" for label in range(images.classes)]
+                labels = np.arange(count) % max(1, images.classes)
+                pack_arrays(noise, pixels, labels, names, source="noise")
+            data = ["--data.path", str(noise), "--data.val-path", "null"]
             if "--model.weights" in overrides:  # The speed does not depend on the weights.
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
-            self._speeds[key] = Speed(measured.precision, measured.images_per_second)
-            options = dict(pairwise(overrides))
-            label = f"{Path(config).stem}, {side} px"
-            if base := options.get("--generator.channel-base"):
-                label += f", {int(base) // side} channels"
-            text = f"training at {measured.images_per_second:,.0f} images/s in {measured.precision}"
-            print(f"  {label}: {text}", flush=True)
+            speed = Speed(measured.precision, measured.images_per_second)
+            self._speeds[key] = speed
+            text = f"training at {speed.images_per_second:,.0f} images/s in {speed.precision}"
+            print(f"  {Path(config).stem}, {side} px: {text}", flush=True)
         return self._speeds[key]
-
-    def _noise(self, side: int, channels: int, classes: int) -> Path:
-        from duetgan.data.packing.records import pack_arrays
-
-        file = self.folder / f"{side}-{channels}-{classes}.lmdb"
-        if not file.exists():
-            count = max(NOISE, classes)
-            images = np.random.default_rng(0).integers(
-                0, 256, (count, channels, side, side), np.uint8
-            )
-            names = [f"{label:05}" for label in range(classes)]
-            pack_arrays(file, images, np.arange(count) % max(1, classes), names, source="noise")
-        return file
 
 
 def weights_at_hand(requested: str | None) -> Weights | None:
@@ -242,29 +262,18 @@ def weights_at_hand(requested: str | None) -> Weights | None:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Return the lines that print a plan: settings with reasons, lengths and expected times, but
-    not the survey.
-    """
+    """Return the lines that print a plan: settings with reasons, lengths and the expected time."""
     if plan.quick:
         return [*plan.notes, "only a few training steps of each (--quick)"]
     lines = list(plan.notes)
     for task, training in plan.trainings.items():
         epochs = training.steps * training.batch_size / plan.training_images
         lines.append(
-            f"{'GAN' if task == 'gan' else task}: {training.steps:,} steps of "
-            f"{training.batch_size} images, each image seen {epochs:,.1f} times, "
-            f"at {training.images_per_second:,.0f} images/s in {training.precision}"
+            f"train {task}: {training.steps:,} steps of {training.batch_size} images, each image "
+            f"seen {epochs:,.1f} times, about {duration(training.seconds)}"
         )
-    rows = [(name, duration(seconds)) for name, seconds in plan.seconds.items()]
     end = time.strftime("%H:%M", time.localtime(time.time() + plan.total))
-    rows.append(
-        ("in total", f"{duration(plan.total)} of --minutes {plan.minutes:g}, until about {end}")
-    )
-    return [
-        *lines,
-        "expected time on this machine:",
-        *(f"  {line}" for line in columns(rows, "<").splitlines()),
-    ]
+    return [*lines, f"expected time: {duration(plan.total)}, until about {end}"]
 
 
 def make_plan(options: Namespace) -> Plan:
@@ -272,32 +281,24 @@ def make_plan(options: Namespace) -> Plan:
 
     Raises UserError.
     """
+    start = time.perf_counter()
     images = survey(options.source, options)
     print(f"images: {images.text()}", flush=True)
-    request = {"request": request_words(options), "seed": options.seed}
-    if options.quick:
-        unmeasured = Machine()
-        if options.weights:
-            unmeasured.weights = weights_at_hand(options.weights)
-        plan = choose(images, unmeasured, minutes=options.minutes, quick=True)
-        return plan.model_copy(update=request)
-    print("measuring this machine:", flush=True)
-    start = time.perf_counter()
+    weights = None
+    wants_weights = images.classes > 1 and options.source != SAMPLE and not options.quick
+    if options.weights or wants_weights:
+        weights = weights_at_hand(options.weights)
     with tempfile.TemporaryDirectory() as folder:
-        tuning = images.classes > 1 and (bool(options.weights) or options.source != SAMPLE)
-        side = min(64, images.side)
-        this_machine = ThisMachine(Path(folder), options.weights, tuning=tuning, side=side)
-        busy_cores = machine.busy_since_start()
-        # Planning measures speeds; the second call uses them, and counts the time spent.
-        choose(images, this_machine, minutes=options.minutes)
-        spent = time.perf_counter() - start
-        plan = choose(images, this_machine, minutes=options.minutes, spent=spent)
-    if busy_cores > machine.TOLERATED_LOAD:
-        plan.notes.append(
-            f"{machine.load_text(busy_cores)}: the plan uses the remaining cores; for more training steps "
-            "stop these programs, remove this folder and start again"
-        )
-    return plan.model_copy(update=request)
+        machine = Machine()
+        machine.weights = weights
+        if not options.quick:
+            print("measuring this machine:", flush=True)
+            machine = ThisMachine(Path(folder), weights, side=min(64, images.side))
+            # Planning measures speeds; the second call uses them, and counts the time spent.
+            choose(images, machine, minutes=options.minutes)
+        spent = 0.0 if options.quick else time.perf_counter() - start
+        plan = choose(images, machine, minutes=options.minutes, quick=options.quick, spent=spent)
+    return plan.model_copy(update={"request": request_words(options), "seed": options.seed})
 
 
 def main(argv: list[str]) -> None:

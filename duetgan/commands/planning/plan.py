@@ -3,38 +3,30 @@
 Nothing is measured here: a `Machine` returns the speeds, so that tests can plan for any machine.
 """
 
+import math
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from duetgan.commands.planning.given import Machine, Speed, Survey
-from duetgan.commands.planning.sizes import (
-    LADDER,
-    MUON,
-    READOUT,
-    SIZES,
-    START,
-    WIDTHS,
-    Size,
-    cadence,
-    nearness,
-    side_for,
-    work,
-)
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.utils.config.model import Stored
-from duetgan.utils.text import duration
 
+SAMPLE = "sample"  # source of the embedded images
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
 # A GAN that is better in the same time with many classes and images
 # (docs/measurements/quickstart.md).
 PAIRS = "configs/gan_32_pairs.yaml"
 STARTED = "configs/gan_64_cpu.yaml"  # a GAN that starts from START's networks
+START = "configs/drawings_64.pt"  # trained GAN to start from; configs/drawings_64.md describes it
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
 BATCH = {GAN: 32, PAIRS: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32}
+STEPS = {SCRATCH: 60, TUNED: 60, LAST: 10}  # smallest number of steps; GAN_STEPS for a GAN
+GAN_STEPS = 200
+QUICK_STEPS = 12  # steps of each training with --quick, which are too few to learn anything
 FILLED = 0.93  # fraction of --minutes that a plan uses, because measured speeds are not exact
 # Fraction of the images to hold out; VAL_SHARE_FEW applies to fewer than FEW images.
 VAL_SHARE, VAL_SHARE_FEW = 0.1, 0.2
 FEW = 500
-OBLONG_FROM = 0.05  # smallest fraction of images far from square that is worth a note
 # The GAN uses ADA with fewer training images than this (2006.06676, figure 1).
 ADA_BELOW = 10_000
 EVALUATION = 0.1  # largest fraction of --minutes for the GAN's evaluation
@@ -44,14 +36,95 @@ GRIDS = 1.02
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35
 TUNED_SIDE = 128  # largest side in px if all layers of the classifier are fine-tuned
 SCRATCH_FROM = 5000  # training images that suffice without pretrained weights
-LAST_STEPS = 10  # smallest number of steps of a head that starts from a logistic regression
 TUNED_FROM = 1000  # training images from which all layers are fine-tuned, if there is time
-HEAD_ALONE = "[backbone]"  # value of finetune.freeze if there is only time for the head
 # Limits of a training behind frozen stages: fraction of its time for the features; epochs.
 FEATURES, EPOCHS = 0.8, 10
 PACKING = 2.5  # seconds that packing takes in addition to reading the images
-STEPS = {"classifier": 60, "gan": 200}  # smallest number of steps of each training
-QUICK_STEPS = 12  # steps of each training with --quick, which are too few to learn anything
+# Longest training, in images, for which gan_32_pairs uses Muon, which is better than Adam after
+# 155,000 images and worse after 640,000; no length between these was tried
+# (docs/measurements/small-gan-recipe.md#muon-for-filters).
+MUON = 200_000
+
+
+class Size(NamedTuple):
+    """A GAN's size, and the numbers of images, in thousands, that its training needs."""
+
+    side: int  # px
+    channel_base: int  # channels at a resolution: base / resolution, at most channel_max
+    channel_max: int
+    kimg: int  # thousands of images after which samples can be recognised
+    most: int  # thousands of images after which more training makes no visible difference
+    # as `kimg`, if training starts from START; 0 if START has another size
+    started: int = 0
+
+
+SIZES = (
+    Size(16, 256, 64, 0, 400),
+    Size(32, 512, 128, 50, 640),
+    Size(64, 1024, 128, 80, 1500, started=6),
+    Size(128, 2048, 128, 300, 3000),
+)
+# Settings of a classifier behind frozen stages, the slowest first: input size in px, and views per
+# image. With two views, one of them mirrored, the last stage is trained, otherwise only the head.
+LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
+# Options for a ResNet of which only the head is trained; a head on averaged features is less
+# accurate (docs/measurements/folders.md).
+READOUT = ["--model.head", "readout", "--model.readout-stages", "2", "--model.readout-parts", "1"]
+
+
+class Survey(Stored):
+    """Properties of the user's images."""
+
+    source: str  # path or name of the images, as the user typed it
+    options: list[str] = []  # command-line options that name the columns of a table
+    count: int  # images, without the source's own held-out ones
+    held_out: int  # the source's own held-out images
+    groups: int = 0  # number of groups that a split keeps whole; 0: no option defines groups
+    unlabelled: int = 0  # images in folders called `unlabelled`, not in `count`
+    classes: int  # 0 if the images have no labels
+    smallest_class: int  # images of the rarest class
+    side: int  # px: median of the shorter sides of the decoded images
+    channels: int  # 1 if all decoded images are grey, else 3
+    unreadable: str  # name and error of the first image that cannot be read, or empty
+    seconds: float  # time to read and decode one image
+
+    def text(self) -> str:
+        """Return the survey as one line of text for the user."""
+        text = f"{self.count:,} images"
+        if self.held_out:
+            text += f", and {self.held_out:,} held out"
+        if self.classes > 1:
+            text += f", {self.classes} classes of {self.smallest_class:,} or more"
+        else:
+            text += ", one class" if self.classes else ", no labels"
+        return f"{text}, about {self.side} px, {'grey' if self.channels == 1 else 'colour'}"
+
+
+class Speed(NamedTuple):
+    precision: str
+    images_per_second: float
+
+
+class Weights(NamedTuple):
+    """A file of ImageNet weights, and the name of the network that they are for."""
+
+    file: str
+    network: str
+    he_strides: bool  # True if a block's first convolution has the stride of 2, as in He's ResNet
+
+
+class Machine:
+    """A machine with an assumed speed, for `--quick`, whose few steps need no measurement."""
+
+    start = 0.0  # seconds that a training or evaluation takes to start and to finish
+    cores = 1
+    weights: Weights | None = None  # ImageNet weights on this machine
+    # images/s through ResNet-50 for the Frechet distance; 0 if its weights are missing
+    features_per_second = 0.0
+
+    def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
+        """Return the training speed of a recipe on images of `side` px, otherwise like `images`."""
+        return Speed("auto", 1000.0)
 
 
 class Training(Stored):
@@ -66,7 +139,6 @@ class Training(Stored):
     images_per_second: float  # measured
     seconds: float  # expected
     why: str
-    is_longest: bool = False  # True if more training would make no visible difference
     features: float = 0.0  # seconds per image in the frozen stages, if they are computed once
 
     @property
@@ -111,11 +183,6 @@ class Plan(Stored):
         return {"classifier": self.classifier, "gan": self.gan}
 
 
-def val_share(count: int) -> float:
-    """Return the fraction of `count` images to hold out."""
-    return VAL_SHARE_FEW if count < FEW else VAL_SHARE
-
-
 def choose(
     survey: Survey, machine: Machine, *, minutes: float, quick: bool = False, spent: float = 0.0
 ) -> Plan:
@@ -125,92 +192,68 @@ def choose(
         quick: True to train a few steps of the smallest size, whatever the time.
         spent: seconds that the survey and measurements took.
     """
-    return _Choice(survey, machine, minutes, quick).plan(spent)
+    return _Choice(survey, machine, quick).plan(minutes, spent)
+
+
+def side_for(side: int, most: int) -> int:
+    """Return the side in px to which images of `side` px are scaled: the smallest power of two of
+    at least two thirds of `side`, but from 16 to `most`.
+    """
+    return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
 
 
 class _Choice:
-    def __init__(self, survey: Survey, machine: Machine, minutes: float, quick: bool) -> None:
+    def __init__(self, survey: Survey, machine: Machine, quick: bool) -> None:
         self.survey = survey
         self.machine = machine
-        self.minutes = minutes
         self.quick = quick
+        self.labelled = survey.classes > 1
         self.val_share: float | None = None
         self.held_out = survey.held_out
-        self.images = survey.count
-        self.labelled = survey.classes > 1
-        self.notes = [f"held out: the {survey.held_out:,} images of the source's own held-out part"]
+        self.images = survey.count  # for training
         if not survey.held_out:
-            self.val_share = val_share(survey.count)
-            self.held_out = max(1, survey.classes, round(survey.count * self.val_share))
-            self.held_out = min(self.held_out, survey.count - survey.classes)
+            self.val_share = VAL_SHARE_FEW if survey.count < FEW else VAL_SHARE
+            held_out = max(1, survey.classes, round(survey.count * self.val_share))
+            self.held_out = min(held_out, survey.count - survey.classes)
             self.images -= self.held_out
-            note = (
-                f"held out: {self.val_share:.0%}{' of each class' * self.labelled}, "
-                f"about {self.held_out:,} images in all; similar images stay in the same part"
-            )
-            if self.val_share == VAL_SHARE_FEW:
-                note += f" (20 % because there are fewer than {FEW})"
-            if survey.groups:
-                note += f"; each of the {survey.groups:,} groups stays whole"
-            self.notes = [note]
         self.ada = self.images < ADA_BELOW
-        # side in px above which samples would have more detail than the images
-        self.gan_side = side_for(survey.side, SIZES[0].side)
-        if survey.unreadable:
-            self.notes.append(
-                f"images that cannot be read are left out, for example: {survey.unreadable}"
-            )
-        if survey.oblong >= OBLONG_FROM:
-            self.notes.append(
-                f"{survey.oblong:.0%} of the images are far from square: their sides are cut off"
-            )
-        if survey.unlabelled:
-            self.notes.append(
-                f"{survey.unlabelled:,} images without labels are left out; docs/classifier.md "
-                "(few labels) says how to use them"
-            )
-        if not self.labelled:
-            reason = "are of one class" if survey.classes else "have no labels"
-            self.notes.append(
-                f"no classifier: the images {reason}; put them into a folder for each class"
-            )
 
-    def plan(self, spent: float) -> Plan:
+    def plan(self, minutes: float, spent: float) -> Plan:
         """Plan the classifier, which needs less time, then the GAN with the remaining time."""
         survey = self.survey
         start = self.machine.start
-        read = survey.count + survey.held_out
-        packing = survey.seconds * read / max(1, self.machine.cores)
+        read = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
         seconds = {"plan": spent} if spent else {}
-        seconds["pack"] = packing + PACKING * (2 if survey.held_out else 1)
-        left = FILLED * 60 * self.minutes - sum(seconds.values())
+        seconds["pack"] = read + PACKING
+        most = EVALUATION * 60 * minutes  # largest time of the GAN's evaluation
+        left = FILLED * 60 * minutes - sum(seconds.values())
         left -= start * (4 if self.labelled else 2)
-        most = EVALUATION * 60 * self.minutes  # largest time of the GAN's evaluation
+        notes = self.notes()
         judging = 0.0
         classifier = None
         if self.labelled:
-            classifier = self._classifier(max(0.0, left - most))
-            self.notes.append(f"classifier: {classifier.why}")
+            classifier = self.classifier(max(0.0, left - most))
+            notes.append(f"classifier: {classifier.why}")
             judging = classifier.judging
             seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
-            left -= classifier.seconds + 3 * judging * self.held_out
-        size, speed = self._gan_size(left - most)
-        options, evaluation = self._evaluation(size, speed, judging, most)
-        gan = self._gan(size, speed, left - evaluation)
-        self.notes.append(f"GAN: {gan.why}")
-        seconds["train gan"] = gan.seconds + start
-        if self.labelled:
             seconds["evaluate classifier"] = judging * self.held_out + start
+            left -= classifier.seconds + 3 * judging * self.held_out
+        size, speed = self.gan_size(left - most)
+        options, evaluation = self.evaluation(size, speed, judging, most)
+        gan = self.gan(size, speed, left - evaluation)
+        notes.append(f"GAN: {gan.why}")
+        seconds["train gan"] = gan.seconds + start
         seconds["evaluate gan"] = evaluation + start
-        if sum(seconds.values()) > 63 * self.minutes:
-            self.notes.append(
-                f"this takes longer than {self.minutes:g} minutes on this machine, even with the smallest settings"
+        if sum(seconds.values()) > 63 * minutes:
+            notes.append(
+                f"this takes longer than {minutes:g} minutes on this machine, even with the "
+                "smallest settings"
             )
         sides = [training.resolution for training in (gan, classifier) if training]
         return Plan(
             survey=survey,
             request=[],  # `measure.make_plan` sets it
-            minutes=self.minutes,
+            minutes=minutes,
             quick=self.quick,
             size=max(sides),
             smallest=min(sides),
@@ -221,10 +264,38 @@ class _Choice:
             gan=gan,
             evaluation=options,
             seconds={name: round(value, 1) for name, value in seconds.items()},
-            notes=self.notes,
+            notes=notes,
         )
 
-    def _training(
+    def notes(self) -> list[str]:
+        """Return sentences about the images."""
+        survey = self.survey
+        note = f"held out: the {survey.held_out:,} images of the source's own held-out part"
+        if self.val_share is not None:
+            note = (
+                f"held out: {self.val_share:.0%}{' of each class' * self.labelled}, "
+                f"about {self.held_out:,} images in all; similar images stay in the same part"
+            )
+        if survey.groups:
+            note += f"; each of the {survey.groups:,} groups stays whole"
+        notes = [note]
+        if survey.unreadable:
+            notes.append(
+                f"images that cannot be read are left out, for example: {survey.unreadable}"
+            )
+        if survey.unlabelled:
+            notes.append(
+                f"{survey.unlabelled:,} images without labels are left out; docs/classifier.md "
+                "(few labels) says how to use them"
+            )
+        if not self.labelled:
+            reason = "are of one class" if survey.classes else "have no labels"
+            notes.append(
+                f"no classifier: the images {reason}; put them into a folder for each class"
+            )
+        return notes
+
+    def training(
         self,
         config: str,
         options: list[str],
@@ -233,32 +304,37 @@ class _Choice:
         images: float,
         reason: str,
     ) -> Training:
-        gan = config in (GAN, PAIRS, STARTED)
+        is_gan = config not in STEPS
         batch = BATCH[config]
-        rate = speed.images_per_second
-        min_steps = STEPS["gan" if gan else "classifier"] if config != LAST else LAST_STEPS
-        steps = max(min_steps, int(images / batch))
+        steps = max(STEPS.get(config, GAN_STEPS), int(images / batch))
         if self.quick:
             steps = QUICK_STEPS
             options = [*options, "--log.every", str(QUICK_STEPS // 2)]
-        if not gan:
+        if not is_gan:
             warmup = str(max(1, steps // 10))
             options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", warmup]
+        seconds = steps * batch / speed.images_per_second
+        # Two evaluations of a classifier, one of a GAN, and a checkpoint about every two minutes.
+        evaluate_every = math.ceil(steps / (1 if is_gan else 2))
+        save_every = max(10, min(evaluate_every, int(120 * steps / seconds)))
+        options = [*options, "--steps", str(steps)]
+        options += ["--evaluation.every", str(evaluate_every)]
+        options += ["--checkpoint.every", str(save_every)]
         return Training(
             config=config,
-            overrides=[*options, *cadence(steps, batch / rate, evaluations=1 if gan else 2)],
+            overrides=options,
             steps=steps,
             batch_size=batch,
             resolution=side,
             precision=speed.precision,
-            images_per_second=rate,
-            seconds=(GRIDS if gan else 1) * steps * batch / rate,
+            images_per_second=speed.images_per_second,
+            seconds=GRIDS * seconds if is_gan else seconds,
             why=reason,
         )
 
     # --- the classifier
 
-    def _classifier(self, budget: float) -> Training:
+    def classifier(self, budget: float) -> Training:
         """Return the classifier's training.
 
         Pretrained weights are fine-tuned in all layers, or in the last ones if there are few images
@@ -268,54 +344,35 @@ class _Choice:
         Args:
             budget: seconds for the GAN's and the classifier's trainings.
         """
+        config = SCRATCH
+        options: list[str] = []
         if self.machine.weights is None:
-            config = SCRATCH
             budget *= SCRATCH_SHARE
-            side = side_for(self.survey.side, 32)
-            if self.survey.side > 48 and self.images < 20_000:
-                side = 64
-            options: list[str] = []
-            reason = "from scratch"
-            if self.survey.source != "sample":
-                reason += ", because no ImageNet weights were found (--weights FILE)"
+            is_large = self.survey.side > 48 and self.images < 20_000
+            side = side_for(self.survey.side, 64 if is_large else 32)
             judgement = "few for that" if self.images < SCRATCH_FROM else "enough for that"
-            reason += f"; {self.images:,} images are {judgement}"
+            reason = f"from scratch; {self.images:,} images are {judgement}"
             target_images = max(7 * self.images, min(100 * self.images, 40_000))
-            speed = self.machine.speed(config, options, side, self.survey)
         else:
             config = TUNED
             budget *= TUNED_SHARE
             file, name, he_strides = self.machine.weights
             side = side_for(self.survey.side, TUNED_SIDE)
-            options = [
-                "--model.name",
-                name,
-                "--model.weights",
-                file,
-                "--model.he-strides",
-                str(he_strides).lower(),
-            ]
+            options = ["--model.name", name, "--model.weights", file]
+            options += ["--model.he-strides", str(he_strides).lower()]
             reason = f"fine-tuned from {name}'s ImageNet weights, {file}"
             target_images = max(3200, 6 * self.images, min(20 * self.images, 25_600))
-            has_few = self.images < TUNED_FROM
-            if has_few and (training := self._behind_frozen(budget, options, name, reason)):
-                return training
-            speed = self.machine.speed(config, options, side, self.survey)
-            if budget * speed.images_per_second < target_images / 2:
-                if training := self._behind_frozen(budget, options, name, reason):
-                    return training
-                options += ["--finetune.freeze", HEAD_ALONE]
-                reason += "; only the head is trained, because there is no time for more"
-                speed = self.machine.speed(config, options, side, self.survey)
+            if self.images < TUNED_FROM:
+                return self.behind_frozen(budget, options, name, reason)
+        speed = self.machine.speed(config, options, side, self.survey)
         most = budget * speed.images_per_second
+        if config == TUNED and most < target_images / 2:
+            return self.behind_frozen(budget, options, name, reason)
         images = max(min(target_images, most), min(3 * target_images, most / 2))
-        return self._training(config, options, side, speed, images, reason)
+        return self.training(config, options, side, speed, images, reason)
 
-    def _behind_frozen(
-        self, budget: float, options: list[str], name: str, reason: str
-    ) -> Training | None:
-        """Return a training of only the last stage or the head of a pretrained network; None if
-        there is no time for it.
+    def behind_frozen(self, budget: float, options: list[str], name: str, reason: str) -> Training:
+        """Return a training of only the last stage or the head of a pretrained network.
 
         Features of the frozen stages are computed once; the head starts from a logistic regression.
         """
@@ -331,21 +388,15 @@ class _Choice:
                 result += READOUT
             return [*result, "--augment.flip", str(views > 1).lower()]
 
-        def speed(options: list[str]) -> Speed:
-            return self.machine.speed(LAST, options, side, self.survey)
-
-        uncached = ["--finetune.cache", "0"]
-        # seconds to compute the features of one view of every image at 128 px
-        seconds = self.images / speed([*sized(128, 1), *uncached]).images_per_second
+        # Only the head is trained, so this is the time of the features, at 128 px.
+        uncached = [*sized(128, 1), "--finetune.cache", "0"]
+        seconds = 1 / self.machine.speed(LAST, uncached, side, self.survey).images_per_second
         for inside, views in LADDER:
-            if views * seconds * (inside / 128) ** 2 < FEATURES * budget:
+            features = seconds * (inside / 128) ** 2
+            if views * self.images * features < FEATURES * budget:
                 break
-        else:
-            return None
         options = sized(inside, views)
-        whole = speed([*options, *uncached]).images_per_second
-        behind = speed(options)
-        features = max(0.0, 1 / whole - 1 / behind.images_per_second)
+        behind = self.machine.speed(LAST, options, side, self.survey)
         # The preparation includes a pass through the trained stages.
         preparation = views * self.images * (features + 1 / (3 * behind.images_per_second))
         left = max(0.0, budget - preparation)
@@ -353,99 +404,78 @@ class _Choice:
         part = "its last stage" if views > 1 else "its head"
         cause = "there are few images" if self.images < TUNED_FROM else "there is no time for more"
         reason += f"; {part} alone is trained, from a regression at {inside} px, because {cause}"
-        training = self._training(LAST, options, side, behind, images, reason)
+        training = self.training(LAST, options, side, behind, images, reason)
         return training.model_copy(
             update={"features": features, "seconds": training.seconds + preparation}
         )
 
     # --- the GAN
 
-    def _gan_size(self, budget: float) -> tuple[Size, Speed]:
+    def gan_size(self, budget: float) -> tuple[Size, Speed]:
         """Return the largest size whose samples become recognisable within `budget` seconds of
         training, and its training speed.
         """
-        sizes = [size for size in SIZES if size.side <= self.gan_side] or [SIZES[-1]]
-        base = next((size for size in sizes if size.side <= 32 or self._starts(size)), sizes[-1])
-        base_rate = 0.0 if self.quick else self._gan_speed(base).images_per_second
-        for size in sizes[:-1]:
-            estimate = base_rate * work(base) / work(size) * budget
-            kimg = size.started if self._starts(size) else size.kimg
-            if self.quick or estimate < 600 * kimg:  # The size is far too slow to be measured.
-                continue
-            speed = self._gan_speed(size)
-            if speed.images_per_second * budget >= 1000 * kimg:
-                return self._of_width(size, budget) if self._by_law(size) else (size, speed)
-        return sizes[-1], self._gan_speed(sizes[-1])
-
-    def _of_width(self, size: Size, budget: float) -> tuple[Size, Speed]:
-        """Return `size` with the network width that should give the best samples after `budget`
-        seconds of training, and its speed.
-        """
-        candidates: list[tuple[float, Size, Speed]] = []
-        for wide in (size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS):
-            speed = self._gan_speed(wide)
-            near = nearness(wide, min(speed.images_per_second * budget, 1000 * size.most))
-            if candidates and near <= candidates[-1][0]:
+        size = SIZES[0]
+        speed = self.gan_speed(size)
+        for larger in SIZES[1:]:
+            # Samples of a larger size would have more detail than the images.
+            if self.quick or larger.side > side_for(self.survey.side, SIZES[-1].side):
                 break
-            candidates.append((near, wide, speed))
-        return candidates[-1][1:]
+            needed = 1000 * (larger.started if self.starts(larger) else larger.kimg)
+            # A larger size is slower, so it is only measured if this one is fast enough for it.
+            if speed.images_per_second * budget >= needed:
+                larger_speed = self.gan_speed(larger)
+                if larger_speed.images_per_second * budget >= needed:
+                    size = larger
+                    speed = larger_speed
+        return size, speed
 
-    def _by_law(self, size: Size) -> bool:
-        return size.channel_base in WIDTHS and self._recipe(size)[0] == PAIRS and not self.quick
+    def gan_speed(self, size: Size) -> Speed:
+        return self.machine.speed(*self.recipe(size), size.side, self.survey)
 
-    def _gan_speed(self, size: Size) -> Speed:
-        return self.machine.speed(*self._recipe(size), size.side, self.survey)
-
-    def _starts(self, size: Size) -> bool:
+    def starts(self, size: Size) -> bool:
         """Return True if a GAN of this size starts from START, which was measured to be better for
         few images in colour.
         """
         return bool(size.started) and self.survey.channels == 3 and self.ada
 
-    def _gan(self, size: Size, speed: Speed, budget: float) -> Training:
+    def gan(self, size: Size, speed: Speed, budget: float) -> Training:
         """Return the GAN's training, which lasts `budget` seconds, or less if more training would
         make no visible difference.
         """
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
         reason = f"{size.side} px, "
-        reason += "one network for all classes" if self.survey.classes > 1 else "without labels"
-        if self._by_law(size):
-            reason += f"; for {duration(budget)} {size.channel_base // size.side} channels"
-        if size.side < self.gan_side and not self.quick:
-            reason += f"; {size.side * 2} px need more time (--minutes)"
+        reason += "one network for all classes" if self.labelled else "without labels"
         if self.ada:
             reason += f"; with ADA, because there are fewer than {ADA_BELOW:,} training images"
-        if self._starts(size):
+        if self.starts(size):
             reason += f"; it starts from a GAN of drawings, {START}"
-        is_longest = images == 1000 * size.most and not self.quick
-        if is_longest:
+        if images == 1000 * size.most and not self.quick:
             reason += "; longer training would make no visible difference"
-        recipe, options = self._recipe(size)
+        recipe, options = self.recipe(size)
         if recipe == PAIRS and images > MUON:
             options += ["--generator-optimizer.name", "adam"]
-        training = self._training(recipe, options, size.side, speed, images, reason)
-        return training.model_copy(update={"is_longest": is_longest})
+        return self.training(recipe, options, size.side, speed, images, reason)
 
-    def _recipe(self, size: Size) -> tuple[str, list[str]]:
+    def recipe(self, size: Size) -> tuple[str, list[str]]:
         options = ["--data.resolution", str(size.side)]
         for network in ("generator", "discriminator"):
             options += [f"--{network}.channel-base", str(size.channel_base)]
             options += [f"--{network}.channel-max", str(size.channel_max)]
-        has_classes = self.survey.classes > 1
-        if has_classes and not self.ada and size.side <= 32:
+        if self.labelled and not self.ada and size.side <= 32:
             return PAIRS, options
-        if not has_classes:
+        if not self.labelled:
             options += ["--loss.mismatch-weight", "0"]
-        starts = self._starts(size)
+        starts = self.starts(size)
         if starts:
             options += ["--init-from", START, "--ema.ema-kimg", "5", "--augment.flip", "false"]
-        if starts and has_classes:
+        if starts and self.labelled:
             options += ["--loss.auxiliary-weight", "0.5"]
         if self.ada:
             options += ["--ada.mode", "adaptive", "--ada.kimg", "100"]
         return STARTED if starts else GAN, options
 
-    def _evaluation(
+    def evaluation(
         self, size: Size, speed: Speed, judging: float, most: float
     ) -> tuple[list[str], float]:
         """Return the command-line options of the GAN's evaluation, and its expected seconds.
@@ -457,20 +487,17 @@ class _Choice:
         features = self.machine.features_per_second
         features /= (224 / 64) ** 2 if size.side > 64 else 1
         options: list[str] = [] if features or self.labelled else ["--extractor", "pixels"]
-        classes = max(1, self.survey.classes)
-
-        def seconds(n: int, searched: int, per_class: int) -> float:
-            images = max(n, min(self.held_out, per_class * classes))
-            extraction = 1 / features if features else 0.0
-            per_image = 0.4 / speed.images_per_second + 2 * (judging + extraction)
-            return images * per_image + 2 * n * judging + max(n, searched) * extraction
-
+        extraction = 1 / features if features else 0.0
         n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.images)
-        expected = seconds(n, searched, PER_CLASS)
+        diversity = min(self.held_out, PER_CLASS * max(1, self.survey.classes))
+        per_image = 0.4 / speed.images_per_second + 2 * (judging + extraction)
+        expected = max(n, diversity) * per_image + 2 * n * judging
+        expected += max(n, searched) * extraction
         if expected <= most:
             return options, expected
-        searched = max(n, int(searched * most / expected))
-        n = max(min(n, 200), int(n * most / expected))
-        per_class = max(10, min(PER_CLASS, n // classes))
+        fraction = most / expected
+        n = max(min(n, 200), int(n * fraction))
+        searched = max(n, int(searched * fraction))
+        per_class = max(10, min(PER_CLASS, n // max(1, self.survey.classes)))
         options += ["--n", str(n), "--per-class", str(per_class), "--searched", str(searched)]
-        return options, seconds(n, searched, per_class)
+        return options, most

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from duetgan.commands.planning.given import SAMPLE, WEEK, request_words
-from duetgan.commands.planning.plan import SCRATCH_FROM, Plan
+from duetgan.commands.planning.measure import WEEK, request_words
+from duetgan.commands.planning.plan import SAMPLE, SCRATCH_FROM, Plan
 from duetgan.utils.distributed.process import (
     child_environment,
     die_with_parent,
@@ -28,11 +28,11 @@ from duetgan.utils.distributed.process import (
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_folder import is_finished, runs_folder
-from duetgan.utils.text import duration, listed
+from duetgan.utils.text import duration
 
 QUICK_IMAGES = 120  # evaluated images with --quick
 ANOTHER = "give another folder with --dir, or remove this one"
-# Metrics in summary.json, apart from the distances. An evaluation may lack some.
+# Keys of summary.json -> keys of the evaluations, which may lack some.
 CLASSIFIER_METRICS = {
     "accuracy": "accuracy",
     "interval": "accuracy_interval",
@@ -41,6 +41,13 @@ CLASSIFIER_METRICS = {
     "majority_class_rate": "majority_class_rate",
 }
 GAN_METRICS = ("recognised", "diversity_ratio", "clipped_density", "clipped_coverage")
+DISTANCE_METRICS = {
+    "distance": "frechet",
+    "distance_interval": "frechet_interval",
+    "floor": "floor",
+    "extractor": "extractor",
+    "n": "n",
+}
 
 
 class Step(NamedTuple):
@@ -71,10 +78,7 @@ class Quickstart:
         """Run all steps. Return the first exit code above 0."""
         for step in self.steps():
             self.commands.append(typed(step.command))
-            line = f"{time.strftime('%H:%M:%S')} {step.name}"
-            if step.name in self.plan.seconds and not (self.plan.quick or step.done):
-                line += f": about {duration(self.plan.seconds[step.name])}"
-            print(f"\n{line}\n$ {self.commands[-1]}", flush=True)
+            print(f"\n{time.strftime('%H:%M:%S')} {step.name}\n$ {self.commands[-1]}", flush=True)
             if step.done:
                 print(f"{step.name}: already done", flush=True)
             elif code := self.timed(step):
@@ -116,16 +120,10 @@ class Quickstart:
             split += ["--seed", str(plan.seed)]
             parts = [("pack", [self.train, self.test], split)]
         for name, files, options in parts:
-            done = all(file.exists() and complete(file) for file in files)
-            overwrite = ["--overwrite"] if not done and any(file.exists() for file in files) else []
-            pack = [
-                "pack",
-                plan.survey.source,
-                display_path(files[0]),
-                *plan.survey.options,
-                *images,
-            ]
-            yield Step(name, [*pack, *options, *overwrite], done)
+            existing = [file for file in files if file.exists()]
+            overwrite = ["--overwrite"] if existing else []
+            command = ["pack", plan.survey.source, display_path(files[0]), *plan.survey.options]
+            yield Step(name, [*command, *images, *options, *overwrite], existing == files)
 
     def training(self, task: str) -> list[str]:
         training = self.plan.trainings[task]
@@ -185,12 +183,20 @@ class Quickstart:
         return code
 
     def finish(self) -> None:
+        """Write summary.json and the report, and print the results."""
+        from duetgan.metrics.tables import credible
+        from duetgan.reporting.answers import answers
         from duetgan.reporting.report import write_quickstart_report
 
-        sentences = in_sentences(self.folder, self.plan)
+        evaluations = {}
+        for task in self.plan.trainings:
+            file = self.folder / task / "eval" / "metrics.json"
+            evaluations[task] = credible(json.loads(file.read_text()))
         seconds = round(sum(self.timings.values()), 1)
-        summary = summarise(self.folder, self.plan, seconds)
+        summary = summarise(self.plan, evaluations, seconds)
         write_atomic(self.folder / "summary.json", as_json(summary))
+        sentences = answers(evaluations.get("classifier", {}), evaluations["gan"])
+        sentences.append(f"Next: {self.next_step()}")
         report = write_quickstart_report(
             self.folder,
             commands=self.commands,
@@ -200,70 +206,42 @@ class Quickstart:
             answers=sentences,
         )
         print("\n" + "\n".join(sentences))
-        expected = "" if self.plan.quick else f" ({duration(self.plan.total)} expected)"
-        print(f"total time: {duration(seconds)}{expected}")
+        print(f"total time: {duration(seconds)}")
         print(f"summary: {display_path(self.folder / 'summary.json')}")
         print(f"report:  {display_path(report)}  (open it in a browser)")
 
-
-def in_sentences(folder: Path, plan: Plan) -> list[str]:
-    """Return sentences for the user: about the images, the results of the evaluations, and the
-    command to run next.
-    """
-    from duetgan.metrics.tables import credible
-    from duetgan.reporting.answers import advice, answers
-
-    evaluations = read_evaluations(folder, plan)
-    classifier = evaluations.get("classifier", {})
-    gan = credible(evaluations["gan"])
-    smallest = plan.survey.smallest_class
-    has_weights = plan.classifier is not None and bool(plan.classifier.weights)
-    longer = min(4 * plan.minutes, WEEK)
-    if plan.minutes == WEEK or plan.gan.is_longest:
-        longer = 0.0
-    next_step, options, suffix = advice(
-        classifier, longer, smallest, weights=has_weights or plan.training_images >= SCRATCH_FROM
-    )
-    request = [word for word in plan.request if word != "--quick"]
-    command = ["quickstart", *request, *options, "--dir", f"{display_path(folder)}-{suffix}"]
-    packed = json.loads((folder / "gan" / "data.json").read_text())
-    unreadable = plan.survey.count + plan.survey.held_out
-    unreadable -= packed["training"]["count"] + packed["held-out"]["count"]
-    images = plan.survey.text()
-    if unreadable:
-        images += f"; {unreadable:,} of them cannot be read and are left out"
-    return [
-        f"{images}.",
-        *answers(classifier, gan, smallest),
-        f"Next: {next_step}. $ {typed(command)}",
-    ]
+    def next_step(self) -> str:
+        """Return advice on what would help most, with the command for it."""
+        plan = self.plan
+        request = [word for word in plan.request if word != "--quick"]
+        step = "more time, for larger and better samples"
+        options = ["--minutes", f"{min(4 * plan.minutes, WEEK):g}"]
+        has_few = plan.training_images < SCRATCH_FROM
+        if plan.classifier is not None and not plan.classifier.weights and has_few:
+            step = "ImageNet weights for the classifier (docs/your-data.md)"
+            options = ["--weights", "resnet50-0676ba61.pth"]
+        command = ["quickstart", *request, *options, "--dir", f"{display_path(self.folder)}-next"]
+        return f"{step}. $ {typed(command)}"
 
 
-def read_evaluations(folder: Path, plan: Plan) -> dict[str, dict[str, Any]]:
-    evaluations = {}
-    for task in plan.trainings:
-        evaluations[task] = json.loads((folder / task / "eval" / "metrics.json").read_text())
-    return evaluations
-
-
-def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
+def summarise(plan: Plan, evaluations: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Return the content of summary.json: the main metrics of both evaluations with their 95 %
     intervals, and the plan. The distance is that of the first extractor.
     """
-    from duetgan.metrics.tables import credible
-
-    evaluations = read_evaluations(folder, plan)
-    classifier = evaluations.get("classifier")
-    if classifier:
-        classifier = {name: classifier.get(key) for name, key in CLASSIFIER_METRICS.items()}
-    gan = credible(evaluations["gan"])
-    first = gan["distances"][0] if gan["distances"] else {}
-    names = {name: name for metric in GAN_METRICS for name in (metric, f"{metric}_interval")}
-    gan_metrics = {key: gan[key] for key in names if key in gan}
-    names = {"distance": "frechet", "distance_interval": "frechet_interval"}
-    for name in ("distance", "distance_interval", "floor", "extractor", "n"):
-        if (key := names.get(name, name)) in first:
-            gan_metrics[name] = first[key]
+    classifier = None
+    if plan.classifier is not None:
+        document = evaluations["classifier"]
+        classifier = {name: document.get(key) for name, key in CLASSIFIER_METRICS.items()}
+    document = evaluations["gan"]
+    gan = {}
+    for name in GAN_METRICS:
+        for key in (name, f"{name}_interval"):
+            if key in document:
+                gan[key] = document[key]
+    for distance in document["distances"][:1]:
+        for name, key in DISTANCE_METRICS.items():
+            if key in distance:
+                gan[name] = distance[key]
     planned: dict[str, Any] = {
         "source": plan.survey.source,
         "minutes": plan.minutes,
@@ -273,7 +251,7 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
         planned["expected_seconds"] = round(plan.total, 1)
         for task, training in plan.trainings.items():
             planned[task] = training.model_dump()
-    return {"seconds": seconds, "classifier": classifier, "gan": gan_metrics, "plan": planned}
+    return {"seconds": seconds, "classifier": classifier, "gan": gan, "plan": planned}
 
 
 def display_path(path: Path) -> str:
@@ -284,18 +262,6 @@ def display_path(path: Path) -> str:
 
 def typed(command: list[str]) -> str:
     return shlex.join(["duet", *command])
-
-
-def complete(file: Path) -> bool:
-    """Return True if a packed file was written to its end; print the reason otherwise."""
-    from duetgan.data.reading.dataset import Dataset
-
-    try:
-        Dataset(file).close()
-    except UserError as error:
-        print(f"packing again: {error}", flush=True)
-        return False
-    return True
 
 
 def unfit(run: Path, test: Path) -> str:
@@ -350,14 +316,8 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
             raise UserError(f"{folder}: its plan is for {shlex.join(plan.request)}; {ANOTHER}")
         minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
         print(f"continuing with the plan of the first start{minutes}: {display_path(file)}")
-        if all(is_finished(folder / task) for task in plan.trainings):
-            print(
-                f"training is finished, so the models are only evaluated; to start anew {ANOTHER}"
-            )
         return plan
     check_writable(folder)
-    if existing := [name for name in ("data", "classifier", "gan") if (folder / name).exists()]:
-        raise UserError(f"{folder}: has no plan.json for its {listed(existing)}; {ANOTHER}")
     measuring = "" if options.quick else ", then measuring the speed of this machine"
     print(f"reading some images of {options.source}{measuring}", flush=True)
     command = ["quickstart-plan", *request, "--minutes", f"{options.minutes:g}", "--out", str(file)]
