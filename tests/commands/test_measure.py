@@ -115,7 +115,8 @@ def test_command_writes_the_plan(tmp_path, capsys):
     assert run_cli(measure.main, ["sample", "--quick", "--seed", "3", "--out", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out.count("images: 10,000 images") == 1
     made, tree = planned("--quick", "--seed=3"), json.loads((tmp_path / "plan.json").read_text())
-    assert tree | {"survey": None, "seconds": None} == made.model_dump() | {"survey": None, "seconds": None}
+    ignored = {"survey": None, "seconds": None}
+    assert tree | ignored == made.model_dump() | ignored
     assert (made.seed, made.request) == (3, ["sample", "--seed", "3", "--quick"])
 
 
@@ -123,7 +124,7 @@ def test_measuring_is_part_of_the_plan_and_the_sample_needs_no_weights(tmp_path,
     monkeypatch.setattr(measure, "survey", lambda *_: SAMPLE.model_copy(update={"source": "sample"}))
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     plan = planned()
-    assert "plan" in plan.seconds
+    assert plan.spent > 0
     assert not any("ImageNet" in note for note in plan.notes)
 
 

@@ -4,7 +4,6 @@ The command is `duet quickstart-plan SOURCE --out F`. It runs in a separate proc
 the memory of the measured networks before training begins.
 """
 
-import functools
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -165,33 +164,15 @@ class ThisMachine(Machine):
     Args:
         folder: folder for files of random images.
         weights: the weights from which the classifier is fine-tuned.
-        side: side in px of the images that measure `features_per_second`.
     """
 
     start = START
 
-    def __init__(self, folder: Path, weights: Weights | None, *, side: int = 64) -> None:
+    def __init__(self, folder: Path, weights: Weights | None) -> None:
         self.folder = folder
         self.cores = cores()
         self.weights = weights
-        self.side = side
         self._speeds: dict[tuple[object, ...], Speed] = {}
-
-    @functools.cached_property
-    def features_per_second(self) -> float:  # type: ignore[override]
-        import torch
-
-        from duetgan.metrics.features.extractors import find_weights, resnet50_features
-        from duetgan.utils.distributed.collectives import choose_device
-
-        if (weights := find_weights(None)) is None:
-            return 0.0
-        extractor = resnet50_features(weights, device=choose_device(None))
-        images = torch.zeros(16, 3, self.side, self.side, dtype=torch.uint8)
-        extractor(images)
-        started = time.perf_counter()
-        extractor(images)
-        return len(images) / (time.perf_counter() - started)
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Measure and print the speed of a few training steps on noise of `side` px."""
@@ -272,8 +253,8 @@ def plan_lines(plan: Plan) -> list[str]:
             f"train {task}: {training.steps:,} steps of {training.batch_size} images, each image "
             f"seen {epochs:,.1f} times, about {duration(training.seconds)}"
         )
-    end = time.strftime("%H:%M", time.localtime(time.time() + plan.total))
-    return [*lines, f"expected time: {duration(plan.total)}, until about {end}"]
+    end = time.strftime("%H:%M", time.localtime(time.time() + plan.seconds))
+    return [*lines, f"expected time: {duration(plan.seconds)}, until about {end}"]
 
 
 def make_plan(options: Namespace) -> Plan:
@@ -293,7 +274,7 @@ def make_plan(options: Namespace) -> Plan:
         machine.weights = weights
         if not options.quick:
             print("measuring this machine:", flush=True)
-            machine = ThisMachine(Path(folder), weights, side=min(64, images.side))
+            machine = ThisMachine(Path(folder), weights)
             # Planning measures speeds; the second call uses them, and counts the time spent.
             choose(images, machine, minutes=options.minutes)
         spent = 0.0 if options.quick else time.perf_counter() - start

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED
 from duetgan.utils.config.model import Stored
 
 SAMPLE = "sample"  # source of the embedded images
@@ -29,7 +29,10 @@ VAL_SHARE, VAL_SHARE_FEW = 0.1, 0.2
 FEW = 500
 # The GAN uses ADA with fewer training images than this (2006.06676, figure 1).
 ADA_BELOW = 10_000
-EVALUATION = 0.1  # largest fraction of --minutes for the GAN's evaluation
+EVALUATION = 0.1  # fraction of --minutes for the GAN's evaluation
+# Images per minute of --minutes that are evaluated and searched for copies. ResNet-50 processes
+# images above 64 px at 224 px.
+EVALUATED, EVALUATED_LARGE = 1000, 100
 # Sample grids, checkpoints and an evaluation on pixels add 2 % to the time of a GAN's training.
 GRIDS = 1.02
 # Largest fraction of the training time for a classifier from scratch, and for a fine-tuned one.
@@ -60,7 +63,7 @@ class Size(NamedTuple):
 
 SIZES = (
     Size(16, 256, 64, 0, 400),
-    Size(32, 512, 128, 50, 640),
+    Size(32, 512, 128, 20, 640),
     Size(64, 1024, 128, 80, 1500, started=6),
     Size(128, 2048, 128, 300, 3000),
 )
@@ -119,8 +122,6 @@ class Machine:
     start = 0.0  # seconds that a training or evaluation takes to start and to finish
     cores = 1
     weights: Weights | None = None  # ImageNet weights on this machine
-    # images/s through ResNet-50 for the Frechet distance; 0 if its weights are missing
-    features_per_second = 0.0
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Return the training speed of a recipe on images of `side` px, otherwise like `images`."""
@@ -139,18 +140,12 @@ class Training(Stored):
     images_per_second: float  # measured
     seconds: float  # expected
     why: str
-    features: float = 0.0  # seconds per image in the frozen stages, if they are computed once
+    judging: float  # estimated seconds to classify an image in fp32
 
     @property
     def weights(self) -> str:
         """The file of weights that the classifier is fine-tuned from; empty if there is none."""
         return dict(pairwise(self.overrides)).get("--model.weights", "")
-
-    @property
-    def judging(self) -> float:
-        """Estimated seconds to classify an image in fp32: a third of its training time."""
-        slowdown = 2.0 if self.precision == "bf16" else 1.0
-        return slowdown / (3 * self.images_per_second) + 2.0 * self.features
 
 
 class Plan(Stored):
@@ -169,12 +164,9 @@ class Plan(Stored):
     classifier: Training | None
     gan: Training
     evaluation: list[str]  # command-line options of the GAN's evaluation
-    seconds: dict[str, float]  # step, such as "train gan" -> expected seconds
+    spent: float  # seconds that the survey and the measurements took
+    seconds: float  # expected, with `spent`
     notes: list[str]  # the settings with their reasons
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
 
     @property
     def trainings(self) -> dict[str, Training]:
@@ -223,32 +215,27 @@ class _Choice:
         survey = self.survey
         start = self.machine.start
         read = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
-        seconds = {"plan": spent} if spent else {}
-        seconds["pack"] = read + PACKING
-        most = EVALUATION * 60 * minutes  # largest time of the GAN's evaluation
-        left = FILLED * 60 * minutes - sum(seconds.values())
-        left -= start * (4 if self.labelled else 2)
+        seconds = spent + read + PACKING + start * (4 if self.labelled else 2)
+        seconds += EVALUATION * 60 * minutes
+        budget = FILLED * 60 * minutes
         notes = self.notes()
-        judging = 0.0
         classifier = None
         if self.labelled:
-            classifier = self.classifier(max(0.0, left - most))
+            classifier = self.classifier(max(0.0, budget - seconds))
             notes.append(f"classifier: {classifier.why}")
-            judging = classifier.judging
-            seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
-            seconds["evaluate classifier"] = judging * self.held_out + start
-            left -= classifier.seconds + 3 * judging * self.held_out
-        size, speed = self.gan_size(left - most)
-        options, evaluation = self.evaluation(size, speed, judging, most)
-        gan = self.gan(size, speed, left - evaluation)
+            # Two evaluations during training, one after it.
+            seconds += classifier.seconds + 3 * classifier.judging * self.held_out
+        gan = self.gan(budget - seconds)
         notes.append(f"GAN: {gan.why}")
-        seconds["train gan"] = gan.seconds + start
-        seconds["evaluate gan"] = evaluation + start
-        if sum(seconds.values()) > 63 * minutes:
+        seconds += gan.seconds
+        if seconds > 63 * minutes:
             notes.append(
                 f"this takes longer than {minutes:g} minutes on this machine, even with the "
                 "smallest settings"
             )
+        rate = EVALUATED if gan.resolution <= 64 else EVALUATED_LARGE
+        evaluated = min(GAN_IMAGES, self.held_out, int(rate * minutes))
+        searched = min(SEARCHED, self.images, int(rate * minutes))
         sides = [training.resolution for training in (gan, classifier) if training]
         return Plan(
             survey=survey,
@@ -262,8 +249,9 @@ class _Choice:
             held_out=self.held_out,
             classifier=classifier,
             gan=gan,
-            evaluation=options,
-            seconds={name: round(value, 1) for name, value in seconds.items()},
+            evaluation=["--n", str(evaluated), "--searched", str(searched)],
+            spent=round(spent, 1),
+            seconds=round(seconds, 1),
             notes=notes,
         )
 
@@ -320,6 +308,8 @@ class _Choice:
         options = [*options, "--steps", str(steps)]
         options += ["--evaluation.every", str(evaluate_every)]
         options += ["--checkpoint.every", str(save_every)]
+        # Classifying an image takes a third of the time of training on it.
+        slowdown = 2.0 if speed.precision == "bf16" else 1.0
         return Training(
             config=config,
             overrides=options,
@@ -330,6 +320,7 @@ class _Choice:
             images_per_second=speed.images_per_second,
             seconds=GRIDS * seconds if is_gan else seconds,
             why=reason,
+            judging=slowdown / (3 * speed.images_per_second),
         )
 
     # --- the classifier
@@ -406,7 +397,10 @@ class _Choice:
         reason += f"; {part} alone is trained, from a regression at {inside} px, because {cause}"
         training = self.training(LAST, options, side, behind, images, reason)
         return training.model_copy(
-            update={"features": features, "seconds": training.seconds + preparation}
+            update={
+                "judging": training.judging + 2.0 * features,
+                "seconds": training.seconds + preparation,
+            }
         )
 
     # --- the GAN
@@ -439,10 +433,11 @@ class _Choice:
         """
         return bool(size.started) and self.survey.channels == 3 and self.ada
 
-    def gan(self, size: Size, speed: Speed, budget: float) -> Training:
+    def gan(self, budget: float) -> Training:
         """Return the GAN's training, which lasts `budget` seconds, or less if more training would
         make no visible difference.
         """
+        size, speed = self.gan_size(budget)
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
         reason = f"{size.side} px, "
         reason += "one network for all classes" if self.labelled else "without labels"
@@ -474,30 +469,3 @@ class _Choice:
         if self.ada:
             options += ["--ada.mode", "adaptive", "--ada.kimg", "100"]
         return STARTED if starts else GAN, options
-
-    def evaluation(
-        self, size: Size, speed: Speed, judging: float, most: float
-    ) -> tuple[list[str], float]:
-        """Return the command-line options of the GAN's evaluation, and its expected seconds.
-
-        If these would exceed `most`, fewer images are evaluated and searched for copies.
-        `judging` is the classifier's seconds per image. ResNet-50 processes images above 64 px at
-        224 px.
-        """
-        features = self.machine.features_per_second
-        features /= (224 / 64) ** 2 if size.side > 64 else 1
-        options: list[str] = [] if features or self.labelled else ["--extractor", "pixels"]
-        extraction = 1 / features if features else 0.0
-        n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.images)
-        diversity = min(self.held_out, PER_CLASS * max(1, self.survey.classes))
-        per_image = 0.4 / speed.images_per_second + 2 * (judging + extraction)
-        expected = max(n, diversity) * per_image + 2 * n * judging
-        expected += max(n, searched) * extraction
-        if expected <= most:
-            return options, expected
-        fraction = most / expected
-        n = max(min(n, 200), int(n * fraction))
-        searched = max(n, int(searched * fraction))
-        per_class = max(10, min(PER_CLASS, n // max(1, self.survey.classes)))
-        options += ["--n", str(n), "--per-class", str(per_class), "--searched", str(searched)]
-        return options, most

@@ -69,7 +69,7 @@ class Quickstart:
         self.train = folder / "data" / "train.lmdb"
         self.test = folder / "data" / "test.lmdb"
         file = folder / "timings.json"
-        self.timings: dict[str, float] = {"plan": plan.seconds.get("plan", 0.0)}
+        self.timings: dict[str, float] = {"plan": plan.spent}
         if file.is_file():
             self.timings = json.loads(file.read_text())
         self.commands: list[str] = []
@@ -148,6 +148,8 @@ class Quickstart:
         The classifier judges the GAN unless it is `unfit`, for example if the held-out images are
         training images as well; then it supplies features only.
         """
+        from duetgan.metrics.features.extractors import find_weights
+
         command = [
             "evaluate",
             "--checkpoint",
@@ -166,12 +168,12 @@ class Quickstart:
                 command += ["--extractor", f"classifier:{display_path(classifier)}"]
             else:
                 command += ["--classifier", display_path(classifier)]
-        if not self.plan.quick:
-            return command + self.plan.evaluation
-        if self.plan.classifier is None:
-            command += ["--extractor", "pixels"]  # ResNet-50's weights may be missing
-        searched, per_class = str(QUICK_IMAGES), str(QUICK_IMAGES // 10)
-        return [*command, "--searched", searched, "--per-class", per_class]
+        elif self.plan.quick or find_weights(None) is None:
+            command += ["--extractor", "pixels"]
+        if self.plan.quick:
+            searched, per_class = str(QUICK_IMAGES), str(QUICK_IMAGES // 10)
+            return [*command, "--searched", searched, "--per-class", per_class]
+        return command + self.plan.evaluation
 
     def timed(self, step: Step) -> int:
         """Run a step, add its time to timings.json, and return its exit code."""
@@ -248,7 +250,7 @@ def summarise(plan: Plan, evaluations: dict[str, dict[str, Any]], seconds: float
         "notes": plan.notes,
     }
     if not plan.quick:  # nothing was measured
-        planned["expected_seconds"] = round(plan.total, 1)
+        planned["expected_seconds"] = plan.seconds
         for task, training in plan.trainings.items():
             planned[task] = training.model_dump()
     return {"seconds": seconds, "classifier": classifier, "gan": gan, "plan": planned}
