@@ -30,10 +30,8 @@ def recipes() -> str:
 
 def contents() -> dict[Path, str]:
     """The files and what belongs into them."""
-    from duetgan.training.reference import groups  # imports torch
-
     keys = runpy.run_path(str(ROOT / "docs" / "keys.py"))
-    pages = {"keys": keys["as_markdown"](groups()), "recipes": recipes()}
+    pages = {"keys": keys["as_markdown"](keys["groups"]()), "recipes": recipes()}
     files = {}
     for name, text in pages.items():
         page, mark = ROOT / "docs" / f"{name}.md", f"<!-- {name} -->\n"

@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib
 import re
+import runpy
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch.distributed.run import get_args_parser
 from duetgan.commands import COMMANDS
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.engine.tasks import TASKS, build_run_config
-from duetgan.training.reference import TASKLESS
 from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
 from duetgan.utils.config.recipes import recipe_file
@@ -28,6 +28,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "doc
 MEASUREMENTS = sorted((ROOT / "docs" / "measurements").glob("*.md"))  # the lab book: commands of their day
 CONFIGS = {TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)}
 KEYS = {key for config in CONFIGS for key in keys_of(config)}
+TASKLESS = runpy.run_path(str(ROOT / "docs" / "keys.py"))["TASKLESS"]
 STUDY_KEYS = {key for config in TASKLESS.values() for key in keys_of(config)}
 OVERRIDDEN = {"train": KEYS, "study": STUDY_KEYS}  # scripts whose options are config keys too
 SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed

@@ -74,13 +74,6 @@ def parser() -> Parser:
     add("--local-rank", type=int, help=SUPPRESS)
     add("--list", action="store_true", help="list the recipes of configs/")
     add(
-        "--keys",
-        nargs="?",
-        const="",
-        metavar="WORD",
-        help="list all config keys, or those that contain WORD",
-    )
-    add(
         "--dry-run",
         nargs="?",
         const="here",
@@ -98,11 +91,6 @@ def main(argv: list[str]) -> int:
     options, overrides = parser().parse_known(argv)
     if options.list:
         print(listing(recipes()))
-        return 0
-    if options.keys is not None:
-        from duetgan.training.reference import as_text, matching  # imports torch
-
-        print(as_text(matching(options.keys)))
         return 0
     if options.config is None:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")

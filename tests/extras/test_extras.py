@@ -33,10 +33,9 @@ NEAREST = {
     "duetgan.training.classifier.network": "tests/training/classifier/test_task.py",
     "duetgan.training.engine.run": "tests/training/engine/test_start.py",
     "duetgan.training.engine.tasks": "tests/training/engine/test_tasks.py",
-    "duetgan.training.reference": "tests/training/test_reference.py",
 }
 # keys.md and schema.json hold the extras' keys
-GENERATED = "tests/training/test_reference.py::test_text_markdown_and_repository_have_every_key"
+GENERATED = "tests/training/test_reference.py::test_markdown_and_repository_have_every_key"
 IMPORT_ALL = """
 import importlib, pkgutil, duetgan
 for module in pkgutil.walk_packages(duetgan.__path__, "duetgan."):

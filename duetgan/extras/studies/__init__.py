@@ -6,5 +6,4 @@ COMMANDS = {
         "answer a question with many runs: do generated images help a classifier?",
     )
 }
-ATTACHES = {"duetgan.training.reference": "duetgan.extras.studies.recipes"}
 NEEDS = ("few_labels",)  # label spreading
