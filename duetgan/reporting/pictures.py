@@ -82,17 +82,12 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
         axes = figure.add_axes((0.12, 0.17, 0.85, 0.8), yscale="log" if log else "linear")
         for index, points in enumerate(curves):
             colour = CURVES[index % 4]
-            finite = [False, *(math.isfinite(y) for _, y in points), False]
-            # A finite point without a finite neighbour has no line and is drawn as a dot.
-            dots = []
-            for i, point in enumerate(points, 1):
-                if finite[i] and not (finite[i - 1] or finite[i + 1]):
-                    dots.append(point)
-            if len(dots) < sum(finite):
-                axes.plot(*zip(*points, strict=True), color=colour)
-            # Dots are lines of no length, because markers would be in <defs>, which is removed.
-            for x, y in dots:
+            if len(points) == 1:
+                # A dot is a line of no length: a marker would be in <defs>, which is removed.
+                x, y = points[0]
                 axes.plot((x, x), (y, y), color=colour, linewidth=DOT, solid_capstyle="round")
+            elif points:
+                axes.plot(*zip(*points, strict=True), color=colour)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(
             ticker.LogLocator(numticks=6) if log else ticker.MaxNLocator(5, steps=[1, 2, 5, 10])
@@ -146,11 +141,9 @@ def pictures(run: Run) -> list[Picture]:
 
 def samples(run: Run) -> list[Picture]:
     """Return at most MOST_SAMPLES sample grids of the training, evenly spaced, the newest last."""
-    last = len(run.samples) - 1
-    count = min(MOST_SAMPLES, last + 1)
+    interval = math.ceil(len(run.samples) / MOST_SAMPLES)
     grids = []
-    for i in range(count):
-        path = run.samples[round(i * last / max(1, count - 1))]
+    for path in run.samples[::-1][:: max(1, interval)][::-1]:
         step = int(path.stem.removeprefix("step-"))
         caption = f"step {number(step)}"
         # A classifier's only grid shows training images.

@@ -38,9 +38,6 @@ CHARTS = {
     "val/memorised_p/*": "p-value of the search for copies (small: the GAN copies)",
     "val/memorised/*": "fraction of samples unusually near to training images",
 }
-# Charts whose keys begin with one of these parts are shown; the others are folded away.
-SHOWN_AT_ONCE = ("loss", "logits", "ada", "accuracy", "val", "train")
-FOLDED = "val/memorised_p/*"  # keys that are folded away in spite of SHOWN_AT_ONCE
 
 
 def chart_of(key: str) -> str:
@@ -150,26 +147,19 @@ def render(template: str | Path, **values: object) -> str:
     return page.get_template(file.name).render(**values)
 
 
-def charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
-    """Return the charts that are shown at once, and those that are folded away. A message replaces
-    a chart without finite values.
-    """
+def charts(run: Run) -> list[Chart | str]:
+    """Return the charts of a training. A message replaces a chart without finite values."""
     series = run.series
     groups: dict[str, list[str]] = {}
     for key in series:
         groups.setdefault(chart_of(key), []).append(key)
-    visible: list[Chart | str] = []
-    folded: list[Chart | str] = []
+    result: list[Chart | str] = []
     for title, keys in groups.items():
-        chart: Chart | str = f"{', '.join(keys)}: not one finite value."
         if any(math.isfinite(y) for key in keys for _, y in series[key]):
-            chart = Chart({key: series[key] for key in keys}, title=title)
-        # A chart with at least one visible key keeps all its curves.
-        if any(key.split("/")[0] in SHOWN_AT_ONCE and not fnmatchcase(key, FOLDED) for key in keys):
-            visible.append(chart)
+            result.append(Chart({key: series[key] for key in keys}, title=title))
         else:
-            folded.append(chart)
-    return (visible, folded) if visible else (folded, [])
+            result.append(f"{', '.join(keys)}: not one finite value.")
+    return result
 
 
 VERDICT_CLASSES = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # CSS classes
