@@ -28,7 +28,6 @@ from duetgan.utils.checkpoint import (
 )
 from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.checkpoint.state_schema import FAULTS, load_network
-from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError, explained
@@ -84,8 +83,7 @@ def _restored(
             network.add_auxiliary()
         return network
 
-    with plugins.hinting(lambda: checkpoint["config"]):
-        model: Any = load_network(built, checkpoint, part, str(file))
+    model: Any = load_network(built, checkpoint, part, str(file))
     temperature = getattr(model, "temperature", None)
     if temperature is not None and not 0 < float(temperature) < math.inf:
         raise UserError(

@@ -10,10 +10,9 @@ from typing import Any
 
 from duetgan.extras.studies.subjects import SUBJECTS, load_subject
 from duetgan.utils.config.build import build
-from duetgan.utils.config.cli import Parser, UnknownKey, entry
+from duetgan.utils.config.cli import Parser, entry
 from duetgan.utils.config.recipes import CONFIGS, recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.errors import explained
 from duetgan.utils.runlog.run_folder import runs_folder
 
 
@@ -58,9 +57,8 @@ def main(argv: list[str]) -> int:
     from duetgan.extras.studies.runner import Study
 
     config_class, subject_class = load_subject(options.subject)
-    with explained(UnknownKey, lambda error: error.among(sorted(parser()._option_string_actions))):
-        tree = quickened(tree) if options.quick else tree
-        config: Any = build(config_class, tree, overrides, source=str(file))
+    tree = quickened(tree) if options.quick else tree
+    config: Any = build(config_class, tree, overrides, source=str(file))
     folder = Path(out).resolve()
     study = Study(options.subject, subject_class(config, folder, options.device))
     document = study.run()

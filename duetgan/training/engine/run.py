@@ -25,11 +25,10 @@ from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils import extras, seeding
 from duetgan.utils.checkpoint import newest_first
 from duetgan.utils.checkpoint.provenance import Lineage, join
-from duetgan.utils.config import plugins
 from duetgan.utils.config.build import given_keys, to_tree
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
+from duetgan.utils.distributed.heartbeat import Heartbeat, clear
 from duetgan.utils.distributed.launch import under_launcher
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.machine import tune_malloc
@@ -90,9 +89,7 @@ def train(
         folder = run_dir
     else:
         folder = RunFolder(run_dir or default_folder(Path(config_file)))
-    saved_config = folder.path / "config.yaml"
-    with plugins.hinting(lambda: read_yaml(saved_config) if saved_config.is_file() else {}):
-        config = build_run_config(read_yaml(config_file), overrides, config_file)
+    config = build_run_config(read_yaml(config_file), overrides, config_file)
     rates = None if sweep is None else lr_find.Sweep(**sweep)
     unsupported = TASKS[config.task].task.lr_find_unsupported_reason
     if rates is not None and unsupported:
@@ -297,7 +294,6 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         raise
     finally:
         heartbeat.stop(failure, lost_peer=lost_peer)
-        collectives.watch_while_waiting(None)
     reason = "max_steps" if profile_steps is None else "profile"
     if loop.finished:
         reason = loop.stopping.reason if loop.step < loop.config.steps else ""
@@ -309,21 +305,11 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
 
 
 def _start_heartbeat(folder: Path) -> Heartbeat:
-    """Start writing this process's heartbeat file.
-
-    Ranks that wait long for rank 0 then read the files of the other ranks.
-    """
-    rank, world_size = collectives.rank(), collectives.world_size()
-
-    def check_peers() -> None:
-        for silent in silent_ranks(folder, world_size, own_rank=rank):
-            if silent.rank == 0 or silent.gone:
-                raise collectives.PeerLost(silent.reason)
-
-    heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
+    """Start writing this process's heartbeat file."""
+    parent = os.getppid() if under_launcher() else None
+    heartbeat = Heartbeat(folder, collectives.rank(), parent=parent)
     heartbeat.start()
     collectives.barrier()  # Now the files of all ranks exist.
-    collectives.watch_while_waiting(check_peers)
     return heartbeat
 
 

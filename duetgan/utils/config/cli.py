@@ -57,39 +57,14 @@ def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> 
     return registry[name]
 
 
-IN_STEPS = """a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of \
-images / batch_size steps (the plan of --dry-run has both)"""
-SAME_COMMAND = "the same command resumes from the run folder's last checkpoint"
-# options of other programs that Duet does without -> what to do instead
-NOTES = dict.fromkeys(("resume", "resume_from", "continue"), SAME_COMMAND)
-NOTES |= dict.fromkeys(("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"), IN_STEPS)
-
-
 class UnknownKey(UserError):
-    """A key that the configuration does not have. The message suggests a similar key or option."""
+    """A key that the configuration does not have. The message suggests a similar key."""
 
-    def __init__(
-        self, source: str, name: str, keys: Sequence[str], options: Sequence[str] = ()
-    ) -> None:
-        self.source = source
-        self.name = name
-        self.keys = keys
-        leaf = name.rpartition(".")[2]
-        if note := NOTES.get(leaf):
-            super().__init__(f"{source}: there is no {name}; {note}")
-            return
-        names = {option.removeprefix("--").replace("-", "_"): option for option in options}
-        names |= dict(zip(keys, keys, strict=True))
+    def __init__(self, source: str, name: str, keys: Sequence[str]) -> None:
         # The user may have left out the section, or have named another one.
         leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
-        hint = did_you_mean(name, names) or did_you_mean(leaf, leaves)
-        if leaf in leaves:
-            hint = f" (did you mean {leaves[leaf]!r}?)"
+        hint = did_you_mean(name.rpartition(".")[2], leaves) or did_you_mean(name, keys)
         super().__init__(f"{source}: unknown key {name!r}{hint}".removeprefix(": "))
-
-    def among(self, options: Sequence[str]) -> "UnknownKey":
-        """Return this error with a script's `options` (`--max-steps`) among the suggestions."""
-        return UnknownKey(self.source, self.name, self.keys, options)
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,13 +5,12 @@ an installed package's entry point in the group `duetgan.plugins`. Plug-ins that
 made with are named in errors, never imported.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -71,20 +70,3 @@ def _refused(subject: str, error: Exception) -> UserError:
     return UserError(
         f"{subject}: {type(error).__name__}: {error} ({where}); --debug prints the traceback"
     )
-
-
-@contextlib.contextmanager
-def hinting(config: Callable[[], Mapping[str, object]]) -> Iterator[None]:
-    """Add the missing plug-ins of a run's config to an error about an unknown name."""
-    try:
-        yield
-    except UserError as error:
-        imports = config().get("imports")
-        present = {*_imported, *_imported.values()}
-        missing = []
-        for name, digest in imports.items() if isinstance(imports, dict) else ():
-            if name not in present and digest not in present:
-                missing.append(f"--import {name}")
-        if missing and "unknown" in str(error):
-            error.args = (f"{error}; it was made with {' '.join(missing)}: add that",)
-        raise

@@ -196,11 +196,8 @@ def test_a_recipe_of_another_size_is_not_near(tmp_path):
     [
         (ClassifierConfig, "model.freeze", "did you mean 'finetune.freeze'?"),
         (GanConfig, "lr", "did you mean 'generator_optimizer.lr'?"),
-        (GanConfig, "epochs", "a training is counted in steps"),  # "--procs" was the answer once
-        (ClassifierConfig, "num_epochs", "--steps 90ep for 90 epochs"),
     ],
 )
 def test_the_key_that_is_meant_is_named(config_class, name, hint):
-    with pytest.raises(UnknownKey, match=re.escape(hint)) as error:
+    with pytest.raises(UnknownKey, match=re.escape(hint)):
         build(config_class, {}, [f"--{name}", "1"])
-    assert str(error.value.among(["--procs"])) == str(error.value)
