@@ -10,7 +10,7 @@ from pathlib import Path
 
 from duetgan.utils import extras
 from duetgan.utils.checkpoint import newest_first
-from duetgan.utils.config.cli import Parser, add_import_option, number, positive
+from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, number, positive
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import launch
@@ -143,18 +143,22 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]
         # This imports torch, which must not happen before --gpus is applied.
         from duetgan.training.engine.run import train
 
-        return train(
-            options.config,
-            overrides,
-            run_dir=folder,
-            device=launch.requested_device(options.device, options.gpus, options.procs),
-            max_steps=options.max_steps,
-            profile_steps=options.profile,
-            sweep=sweep if options.lr_find else None,
-            dry_run=DRY_RUNS[options.dry_run][0] if options.dry_run else None,
-            layers=options.layers,
-            new_data=options.new_data,
-        )
+        try:
+            return train(
+                options.config,
+                overrides,
+                run_dir=folder,
+                device=launch.requested_device(options.device, options.gpus, options.procs),
+                max_steps=options.max_steps,
+                profile_steps=options.profile,
+                sweep=sweep if options.lr_find else None,
+                dry_run=DRY_RUNS[options.dry_run][0] if options.dry_run else None,
+                layers=options.layers,
+                new_data=options.new_data,
+            )
+        except UnknownKey as error:
+            # A misspelt option of this script is a key to the parser.
+            raise UnknownKey(error.source, error.name, [*error.keys, *vars(options)]) from error
 
 
 extras.attach(__name__)

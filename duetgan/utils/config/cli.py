@@ -61,6 +61,9 @@ class UnknownKey(UserError):
     """A key that the configuration does not have. The message suggests a similar key."""
 
     def __init__(self, source: str, name: str, keys: Sequence[str]) -> None:
+        self.source = source
+        self.name = name
+        self.keys = keys
         # The user may have left out the section, or have named another one.
         leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}
         hint = did_you_mean(name.rpartition(".")[2], leaves) or did_you_mean(name, keys)

@@ -1,6 +1,5 @@
 """One process: everything is a no-op; buckets of gradients and their order. Several are tried in tests/distributed."""
 
-
 import pytest
 import torch
 from torch import Tensor
