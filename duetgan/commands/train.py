@@ -158,7 +158,8 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]
             )
         except UnknownKey as error:
             # A misspelt option of this script is a key to the parser.
-            raise UnknownKey(error.source, error.name, [*error.keys, *vars(options)]) from error
+            names = [name for name in vars(options) if name[0] == error.name[0]]
+            raise UnknownKey(error.source, error.name, [*error.keys, *names]) from error
 
 
 extras.attach(__name__)

@@ -114,5 +114,5 @@ def did_you_mean(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
         names: the known names; a mapping gives the text to print for each.
     """
     texts = names if isinstance(names, Mapping) else dict(zip(names, names, strict=True))
-    near = difflib.get_close_matches(name, texts, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name, texts, n=1, cutoff=0.6)
     return f" (did you mean {texts[near[0]]!r}?)" if near else ""
