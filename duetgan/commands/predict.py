@@ -126,8 +126,6 @@ def main(argv: list[str]) -> int:
                 sink(image, answer)
             bar.update()
         count = len(inputs)
-    if not quiet:
-        print(bar.text(), file=sys.stderr)
     for path in filter(None, (options.csv, options.errors)):
         print(f"wrote {path}", file=sys.stderr)
     for failure, names in failures.items():

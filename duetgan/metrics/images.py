@@ -16,7 +16,7 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building
-from duetgan.utils.images import drawable, families, save_captioned, save_rows, visible
+from duetgan.utils.images import drawable, save_captioned, save_rows, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -171,11 +171,9 @@ def save_confusion(
     axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted class", ylabel="true class")
     if count <= MAX_LABELLED_CLASSES:
-        names, fonts = list(map(drawable, classes)), families()
-        axes.set_xticks(
-            range(count), names, rotation=45, ha="right", parse_math=False, fontfamily=fonts
-        )
-        axes.set_yticks(range(count), names, parse_math=False, fontfamily=fonts)
+        names = list(map(drawable, classes))
+        axes.set_xticks(range(count), names, rotation=45, ha="right", parse_math=False)
+        axes.set_yticks(range(count), names, parse_math=False)
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if fractions[row, column] > 0.5 else "black"
             axes.text(

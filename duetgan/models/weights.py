@@ -94,7 +94,6 @@ def read_plain(path: Path, remedy: str) -> Any:
     """
     with files.reading(path, remedy):
         files.check(path, files.WEIGHTS)
-    files.refuse_page(path)
     # torch's message is replaced because it advises to read the file unsafely.
     message = (
         f"{path} is damaged or not a plain state dict (names and tensors, as "

@@ -108,18 +108,6 @@ def check(path: str | Path, kind: FileLimit) -> os.stat_result:
     return status
 
 
-def refuse_page(path: Path) -> None:
-    """Raise UserError if a file is an HTML page, which a failed download leaves under the file's
-    name.
-    """
-    if path.is_file():
-        with open_file(path, WEIGHTS) as file:
-            if file.read(512).lstrip().lower().startswith((b"<!doctype", b"<html", b"<head")):
-                raise UserError(
-                    f"{path}: is an HTML page, the download failed; fetch the file itself"
-                )
-
-
 def open_file(path: str | Path, kind: FileLimit) -> io.BufferedReader:
     """Open a file that `check` accepts, for reading. Raises OSError."""
     check(path, kind)

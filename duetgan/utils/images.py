@@ -1,9 +1,7 @@
 """Draw grids and tables of images with captions, as PNG files that are written atomically.
 
-Text is drawn in matplotlib's DejaVu Sans, so that images look the same on every machine. For
-scripts that it does not cover, an installed font is used; Duet brings none, because a font for
-Chinese, Japanese and Korean takes 5 to 20 MB. A character that no font has is drawn as its escape
-(`\\u732b`), never as a box.
+Text is drawn in matplotlib's DejaVu Sans, so that images look the same on every machine. A
+character that it does not have is drawn as its escape (`\\u732b`), never as a box.
 """
 
 import math
@@ -35,18 +33,6 @@ Word = tuple[float, float, str, str]  # x, y, text, Pillow's anchor
 Picture: TypeAlias = "Tensor | np.ndarray"  # [C, H, W]
 # x, y of an image's top left corner; None leaves the place white
 Place: TypeAlias = "tuple[int, int, Picture | None]"
-DEFAULT_FONT = "DejaVu Sans"
-FALLBACK_FONTS = [  # common fonts that cover many scripts, in order of preference
-    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC"),
-    *(
-        "WenQuanYi Micro Hei",
-        "WenQuanYi Zen Hei",
-        "Droid Sans Fallback",
-        "PingFang SC",
-        "Hiragino Sans",
-    ),
-    *("Arial Unicode MS", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Unifont"),
-]
 
 
 def visible(images: Picture, spec: ImageSpec | None, ground: int | None = None) -> Any:
@@ -204,7 +190,7 @@ def save_table(
     above = [[_fitting(line, width) for line in head.split("\n")] for head in column_heads]
     left = 0
     if names:
-        widest = max(legible(name, TEXT)[1].getlength(name) for name in names)
+        widest = max(_font()[0].getlength(name) for name in names)
         left = math.ceil(widest) + 2 * PADDING
     top = LINE * max(map(len, above)) + PADDING if above else 0
     extra = 0 if margin is None else margin - gap
@@ -246,64 +232,32 @@ def _save(
     drawn = Image.fromarray(canvas if canvas.shape[2] == 3 else canvas[:, :, 0])
     draw = ImageDraw.Draw(drawn)
     for left, top, text, anchor in words:
-        drawable, font = legible(text, TEXT)
-        draw.text((left, top), drawable, fill=0, font=font, anchor=anchor)
+        draw.text((left, top), text, fill=0, font=_font()[0], anchor=anchor)
     save_png(np.atleast_3d(np.asarray(drawn)), path)
 
 
 def _fitting(text: str, width: float) -> str:
     """Shorten a line to `width` px; unprintable characters, such as line breaks, become spaces."""
-    drawable, font = legible("".join(c if c.isprintable() else " " for c in text), TEXT)
-    return shorten(drawable, width, font.getlength)
+    line = drawable("".join(c if c.isprintable() else " " for c in text))
+    return shorten(line, width, _font()[0].getlength)
 
 
 @cache
-def _paths() -> dict[str, str]:
-    """Return the file of each available font by name, in order of preference."""
+def _font() -> tuple[ImageFont.FreeTypeFont, frozenset[int]]:
+    """Return the font, and the code points of the characters that it has."""
     from matplotlib.font_manager import fontManager  # slow to import
-
-    installed = {entry.name: entry.fname for entry in reversed(fontManager.ttflist)}
-    return {DEFAULT_FONT: str(fontManager.findfont(DEFAULT_FONT))} | {
-        name: installed[name] for name in FALLBACK_FONTS if name in installed
-    }
-
-
-@cache
-def _letters(name: str) -> frozenset[int]:
     from matplotlib.ft2font import FT2Font
 
-    return frozenset(FT2Font(_paths()[name]).get_charmap())
-
-
-def families() -> list[str]:
-    """Return font names for matplotlib, which draws each letter in the first font that has it."""
-    return list(_paths())
+    path = str(fontManager.findfont("DejaVu Sans"))
+    return ImageFont.truetype(path, TEXT), frozenset(FT2Font(path).get_charmap())
 
 
 def drawable(text: str) -> str:
-    """Return a line of text, `printable`, with escapes for characters that no font has."""
+    """Return a line of text, `printable`, with escapes for characters that the font lacks."""
     if text.isascii() and text.isprintable():
         return text
-    return _written(printable(text), frozenset().union(*map(_letters, families())))
-
-
-def _written(text: str, letters: frozenset[int]) -> str:
+    letters = _font()[1]
     return "".join(
-        c if ord(c) in letters else c.encode("unicode_escape").decode("ascii") for c in text
+        c if ord(c) in letters else c.encode("unicode_escape").decode("ascii")
+        for c in printable(text)
     )
-
-
-def legible(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
-    """Return a line of text as one font can draw it, and that font at `size` px.
-
-    The font is the first that has all the letters, else DEFAULT_FONT.
-    """
-    text = drawable(text)
-    required = set(map(ord, text))
-    name = next((name for name in families() if required <= _letters(name)), DEFAULT_FONT)
-    return _written(text, _letters(name)), _font(name, size)
-
-
-@cache
-def _font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(_paths()[name], size)

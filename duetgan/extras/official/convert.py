@@ -79,7 +79,6 @@ def read(path: Path) -> "Converted":
     from duetgan.extras.official.unpickle import Inert, read_pickle
     from duetgan.models.weights import read_plain
 
-    files.refuse_page(path)
     # Refused is a ValueError.
     faults = (ValueError, TypeError, LookupError, RuntimeError)
     with files.reading(

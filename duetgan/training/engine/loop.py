@@ -156,16 +156,15 @@ class Loop(Fields):
             self.loader.close()
 
     def _begin(self) -> None:
-        with self.log.pausing():
-            self.task.begin()
-            for callback in self.callbacks:
-                callback.begin(self)
+        self.task.begin()
+        for callback in self.callbacks:
+            callback.begin(self)
 
     def batches(self) -> Iterator[Batch]:
         """Yield the training batches, of images or of the data from `task.source`."""
         while True:
             with phase("data"):
-                with self.stopwatch.paused(), self.log.pausing():
+                with self.stopwatch.paused():
                     self.loader.read_from(self.task.source(self.step))
                 batch = next(self.loader)
             yield batch
@@ -212,7 +211,7 @@ class Loop(Fields):
 
         The ranks wait for one another, however long it takes.
         """
-        with self.stopwatch.paused(), self.log.pausing():
+        with self.stopwatch.paused():
             action()
             collectives.barrier()
 

@@ -18,7 +18,6 @@ from duetgan.utils.distributed.process import process_state
 
 FILE = "rank-{}.json"
 Sign = dict[str, Any]  # content of a heartbeat file
-KEYS = {"pid", "host", "step", "left", "lost_peer"}
 INTERVAL = 3.0  # seconds between two heartbeats
 LOOK = 0.2  # seconds between two reads of the files
 ORPHAN_EXIT_CODE = 4
@@ -105,8 +104,6 @@ class Heartbeat:
         # A full disk must not look like a rank that is gone; a new mtime needs no space.
         except OSError:
             with contextlib.suppress(OSError):
-                temporary.unlink()
-            with contextlib.suppress(OSError):
                 os.utime(self.path)
 
 
@@ -119,9 +116,7 @@ def clear(folder: Path) -> None:
 def _read(folder: Path, rank: int) -> Sign | None:
     path = folder / "heartbeat" / FILE.format(rank)
     with contextlib.suppress(OSError, ValueError):
-        sign = json.loads(path.read_text())
-        if isinstance(sign, dict) and sign.keys() >= KEYS:
-            return sign | {"touched": path.stat().st_mtime_ns}
+        return json.loads(path.read_text()) | {"touched": path.stat().st_mtime_ns}
     return None
 
 
@@ -152,8 +147,8 @@ def silent_ranks(
 ) -> list[Silent]:
     """Return the other ranks that are gone, stopped or silent for `patience` seconds.
 
-    If all are alive and one is steps behind, return that one. Returns at once if a rank is gone or
-    stopped, else after `patience`; an empty list means that no rank stands out.
+    Returns at once if a rank is gone or stopped, else after `patience`; an empty list means that no
+    rank stands out.
     """
     first = {rank: _read(folder, rank) for rank in range(world_size) if rank != own_rank}
     end = time.monotonic() + patience
@@ -166,21 +161,14 @@ def silent_ranks(
         if time.monotonic() > end:
             break
         time.sleep(min(LOOK, patience))
-    steps = {}
     for rank, sign in current.items():
-        if sign is None or sign["lost_peer"]:
-            continue
-        steps[rank] = sign["step"]
         previous = first[rank]
-        if previous is not None and previous["touched"] == sign["touched"]:
+        if sign is None or sign["lost_peer"] or previous is None:
+            continue
+        if previous["touched"] == sign["touched"]:
             reason = (
                 f"rank {rank} gives no sign of life (host {sign['host']}, "
                 f"last seen in step {sign['step']})"
             )
             silent.append(Silent(rank, False, reason))
-    if not silent and len(set(steps.values())) > 1:
-        slowest = min(steps, key=lambda rank: steps[rank])
-        silent = [
-            Silent(slowest, False, f"rank {slowest} is alive but still in step {steps[slowest]}")
-        ]
     return silent

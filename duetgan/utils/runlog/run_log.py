@@ -6,7 +6,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +142,6 @@ class RunLog:
             total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0
         )
 
-    def pausing(self) -> AbstractContextManager[None]:
-        """Return a context for work between steps, which the estimate of the time left excludes."""
-        return nullcontext() if self._bar is None else self._bar.pausing()
-
     def advance(self) -> None:
         if self._bar is not None:
             self._bar.update()
@@ -174,10 +170,9 @@ class RunLog:
             if key.startswith("loss/"):
                 values[f"{key[5:]} loss"] = f"{value:.3g}"
         if self._bar is not None and values:
-            self._bar.set_postfix(values, refresh=False)
             if "images_per_second" in metrics:
                 values["images/s"] = f"{metrics['images_per_second']:.4g}"
-            self._bar.suffix = "".join(f", {name} {text}" for name, text in values.items())
+            self._bar.set_postfix(values, refresh=False)
 
     def _append(self, line: str) -> None:
         """Append a line; a full disk costs the row, not the training.

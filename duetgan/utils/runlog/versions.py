@@ -21,7 +21,7 @@ def environment() -> dict[str, str]:
     for package in ("torch", "torchvision", "numpy", "lmdb"):
         result[package] = importlib.metadata.version(package)
     result["platform"] = platform.platform()
-    result["processor"] = _processor()
+    result["processor"] = platform.processor() or platform.machine()
     result["cores"] = str(os.cpu_count())
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         device_name = getattr(
@@ -70,10 +70,3 @@ def commit(checkout: Path) -> str | None:
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout.strip() or None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

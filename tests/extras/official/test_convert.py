@@ -189,8 +189,6 @@ def test_r3gans_networks(tmp_path, classes):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("page.pkl", b"<!DOCTYPE html><html></html>", "is an HTML page, the download failed"),
-        ("page.pt", b"\n<html>", "is an HTML page, the download failed"),
         ("a.pt", {"GAN": {"a": torch.zeros(1)}, "version": "1"}, "cannot be read .*; give a network of NVIDIA's"),
         ("c.pkl", b"\x80\x04 training.networks_stylegan3", "cannot be read .*; give a network's file"),
     ],

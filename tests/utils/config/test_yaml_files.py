@@ -20,14 +20,12 @@ REFUSED = {
     "steps: 3\nseed: 1\nsteps: 5\n": "line 3, column 1: key 'steps' is given twice; keep one of them",  # H7
     "data: {path: a, path: b}": "line 1, column 17: key 'path' is given twice; keep one of them",
     "!!set {a, a}": "line 1, column 11: key 'a' is given twice; keep one of them",
-    LAUGHS: "line 6, column 10: more than 20000 values, with those that aliases repeat",  # H13
-    "a: &a [1, *a]": "line 1, column 11: an alias inside of what it stands for",
-    "a: &a {b: *a}": "line 1, column 11: an alias inside of what it stands for",
-    "[" * 100_000: "line 1, column 21: more than 20 levels inside one another",  # H23
-    "- " * 100_000: "line 1, column 41: more than 20 levels inside one another",
-    "[" + "1," * 30_000 + "]": "line 1, column 40000: more than 20000 values, with those that aliases repeat",
-    'data: {path: "a\\0.lmdb"}': "line 1, column 14: a NUL character",
-    "x" * 2**21: "line 1, column 1: more than 1048576 characters",
+    LAUGHS: "line 2, column 10: an alias inside an anchor, or more than 20 aliases",  # H13
+    "a: &a [1, *a]": "line 1, column 11: an alias inside an anchor, or more than 20 aliases",
+    f"a: &a [1]\nb: [{'*a, ' * 21}]": "line 2, column 84: an alias inside an anchor, or more than 20 aliases",
+    "[" * 100_000: "too many levels inside one another",  # H23
+    "- " * 100_000: "too many levels inside one another",
+    "x" * 2**21: "more than 1048576 characters",
 }
 
 
@@ -41,10 +39,10 @@ def test_what_is_out_of_bounds_is_refused_in_seconds(tmp_path: Path, text: str) 
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("text", ["[" * 30_000, "{a: 1, a: 2}", "&a [*a]", LAUGHS, "9" * 5000])
+@pytest.mark.parametrize("text", ["[" * 30_000, "{a: 1, a: 2}", "&a [*a]", LAUGHS])
 def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(text: str) -> None:
     """Deep lists there ended the process: PyYAML.s parser is recursive."""
-    bounds = r"data.class_rates: .*(given twice|levels|alias|characters)"
+    bounds = r"data.class_rates: .*(given twice|levels|alias)"
     for tokens in (["--data.class_rates", text], [f"--data.class_rates={text}"]):
         assert_raises(UserError, f"^command line: {bounds}", build, ClassifierConfig, {}, tokens)
     assert_raises(UserError, f"^configuration: {bounds}", build, ClassifierConfig, {"data": {"class_rates": text}})
