@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from duetgan.models.gan import ImageGenerator, NoiseMode, TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.errors import UserError, refuse
+from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
 from duetgan.utils.machine import cores
 from duetgan.utils.runlog.frames import data_frame
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     import pandas
 
 BATCH = 64  # images
-# Generated images exceed [-1, 1] slightly; images beyond this magnitude are in another range.
-MAX_MAGNITUDE = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,8 @@ class Classifier(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [N, classes] of images float [N, C, H, W] in [-1, 1].
 
-        `transform` makes such images. Raises UserError for another type, shape or range.
+        `transform` makes such images.
         """
-        _check_images(images, self.image_shape)
         return self.network(images)
 
     def predict(self, images: "Image | Iterable[Image]", *, progress: bool = False) -> Predictions:
@@ -160,26 +156,7 @@ class Generator(nn.Module):
             z: [N, z_dim], normal.
             labels: int64 [N], indices into `class_names`; None for an unconditional generator.
             options: noise, truncation_psi, truncation_cutoff, truncation_mean, for the network.
-
-        Raises UserError for z of another type or shape, and for missing, superfluous or wrong
-        labels.
         """
-        classes = len(self.class_names)
-        refuse(
-            (
-                not z.is_floating_point() or z.ndim != 2 or z.shape[1] != self.z_dim,
-                f"z: {_kind(z)} was given; it is normal: torch.randn(N, {self.z_dim})",
-            ),
-            (classes and labels is None, f"labels: give int64 [N], 0 to {classes - 1}"),
-            (
-                not classes and labels is not None,
-                "labels: give None: this generator is unconditional",
-            ),
-        )
-        if labels is not None and not labels.is_floating_point() and len(labels):
-            low, high = (int(value) for value in labels.aminmax())
-            if not 0 <= low <= high < classes:
-                raise UserError(f"labels: {low} to {high} were given; they are 0 to {classes - 1}")
         return self.network(z, labels, **options)
 
     def sample(
@@ -320,32 +297,3 @@ def _single_images(images: "Image | Iterable[Image]") -> Iterator[Image]:
     else:
         for part in images:
             yield from _single_images(part)
-
-
-def _check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
-    """Raise UserError unless `images` is a float batch of this shape, about in [-1, 1].
-
-    Warns if no value is below 0, as for images in [0, 1].
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return  # Checks of values would break the graph.
-    size = ", ".join(map(str, shape))
-    expected = f"float [N, {size}] in [-1, 1], the output of `transform`; `predict` takes any image"
-    if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
-        raise UserError(f"images: {_kind(images)} was given; the network takes {expected}")
-    if not len(images):
-        return
-    low, high = (float(value) for value in images.detach().aminmax())
-    if not (low >= -MAX_MAGNITUDE and high <= MAX_MAGNITUDE):
-        raise UserError(
-            f"images: values from {low:.3g} to {high:.3g} were given; the network takes {expected}"
-        )
-    if low >= 0 and high > 0:
-        warnings.warn(
-            f"no pixel is below 0: are these images in [0, 1]? The network takes {expected}",
-            stacklevel=3,
-        )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -131,41 +131,12 @@ def test_what_is_no_image_is_one_line(classifier, image, message):
     assert_raises(duetgan.UserError, message, classifier.predict, [image])
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (torch.zeros(1, 1, 9, 9), r"float32 \[1, 1, 9, 9\] was given; the network takes float \[N, 1, 8, 8\]"),
-        (torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "uint8"),
-        (torch.full((1, 1, 8, 8), 255.0), "values from 255 to 255"),
-        (torch.full((1, 1, 8, 8), torch.nan), "values from nan to nan"),
-    ],
-)
-def test_a_classifier_says_what_it_takes(classifier, images, message):
-    assert_raises(duetgan.UserError, message, classifier, images)
-
-
-def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
+def test_a_classifier_is_its_network(classifier):
     x = torch.linspace(-1, 1, 128).view(2, 1, 8, 8)
     with torch.no_grad():
         assert classifier(x).equal(classifier.network(x))
-        with pytest.warns(UserWarning, match=r"no pixel is below 0: are these images in \[0, 1\]"):
-            classifier(x / 2 + 0.5)
-        assert classifier(x[:0]).shape == (0, len(CLASSES))
     (slope,) = torch.autograd.grad(classifier(x.requires_grad_()).sum(), x)  # as an attack needs it
     assert slope.abs().max() > 0
-
-
-@pytest.mark.parametrize(
-    ("z", "labels", "message"),
-    [
-        (torch.zeros(2, 3), [0, 1], r"z: float32 \[2, 3\] was given; it is normal: torch\.randn\(N, 8\)"),
-        (torch.zeros(2, 8, dtype=torch.int64), [0, 1], "z: int64"),
-        (torch.zeros(2, 8), None, r"labels: give int64 \[N\], 0 to 2"),
-        (torch.zeros(2, 8), [0, 3], "labels: 0 to 3 were given; they are 0 to 2"),
-    ],
-)
-def test_a_generator_says_what_it_takes(generator, z, labels, message):
-    assert_raises(duetgan.UserError, message, generator, z, None if labels is None else torch.tensor(labels))
 
 
 def test_the_model_that_is_loaded_is_of_its_kind_and_its_network(generator, runs):

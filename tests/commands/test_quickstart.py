@@ -13,7 +13,7 @@ import pytest
 
 from duetgan.commands.planning import steps
 from duetgan.commands.planning.plan import QUICK_STEPS, Plan, choose
-from duetgan.commands.planning.steps import Quickstart, run_python, unfit
+from duetgan.commands.planning.steps import run_python, unfit
 from duetgan.commands.quickstart import main
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.distributed.process import run_cli
@@ -271,20 +271,6 @@ def test_a_second_start_keeps_packs_and_finished_runs(commands, tmp_path, capsys
     assert main(["--dir", str(tmp_path)]) == 0
     assert commands.names[0] == "pack"
     assert "--overwrite" not in commands.calls[0]
-
-
-def test_the_time_of_an_interrupted_step_is_added_up(tmp_path, monkeypatch):
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    codes = iter([3, 0])
-    monkeypatch.setattr(steps, "call", lambda command: next(codes))
-    plan = choose(SAMPLE, Fast(), minutes=15)
-    seconds = []
-    for _ in range(2):  # the second start reads the file of the first
-        started = Quickstart(tmp_path, plan)
-        started.timed(steps.Step("train gan", ["train"], done=False))
-        seconds.append(started.timings["train gan"])
-    assert seconds == [10.0, 20.0]
 
 
 @pytest.mark.parametrize(("code", "told"), [(130, "was stopped"), (3, "was stopped"), (139, "exit code 139")])

@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 class Quickstart:
-    """The runner of a quickstart's plan, which adds up each step's time in timings.json.
+    """The runner of a quickstart's plan.
 
     Args:
         folder: folder of the results.
@@ -68,10 +68,7 @@ class Quickstart:
         self.plan = plan
         self.train = folder / "data" / "train.lmdb"
         self.test = folder / "data" / "test.lmdb"
-        file = folder / "timings.json"
-        self.timings: dict[str, float] = {"plan": plan.spent}
-        if file.is_file():
-            self.timings = json.loads(file.read_text())
+        self.started = time.monotonic()
         self.commands: list[str] = []
 
     def run(self) -> int:
@@ -81,7 +78,7 @@ class Quickstart:
             print(f"\n{time.strftime('%H:%M:%S')} {step.name}\n$ {self.commands[-1]}", flush=True)
             if step.done:
                 print(f"{step.name}: already done", flush=True)
-            elif code := self.timed(step):
+            elif code := call(step.command):
                 message = f"error: {step.name} ended with exit code {code}"
                 if code == EXIT_SIGNAL or code - 128 in obeyed_signals():
                     message = f"{step.name} was stopped"
@@ -175,15 +172,6 @@ class Quickstart:
             return [*command, "--searched", searched, "--per-class", per_class]
         return command + self.plan.evaluation
 
-    def timed(self, step: Step) -> int:
-        """Run a step, add its time to timings.json, and return its exit code."""
-        start = time.monotonic()
-        code = call(step.command)
-        seconds = self.timings.get(step.name, 0.0) + time.monotonic() - start
-        self.timings[step.name] = round(seconds, 1)
-        write_atomic(self.folder / "timings.json", as_json(self.timings))
-        return code
-
     def finish(self) -> None:
         """Write summary.json and the report, and print the results."""
         from duetgan.metrics.tables import credible
@@ -194,7 +182,7 @@ class Quickstart:
         for task in self.plan.trainings:
             file = self.folder / task / "eval" / "metrics.json"
             evaluations[task] = credible(json.loads(file.read_text()))
-        seconds = round(sum(self.timings.values()), 1)
+        seconds = round(self.plan.spent + time.monotonic() - self.started, 1)
         summary = summarise(self.plan, evaluations, seconds)
         write_atomic(self.folder / "summary.json", as_json(summary))
         sentences = answers(evaluations.get("classifier", {}), evaluations["gan"])

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import sys
-import traceback
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -61,12 +60,5 @@ def _module(name: str) -> str:
 
 
 def _refused(subject: str, error: Exception) -> UserError:
-    if isinstance(error, Expected):
-        return UserError(f"{subject}: {error}")
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{last.filename}, line {last.lineno}"
-    if last.filename.startswith("<"):
-        where = "its import"
-    return UserError(
-        f"{subject}: {type(error).__name__}: {error} ({where}); --debug prints the traceback"
-    )
+    name = "" if isinstance(error, Expected) else f"{type(error).__name__}: "
+    return UserError(f"{subject}: {name}{error}; --debug prints the traceback")

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TITLES = {"gan": "GANs", "classifier": "Classifiers"}
@@ -31,37 +31,26 @@ def shipped_file(name: str) -> str:
     return str(shipped) if in_configs and shipped.is_file() and not Path(name).exists() else name
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """A file of configs/ and the content of its first comment."""
 
     name: str  # name of the file, without .yaml
     task: str
-    size: int  # side in px of the images that it is made for
     purpose: str  # the first line of the file's comment
-
-
-def recipe_of(path: Path) -> Recipe:
-    """Return the recipe in a file. Raises ValueError for a file without the usual first comment."""
-    text = path.read_text(encoding="utf-8")
-    head = re.match(r"# (.+)\n", text)
-    task = re.search(r"^task: (\w+)", text, re.MULTILINE)
-    size = re.search(r"(\d+) px", head[1]) if head else None
-    if not (head and task and size):
-        raise ValueError(
-            f"{path}: begins with a comment that names its purpose and size (`64 px`), and has a task"
-        )
-    return Recipe(path.stem, task[1], int(size[1]), head[1])
 
 
 def recipes() -> list[Recipe]:
     """Return the recipes of CONFIGS that are for train.py, sorted by task, size and name."""
-    paths = [path for path in CONFIGS.glob("*.yaml") if not path.name.startswith(STUDIES)]
-    order = list(TITLES)
-    return sorted(
-        map(recipe_of, paths),
-        key=lambda recipe: (order.index(recipe.task), recipe.size, recipe.name),
-    )
+    by_size = []
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        purpose = text.partition("\n")[0].removeprefix("# ")
+        task = re.search(r"^task: (\w+)", text, re.MULTILINE)
+        size = re.search(r"(\d+) px", purpose)
+        if task and size:  # the recipes of studies have no task
+            by_size.append((int(size[1]), Recipe(path.stem, task[1], purpose)))
+    by_size.sort(key=lambda entry: (list(TITLES).index(entry[1].task), entry[0]))
+    return [recipe for _, recipe in by_size]
 
 
 def listing(all_recipes: Sequence[Recipe]) -> str:
@@ -72,9 +61,5 @@ def listing(all_recipes: Sequence[Recipe]) -> str:
         for recipe in all_recipes:
             if recipe.task == task:
                 lines.append(f"  {recipe.name:{width}}  {recipe.purpose}")
-    lines += [
-        "",
-        "The comment at the top of configs/NAME.yaml says what a recipe needs and what to change first.",
-        "Train: python train.py --config configs/NAME.yaml [--data.path X.lmdb --data.val-path Y.lmdb]",
-    ]
+    lines += ["", "The comment at the top of configs/NAME.yaml says what to change first."]
     return "\n".join(lines[1:])
