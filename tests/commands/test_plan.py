@@ -171,9 +171,8 @@ def test_what_is_tuned_follows_from_images_and_time(machine, images, minutes, re
     parts = {STAGE: "its last stage alone", HEAD: "its head alone", None: "fine-tuned from"}
     assert sum(parts[trained] in note for note in made.notes) == 1
     if recipe == LAST:
-        views = 2 if trained == STAGE else 1
         before = found.seconds - found.steps * found.batch_size / found.images_per_second  # the first step
-        assert 0 < views * made.training_images * found.judging / 2 < before < found.seconds
+        assert 0 < before < found.seconds
     assert plan(machine, images, minutes).trainings["classifier"].config == SCRATCH
 
 

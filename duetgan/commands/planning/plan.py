@@ -29,7 +29,8 @@ VAL_SHARE, VAL_SHARE_FEW = 0.1, 0.2
 FEW = 500
 # The GAN uses ADA with fewer training images than this (2006.06676, figure 1).
 ADA_BELOW = 10_000
-EVALUATION = 0.1  # fraction of --minutes for the GAN's evaluation
+# The GAN's evaluation: fraction of --minutes, at most this many seconds.
+EVALUATION, EVALUATION_SECONDS = 0.1, 300.0
 # Images per minute of --minutes that are evaluated and searched for copies. ResNet-50 processes
 # images above 64 px at 224 px.
 EVALUATED, EVALUATED_LARGE = 1000, 100
@@ -216,7 +217,7 @@ class _Choice:
         start = self.machine.start
         read = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
         seconds = spent + read + PACKING + start * (4 if self.labelled else 2)
-        seconds += EVALUATION * 60 * minutes
+        seconds += min(EVALUATION * 60 * minutes, EVALUATION_SECONDS)
         budget = FILLED * 60 * minutes
         notes = self.notes()
         classifier = None
