@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.utils import extras
-from duetgan.utils.checkpoint import resolve, resolve_for_people
+from duetgan.utils.checkpoint import resolve
 from duetgan.utils.checkpoint.provenance import describe_history
 from duetgan.utils.config.cli import (
     Parser,
@@ -192,9 +192,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     from duetgan.utils.distributed import collectives
     from duetgan.utils.runlog.run_log import say_main
 
-    path = collectives.from_main_process(
-        lambda: resolve_for_people(options.checkpoint, options.which)
-    )
+    path = collectives.from_main_process(lambda: resolve(options.checkpoint, options.which))
     if not (options.out or path.is_file()):
         raise UserError(
             f"--checkpoint {path}: a name has no folder for the results; give one with --out DIR"

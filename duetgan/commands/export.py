@@ -9,7 +9,7 @@ from pathlib import Path
 
 from duetgan.inference.export.formats import FORMATS
 from duetgan.utils import machine
-from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.checkpoint import resolve
 from duetgan.utils.checkpoint.provenance import describe_history
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
 from duetgan.utils.text import columns
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     Raises CheckFailed (exit code 4) if the file is not as good as the original.
     """
     options = parser().parse_args(argv)
-    path = resolve_for_people(options.checkpoint, options.which)
+    path = resolve(options.checkpoint, options.which)
     # These imports take seconds, so the options are checked first.
     from duetgan.inference.export.check import CheckFailed, document, export, table
     from duetgan.metrics.tables import temperature_table

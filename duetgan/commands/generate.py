@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from duetgan.data.lmdb.writer import check_target
 from duetgan.inference import settings
 from duetgan.utils import extras
-from duetgan.utils.checkpoint import Checkpoint, resolve_for_people
+from duetgan.utils.checkpoint import Checkpoint, resolve
 from duetgan.utils.config.cli import (
     PSI,
     Parser,
@@ -358,7 +358,7 @@ def open_sampler(
         )
     )
     check_writable(options.out.parent)
-    path = resolve_for_people(options.checkpoint, options.which)
+    path = resolve(options.checkpoint, options.which)
     from duetgan.inference.samples import Sampler, chosen_classes, load_sources
     from duetgan.models.restore import generator_from, read
     from duetgan.utils.distributed.collectives import choose_device

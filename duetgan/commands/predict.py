@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from duetgan.inference.additions import ADDITIONS
-from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, positive
 from duetgan.utils.errors import EXIT_OK, EXIT_USER
 from duetgan.utils.text import printable
@@ -68,7 +68,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Classify images and print predictions; return 2 if an image could not be read, else 0."""
     options = parser().parse_args(argv)
-    path = resolve_for_people(options.checkpoint, options.which)
+    path = resolve(options.checkpoint, options.which)
     # These import torch, which takes seconds, so the options are checked first.
     from duetgan.inference import predictions
     from duetgan.inference.inputs import Inputs

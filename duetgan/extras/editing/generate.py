@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from duetgan.commands.generate import OUTPUTS, Add, Output, open_sampler
-from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import number, positive
 from duetgan.utils.errors import require_same_classes
 
@@ -38,7 +38,7 @@ def edit(options: Namespace) -> str:
     from duetgan.inference.samples import captions, truncated_styles
     from duetgan.models.restore import classifier_from, read
 
-    guide = read(resolve_for_people(options.classifier))
+    guide = read(resolve(options.classifier))
     names = guide["classes"]
     if sampler.generator.classes:
         require_same_classes(

@@ -19,7 +19,7 @@ from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.features.precision import device_of
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import generator_from, read
-from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.checkpoint import resolve
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
@@ -154,7 +154,7 @@ class Counterfactuals:
         self.files = files
         self.target = target
         self.steps = steps
-        self.checkpoint = read(resolve_for_people(generator))
+        self.checkpoint = read(resolve(generator))
         model = with_styles(
             generator_from(self.checkpoint, device_of(classifier)), "--counterfactual"
         )

@@ -16,7 +16,7 @@ from duetgan.inference.samples import Sampler, truncated_styles
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.restore import classifier_from, generator_from, read
-from duetgan.utils.checkpoint import Checkpoint, resolve_for_people
+from duetgan.utils.checkpoint import Checkpoint, resolve
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
@@ -93,7 +93,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _open(path: Path, which: str, device: torch.device) -> LoadedRun:
-    checkpoint = read(resolve_for_people(path, which))
+    checkpoint = read(resolve(path, which))
     task = checkpoint["task"]
     if task not in ("gan", "classifier"):
         raise UserError(f"{path}: is of task {task!r}; the explorer shows GANs and classifiers")

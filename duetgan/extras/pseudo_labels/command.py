@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from duetgan.utils.checkpoint import file_sha256, resolve_for_people
+from duetgan.utils.checkpoint import file_sha256, resolve
 from duetgan.utils.config.cli import Parser, add_model_options, file, number
 from duetgan.utils.errors import UserError, require_same_classes
 
@@ -41,7 +41,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    path = resolve_for_people(options.checkpoint, options.which)
+    path = resolve(options.checkpoint, options.which)
     from duetgan.data.lmdb.writer import check_target
     from duetgan.data.opening import dataset_for_model
     from duetgan.inference.dataset import predicted_labels, write_labelled

@@ -368,20 +368,6 @@ def load_latest(
     return None
 
 
-def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
-    """Return the checkpoint that `resolve` finds; print a hint if "last" and "best" differ."""
-    path = resolve(run_or_file, which)
-    alternative = "best" if which == "last" else "last"
-    entry = pointer(path.parent, alternative)
-    if path != Path(run_or_file) and entry is not None and entry["file"] != path.name:
-        print(
-            f"using the {which} checkpoint (step {step_of(path)}); for the {alternative} one "
-            f"(step {entry['step']}) add --which {alternative}",
-            file=sys.stderr,
-        )
-    return path
-
-
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     """Return the checkpoint of a run folder: the one that `<which>.json` names, else the newest.
 

@@ -17,7 +17,6 @@ from duetgan.utils.checkpoint import (
     point,
     pointer,
     resolve,
-    resolve_for_people,
     rotate,
     save,
 )
@@ -244,24 +243,6 @@ def test_resolve(run, tmp_path):
     assert_raises(UserError, "no such run folder", resolve, tmp_path / "nowhere" / "x")
     (tmp_path / "empty").mkdir()
     assert_raises(UserError, "empty", resolve, tmp_path / "empty")
-
-
-def test_the_other_checkpoint_that_may_be_meant_is_named(run, capsys):
-    """U13: the last one silently took the place of the better one. One alone needs no word."""
-    folder = run / "checkpoints"
-    assert resolve_for_people(run).name == "step-00000002.pt"
-    told = capsys.readouterr()
-    assert told.err == "using the last checkpoint (step 2); for the best one (step 1) add --which best\n"
-    assert told.out == ""  # results alone
-    assert resolve_for_people(run, "best").name == "step-00000001.pt"
-    told = "using the best checkpoint (step 1); for the last one (step 2) add --which last\n"
-    assert capsys.readouterr().err == told
-    resolve_for_people(folder / "step-00000002.pt")  # named by hand
-    point(folder, "best", folder / "step-00000002.pt")
-    resolve_for_people(run)
-    (folder / "best.json").unlink()
-    resolve_for_people(run)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_signal_that_comes_while_a_checkpoint_is_read_is_no_damage(tmp_path, monkeypatch):
