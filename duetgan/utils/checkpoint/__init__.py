@@ -8,7 +8,6 @@ and dicts.
 import hashlib
 import json
 import pickle
-import sys
 import zipfile
 from collections.abc import Callable, Container
 from pathlib import Path
