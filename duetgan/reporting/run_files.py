@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,13 @@ Document = Mapping[str, Any]  # a JSON object that is only read
 
 
 class Run:
-    """The content of a run folder. A missing or damaged file counts as empty; `notes` has a line
-    for each damaged file.
-    """
+    """The content of a run folder. A missing or damaged file counts as empty."""
 
     def __init__(self, folder: str | Path) -> None:
         """Read the folder. Missing and damaged files raise nothing."""
         from duetgan.metrics.tables import credible  # imports torch
 
         self.folder = Path(folder)
-        self.notes: list[str] = []
         self.config = self._text("config.yaml")
         self.records = self._records()  # of metrics.jsonl: one for each step, in order of steps
         self.status = self._object("status.json")
@@ -43,41 +41,29 @@ class Run:
             self.images = sorted(images, key=lambda path: order.index(path.name))
 
     def _text(self, name: str) -> str:
-        """Return the text of a file; empty if it is missing, or unreadable, which adds a note."""
-        path = self.folder / name
-        if not path.exists():
-            return ""
+        """Return the text of a file; empty if it is missing or unreadable."""
         try:
-            return files.read_file(path, files.TABLE).decode(errors="replace")
-        except OSError as error:
-            self.notes.append(f"{path.name} cannot be read: {error}")
+            return files.read_file(self.folder / name, files.TABLE).decode(errors="replace")
+        except OSError:
             return ""
 
     def _object(self, name: str) -> Record:
         try:
             value = json.loads(self._text(name) or "{}")
-            if not isinstance(value, dict):
-                raise ValueError("it does not hold an object")
-            return value
-        except (ValueError, RecursionError) as error:
-            self.notes.append(f"{Path(name).name} cannot be read: {error}")
+        except (ValueError, RecursionError):
             return {}
+        return value if isinstance(value, dict) else {}
 
     def _records(self) -> list[Record]:
         """Return one record for each step in metrics.jsonl. Of several records of a step, later
-        values replace earlier ones. A note has the number of damaged lines.
+        values replace earlier ones. Damaged lines are skipped.
         """
         by_step: dict[int, Record] = {}
-        torn = 0
         for line in self._text("metrics.jsonl").splitlines():
-            try:
+            with suppress(ValueError, OverflowError, TypeError, KeyError, RecursionError):
                 record = json.loads(line)
                 step = int(record["step"])
                 by_step[step] = by_step.get(step, {}) | record
-            except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
-                torn += 1
-        if torn:
-            self.notes.append(f"{torn} line(s) of metrics.jsonl cannot be read")
         return [by_step[step] for step in sorted(by_step)]
 
     @property

@@ -81,39 +81,6 @@ def test_captioned_images_are_drawn_as_they_are(tmp_path, channels, side):
         np.testing.assert_array_equal(drawn, image.permute(1, 2, 0).expand(-1, -1, 3).numpy())
 
 
-@pytest.mark.parametrize("side", [8, 28, 32, 64, 100, 256])
-def test_captions_keep_to_their_cell(tmp_path, side):
-    """Wide letters without end: between two captions there is white, and so there is below the second line."""
-    caption = "W" * 90 + "\n" + "W" * 90 + "\nno third"
-    save_captioned([shade(255, side=side)] * 4, [caption] * 4, tmp_path / "x.png", columns=2)
-    found = pixels(tmp_path / "x.png")
-    middle = found.shape[1] // 2
-    assert (found[:, middle - 4 : middle + 4] == 255).all()
-    assert (found[:, -4:] == 255).all()
-    rows = (found < 128).any(1)
-    assert (np.diff(rows.astype(int)) == 1).sum() == 2 * 2  # two lines under each row of images, none touching
-
-
-def test_rows_have_their_names_beside_them(tmp_path):
-    rows = [[shade(value)] * 2 for value in (7, 9, 11)]
-    save_rows(rows, tmp_path / "plain.png", columns=2)
-    np.testing.assert_array_equal(pixels(tmp_path / "plain.png")[::64, ::64], [[7, 7], [9, 9], [11, 11]])
-    names = ["a", "", "a name that is much too long for the margin"]
-    save_rows(rows, tmp_path / "named.png", columns=2, captions=names)
-    plain, named = pixels(tmp_path / "plain.png"), pixels(tmp_path / "named.png")
-    margin = named.shape[1] - plain.shape[1]
-    assert 100 < margin <= 158
-    np.testing.assert_array_equal(named[:, margin:], plain)
-    save_captioned([shade(0)] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
-    assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)  # no wider than its images
-    ink = [(named[64 * row : 64 * row + 64, :margin] < 128).sum() for row in range(3)]
-    assert ink[0] > 5
-    assert ink[1] == 0
-    assert ink[2] > 10 * ink[0]
-    first = np.flatnonzero((named[:64, :margin] < 128).any(1))
-    assert 24 < first.mean() < 40  # at the height of its row's middle
-
-
 @pytest.mark.parametrize("margin", [PADDING, 20])
 def test_a_table_holds_the_images_pixel_by_pixel(tmp_path, margin):
     ramp = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8)
