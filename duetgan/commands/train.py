@@ -158,7 +158,9 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]
             )
         except UnknownKey as error:
             # A misspelt option of this script is a key to the parser.
-            names = [name for name in vars(options) if name[0] == error.name[0]]
+            names = [
+                f"--{name.replace('_', '-')}" for name in vars(options) if name[0] == error.name[0]
+            ]
             raise UnknownKey(error.source, error.name, [*error.keys, *names]) from error
 
 

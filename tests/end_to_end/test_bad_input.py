@@ -45,11 +45,11 @@ def test_unknown_keys_of_the_file(command, tmp_path, refused, wrong, right):
     ("override", "told"),
     [
         (["--optimizer.lrr", "1"], "did you mean 'optimizer.lr'"),
-        (["--max-step", "5"], "'max_step' (did you mean 'max_steps'?)"),  # not 'steps': that changes the schedule
-        (["--proc=2"], "did you mean 'procs'"),
+        (["--max-step", "5"], "'max_step' (did you mean '--max-steps'?)"),  # not 'steps': that changes the schedule
+        (["--proc=2"], "did you mean '--procs'"),
         (["--step", "5"], "did you mean 'steps'"),
         (["--lr", "1"], "did you mean 'optimizer.lr'"),
-        (["--gpu", "0"], "did you mean 'gpus'"),
+        (["--gpu", "0"], "did you mean '--gpus'"),
         (["--resume"], "unknown key 'resume'"),
         (["--batch-size", "many"], "batch_size"),
         (["--data.path", "nowhere/train.lmdb"], "nowhere/train.lmdb"),

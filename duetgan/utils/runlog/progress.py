@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 IS_SHOWN = ContextVar("progress is shown", default=True)  # False inside `showing(False)`
 SECONDS_BETWEEN_LINES = 25.0  # without a terminal
-LINE = "{desc}{n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
+LINE = "{n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 
 
 class Bar(tqdm):
@@ -37,7 +37,7 @@ class Bar(tqdm):
         self._prints_lines = not has_terminal()
         self._last_line = time.monotonic()
         if self._prints_lines:
-            options |= {"file": io.StringIO(), "bar_format": LINE}
+            options |= {"file": io.StringIO(), "bar_format": (f"{desc}: " if desc else "") + LINE}
         super().__init__(iterable, desc, total, disable=disable or not IS_SHOWN.get(), **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

@@ -23,7 +23,7 @@ REFUSED = {
     "!!set {a, a}": "line 1, column 11: key 'a' is given twice; keep one of them",
     LAUGHS: "line 2, column 10: an alias inside an anchor, or more than 20 aliases",  # H13
     "a: &a [1, *a]": "line 1, column 11: an alias inside an anchor, or more than 20 aliases",
-    f"a: &a [1]\nb: [{'*a, ' * 21}]": "line 2, column 84: an alias inside an anchor, or more than 20 aliases",
+    f"a: &a [1]\nb: [{'*a, ' * 21}]": "line 2, column 85: an alias inside an anchor, or more than 20 aliases",
     "[" * 100_000: "too many levels inside one another",  # H23
     "- " * 100_000: "too many levels inside one another",
     "x" * 2**21: "more than 1048576 characters",
