@@ -129,17 +129,6 @@ def test_report_of_a_gan_run_shows_everything_and_is_self_contained_and_escaped(
     assert "url(" not in report.read_text()
 
 
-@pytest.mark.parametrize(
-    ("tta", "told"), [("shift", "; mean of 6 views"), ("flip", "; mean of 2 views"), ("off", ""), (None, ""), ([], "")]
-)
-def test_accuracy_says_how_many_views_it_is_of(tmp_path, tta, told):
-    path = make_classifier(tmp_path) / "eval" / "metrics.json"
-    more = {"accuracy_interval": [0.89, 0.905]} | ({} if tta is None else {"tta": tta})
-    write(path, json.loads(path.read_text()) | more)
-    words = f"fraction of the test images that are classified correctly (95 % interval 89.0 to 90.5 %{told})"
-    assert words in page(write_report(tmp_path)).text
-
-
 def test_names_that_a_run_chose_are_escaped_in_titles_and_charts(tmp_path):
     folder = tmp_path / "a<b>&'\""
     write(folder / "metrics.jsonl", json.dumps({"step": 1, f"loss/{EVIL}": 1.0, f"val/{EVIL}": None}))
