@@ -36,7 +36,9 @@ def contents() -> dict[Path, str]:
     for name, text in pages.items():
         page, mark = ROOT / "docs" / f"{name}.md", f"<!-- {name} -->\n"
         files[page] = f"{page.read_text().partition(mark)[0]}{mark}\n{text}"
-    return files | {ROOT / "configs" / "schema.json": json.dumps(keys["schema"](), indent=1) + "\n"}
+    return files | {
+        ROOT / "configs" / "schema.json": json.dumps(keys["schema"](), indent=1) + "\n"
+    }
 
 
 def on_config(config: Any) -> Any:

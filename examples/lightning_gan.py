@@ -18,22 +18,15 @@ class GAN(lightning.LightningModule):
 
     automatic_optimization = False  # two optimizers
 
-    def __init__(
-        self, *, gamma: float, r1_every: int = 16, channel_base: int = 4096, **shape: Any
-    ) -> None:
+    def __init__(self, *, gamma: float, r1_every: int = 16, channel_base: int = 4096, **shape: Any) -> None:
         super().__init__()
         self.gamma, self.r1_every, self.loss = gamma, r1_every, OBJECTIVES["nonsaturating"]
         self.g = stylegan2.Generator(stylegan2.GeneratorConfig(channel_base=channel_base), **shape)
-        self.d = stylegan2.Discriminator(
-            stylegan2.DiscriminatorConfig(channel_base=channel_base), **shape
-        )
+        self.d = stylegan2.Discriminator(stylegan2.DiscriminatorConfig(channel_base=channel_base), **shape)
         self.average = EMA(self.g, buffers="copy")
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [
-            torch.optim.Adam(net.parameters(), lr=0.002, betas=(0.0, 0.99))
-            for net in (self.g, self.d)
-        ]
+        return [torch.optim.Adam(net.parameters(), lr=0.002, betas=(0.0, 0.99)) for net in (self.g, self.d)]
 
     def training_step(self, batch: Batch, step: int) -> None:
         optimizers: Any = self.optimizers()
@@ -51,9 +44,7 @@ class GAN(lightning.LightningModule):
         logits = self.d(real, labels)
         total = self.loss.real(logits).mean() + self.loss.fake(self.d(fake, labels)).mean()
         if real.requires_grad:
-            total = (
-                total + self.r1_every * self.gamma / 2 * squared_gradient_norm(logits, real).mean()
-            )
+            total = total + self.r1_every * self.gamma / 2 * squared_gradient_norm(logits, real).mean()
         d_optimizer.zero_grad()
         self.manual_backward(total)
         d_optimizer.step()
@@ -79,16 +70,10 @@ def train(images: Dataset, steps: int, batch_size: int, **options: Any) -> GAN:
         "classes": len(images.classes),
     }
     gan = GAN(**shape, **options)
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-    }
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = lightning.Trainer(max_epochs=1, **quiet)
     batches = Steps(images, steps, batch_size)
-    trainer.fit(
-        gan, torch.utils.data.DataLoader(batches, batch_size=None, generator=torch.Generator())
-    )
+    trainer.fit(gan, torch.utils.data.DataLoader(batches, batch_size=None, generator=torch.Generator()))
     return gan
 
 

@@ -33,9 +33,7 @@ def load(split: str) -> tuple[Tensor, Tensor]:
     images = gzip.decompress((SAMPLE / f"{split}-images-idx3-ubyte.gz").read_bytes())
     labels = gzip.decompress((SAMPLE / f"{split}-labels-idx1-ubyte.gz").read_bytes())
     count, height, width = struct.unpack(">III", images[4:16])
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).view(
-        count, 1, height, width
-    )
+    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).view(count, 1, height, width)
     return F.pad(pixels, (2, 2, 2, 2)).float() / 127.5 - 1, torch.tensor(list(labels[8:]))
 
 
@@ -77,9 +75,7 @@ def upsample(x: Tensor) -> Tensor:
 class Linear(nn.Module):
     """Fully connected, equalised. A low `lr_multiplier` slows the mapping network down."""
 
-    def __init__(
-        self, inputs: int, outputs: int, *, bias: float = 0.0, lr_multiplier: float = 1.0
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: float = 0.0, lr_multiplier: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) / lr_multiplier)
         self.bias = nn.Parameter(torch.full([outputs], bias / lr_multiplier))
@@ -92,9 +88,7 @@ class Linear(nn.Module):
 class Conv(nn.Module):
     """Convolution, equalised. With `down` the low-pass goes first, and the stride halves the image."""
 
-    def __init__(
-        self, inputs: int, outputs: int, kernel: int, *, down: bool = False, bias: bool = True
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: int, *, down: bool = False, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs, kernel, kernel))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
@@ -104,17 +98,13 @@ class Conv(nn.Module):
         half = self.weight.shape[-1] // 2
         if self.down:
             x = F.conv2d(x, low_pass(x), padding=half + 1, groups=x.shape[1])
-        return F.conv2d(
-            x, self.weight * self.gain, self.bias, 2 if self.down else 1, 0 if self.down else half
-        )
+        return F.conv2d(x, self.weight * self.gain, self.bias, 2 if self.down else 1, 0 if self.down else half)
 
 
 class ModulatedConv(nn.Module):
     """The style w scales the input's channels; demodulation takes the scale out of the output's again."""
 
-    def __init__(
-        self, inputs: int, outputs: int, kernel: int, *, up: bool = False, demodulate: bool = True
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: int, *, up: bool = False, demodulate: bool = True) -> None:
         super().__init__()
         self.affine = Linear(W_DIM, inputs, bias=1.0)
         self.weight = nn.Parameter(torch.randn(outputs, inputs, kernel, kernel))
@@ -128,15 +118,8 @@ class ModulatedConv(nn.Module):
             x = F.conv2d(x, low_pass(x, 4), padding=1, groups=x.shape[1])
         else:
             x = F.conv2d(x, weight, padding=weight.shape[-1] // 2)
-        if (
-            self.demodulate
-        ):  # the norm of each filter times the style, as one would have it of the weights alone
-            x = (
-                x
-                * torch.rsqrt((weight[None] * style[:, None]).square().sum((2, 3, 4)) + 1e-8)[
-                    :, :, None, None
-                ]
-            )
+        if self.demodulate:  # the norm of each filter times the style, as one would have it of the weights alone
+            x = x * torch.rsqrt((weight[None] * style[:, None]).square().sum((2, 3, 4)) + 1e-8)[:, :, None, None]
         return x
 
 
@@ -149,14 +132,10 @@ class Mapping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = Linear(CLASSES, W_DIM)
-        self.layers = nn.Sequential(
-            *(Linear(n, W_DIM, lr_multiplier=0.01) for n in (Z_DIM + W_DIM, W_DIM))
-        )
+        self.layers = nn.Sequential(*(Linear(n, W_DIM, lr_multiplier=0.01) for n in (Z_DIM + W_DIM, W_DIM)))
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
-        x = torch.cat(
-            [normalize(z), normalize(self.embed(F.one_hot(labels, CLASSES).to(z.dtype)))], 1
-        )
+        x = torch.cat([normalize(z), normalize(self.embed(F.one_hot(labels, CLASSES).to(z.dtype)))], 1)
         for layer in self.layers:
             x = activate(layer(x))
         return x
@@ -170,9 +149,7 @@ class StyledLayer(nn.Module):
         self.conv = ModulatedConv(inputs, outputs, 3, up=up)
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.noise_strength = nn.Parameter(torch.zeros([]))
-        self.register_buffer(
-            "noise_const", torch.randn(1, 1, side, side)
-        )  # for whoever wants no new noise
+        self.register_buffer("noise_const", torch.randn(1, 1, side, side))  # for whoever wants no new noise
 
     def forward(self, x: Tensor, w: Tensor, noise: Tensor) -> Tensor:
         return activate(self.conv(x, w) + noise * self.noise_strength + self.bias[:, None, None])
@@ -195,9 +172,7 @@ class SynthesisBlock(nn.Module):
         self.second = StyledLayer(outputs, outputs, side)
         self.to_rgb = ToRGB(outputs)
 
-    def forward(
-        self, x: Tensor, image: Tensor | None, w: Tensor, noise: Iterator[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, image: Tensor | None, w: Tensor, noise: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
         x = x if self.first is None else self.first(x, w, next(noise))
         x = self.second(x, w, next(noise))
         return x, self.to_rgb(x, w) if image is None else upsample(image) + self.to_rgb(x, w)
@@ -214,9 +189,7 @@ class Generator(nn.Module):
         self.constant = nn.Parameter(torch.randn(1, WIDTHS[0], 4, 4))
         widths = [WIDTHS[0], *WIDTHS]
         self.blocks = nn.ModuleList(map(SynthesisBlock, widths, WIDTHS, SIDES))
-        self.register_buffer(
-            "w_avg", torch.zeros(W_DIM)
-        )  # the mean w of all classes, which the program keeps
+        self.register_buffer("w_avg", torch.zeros(W_DIM))  # the mean w of all classes, which the program keeps
 
     def noise(self, count: int) -> list[Tensor]:
         """A map for each layer: one at 4 px, two at the others."""
@@ -292,13 +265,7 @@ class Gan:
         self.d_optimizer = torch.optim.Adam(self.d.parameters(), lr=self.lr, betas=(0.0, 0.99))
 
     def step(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        z: Tensor,
-        fake_labels: Tensor,
-        noise: list[Tensor],
-        step: int,
+        self, images: Tensor, labels: Tensor, z: Tensor, fake_labels: Tensor, noise: list[Tensor], step: int
     ) -> tuple[float, float]:
         """One update of each network; all draws come from outside. Returns both losses."""
         # The generator wants its samples to be taken for real (1406.2661, non-saturating).
@@ -318,9 +285,7 @@ class Gan:
         total = d_loss
         if due:  # R1 (1801.04406): real images stand on level ground. Lazily, with the gain of its interval.
             (slope,) = torch.autograd.grad(real.sum(), images, create_graph=True)
-            total = (
-                d_loss + self.r1_gamma / 2 * self.r1_interval * slope.square().sum((1, 2, 3)).mean()
-            )
+            total = d_loss + self.r1_gamma / 2 * self.r1_interval * slope.square().sum((1, 2, 3)).mean()
         self.d_optimizer.zero_grad()
         total.backward()
         self.d_optimizer.step()
@@ -339,9 +304,7 @@ class Gan:
     def sample(self, labels: Tensor, psi: float = 1.0) -> Tensor:
         """Of the average, rounded as files are; truncated towards the mean w of its class (2202.11777)."""
         images, z = [], torch.randn(1000, Z_DIM)
-        means = torch.stack(
-            [self.ema.mapping(z, torch.full([1000], label)).mean(0) for label in range(CLASSES)]
-        )
+        means = torch.stack([self.ema.mapping(z, torch.full([1000], label)).mean(0) for label in range(CLASSES)])
         for part in labels.split(100):
             w = means[part].lerp(self.ema.mapping(torch.randn(len(part), Z_DIM), part), psi)
             images.append(self.ema(w, self.ema.noise(len(part))).clamp(-1, 1))
@@ -375,10 +338,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(1, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64)
         for number, (a, b) in enumerate(pairwise([64, 64, 128, 256, 512]), 1):
-            self.add_module(
-                f"layer{number}",
-                nn.Sequential(BasicBlock(a, b, 1 if a == b else 2), BasicBlock(b, b, 1)),
-            )
+            self.add_module(f"layer{number}", nn.Sequential(BasicBlock(a, b, 1 if a == b else 2), BasicBlock(b, b, 1)))
         self.fc = nn.Linear(512, CLASSES)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -403,14 +363,8 @@ class Classifier:
         self.model = ResNet()
         self.ema = copy.deepcopy(self.model).eval().requires_grad_(False)
         parameters = list(self.model.parameters())
-        filters, others = (
-            [p for p in parameters if p.ndim > 1],
-            [p for p in parameters if p.ndim == 1],
-        )
-        groups = [
-            {"params": filters, "weight_decay": 0.0005},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        filters, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+        groups = [{"params": filters, "weight_decay": 0.0005}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=0.9, nesterov=True)
 
     def step(self, images: Tensor, labels: Tensor, step: int, steps: int) -> float:
@@ -424,9 +378,7 @@ class Classifier:
         loss.backward()
         self.optimizer.step()
         decay = min(0.999, (1 + step) / (10 + step))
-        for mine, theirs in zip(
-            self.ema.state_dict().values(), self.model.state_dict().values(), strict=True
-        ):
+        for mine, theirs in zip(self.ema.state_dict().values(), self.model.state_dict().values(), strict=True):
             mine.copy_(mine.lerp(theirs, 1 - decay) if mine.is_floating_point() else theirs)
         return float(loss.detach())
 
@@ -446,9 +398,7 @@ def frechet(a: Tensor, b: Tensor) -> float:
     values, vectors = torch.linalg.eigh(a.T.cov())
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     mixed = torch.linalg.eigvalsh(root @ b.T.cov() @ root).clamp(min=0).sqrt().sum()
-    return float(
-        (a.mean(0) - b.mean(0)).square().sum() + a.T.cov().trace() + b.T.cov().trace() - 2 * mixed
-    )
+    return float((a.mean(0) - b.mean(0)).square().sum() + a.T.cov().trace() + b.T.cov().trace() - 2 * mixed)
 
 
 def write_png(path: Path, image: Tensor) -> None:
@@ -457,9 +407,7 @@ def write_png(path: Path, image: Tensor) -> None:
     header = struct.pack(">IIBBBBB", image.shape[1], image.shape[0], 8, 0, 0, 0, 0)
     blocks = b"\x89PNG\r\n\x1a\n"
     for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
-        blocks += (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
+        blocks += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     path.write_bytes(blocks)
 
 
@@ -467,9 +415,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train a small GAN and a small classifier")
     parser.add_argument("--gan-steps", type=int, default=3000, help="of 32 images")
     parser.add_argument("--classifier-steps", type=int, default=600, help="of 64 images")
-    parser.add_argument(
-        "--out", type=Path, default=Path("one_file.png"), help="the grid of samples"
-    )
+    parser.add_argument("--out", type=Path, default=Path("one_file.png"), help="the grid of samples")
     given = parser.parse_args()
     torch.manual_seed(0)
     (images, labels), (test_images, test_labels) = load("train"), load("t10k")
@@ -480,35 +426,22 @@ def main() -> None:
         if step % 100 == 0:
             print(f"classifier, step {step}: loss {loss:.3f}", flush=True)
     test_features, predicted = classifier.look(test_images)
-    print(
-        f"accuracy on {len(test_images)} test images: {(predicted == test_labels).float().mean():.3f}"
-    )
+    print(f"accuracy on {len(test_images)} test images: {(predicted == test_labels).float().mean():.3f}")
 
     gan, order = Gan(), batches(len(images), 32)
     for step in range(given.gan_steps):
         for optimizer in (gan.g_optimizer, gan.d_optimizer):  # constant, then down to a fiftieth
-            optimizer.param_groups[0]["lr"] = gan.lr * min(
-                1.0, 0.02 + 1.96 * (1 - step / given.gan_steps)
-            )
+            optimizer.param_groups[0]["lr"] = gan.lr * min(1.0, 0.02 + 1.96 * (1 - step / given.gan_steps))
         rows, fake_labels = next(order), torch.randint(0, CLASSES, [32])
-        losses = gan.step(
-            images[rows], labels[rows], torch.randn(32, Z_DIM), fake_labels, gan.g.noise(32), step
-        )
+        losses = gan.step(images[rows], labels[rows], torch.randn(32, Z_DIM), fake_labels, gan.g.noise(32), step)
         if step % 100 == 0:
-            print(
-                "GAN, step {}: generator {:.3f}, discriminator {:.3f}".format(step, *losses),
-                flush=True,
-            )
+            print("GAN, step {}: generator {:.3f}, discriminator {:.3f}".format(step, *losses), flush=True)
     features, predicted = classifier.look(gan.sample(test_labels))
     print(f"recognised as the class asked for: {(predicted == test_labels).float().mean():.3f}")
     floor = frechet(classifier.look(images[: len(test_images)])[0], test_features)
-    print(
-        f"Frechet distance {frechet(features, test_features):.2f}; of training images {floor:.2f}"
-    )
+    print(f"Frechet distance {frechet(features, test_features):.2f}; of training images {floor:.2f}")
     grid = gan.sample(torch.arange(CLASSES).repeat_interleave(10), psi=0.8).view(10, 10, 32, 32)
-    write_png(
-        given.out, ((grid.transpose(1, 2).reshape(320, 320) + 1) * 127.5).round().to(torch.uint8)
-    )
+    write_png(given.out, ((grid.transpose(1, 2).reshape(320, 320) + 1) * 127.5).round().to(torch.uint8))
     print(f"a row a class: {given.out}")
 
 

@@ -95,7 +95,9 @@ class NvidiaStep:
             ("D", self.discriminator, 0.002, 16),
         ):
             ratio = interval / (interval + 1)
-            adam = torch.optim.Adam(network.parameters(), lr=lr * ratio, betas=(0.0, 0.99**ratio), eps=1e-8)
+            adam = torch.optim.Adam(
+                network.parameters(), lr=lr * ratio, betas=(0.0, 0.99**ratio), eps=1e-8
+            )
             self.phases += [(f"{letter}main", network, adam, 1), (f"{letter}reg", network, adam, interval)]
         self.images = torch.randint(0, 256, (self.batch, 3, side, side), dtype=torch.uint8).to(self.device)
 

@@ -195,7 +195,9 @@ def micro(setting: Setting, book: Book) -> None:
         raise Missed("; ".join(wrong))
 
 
-def one_pass(setting: Setting, run: Callable[[Tensor], Tensor], x: Tensor, is_backward: bool) -> tuple[float, Tensor]:
+def one_pass(
+    setting: Setting, run: Callable[[Tensor], Tensor], x: Tensor, is_backward: bool
+) -> tuple[float, Tensor]:
     """Mean seconds of a forward pass, or of it with its backward pass; the output, or the gradient."""
     leaf = x.detach().requires_grad_(is_backward)
     begun, count = 0.0, 1 if setting.small else 30
