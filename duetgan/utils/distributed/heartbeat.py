@@ -18,6 +18,7 @@ from duetgan.utils.distributed.process import process_state
 
 FILE = "rank-{}.json"
 Sign = dict[str, Any]  # content of a heartbeat file
+KEYS = {"pid", "host", "step", "left", "lost_peer"}
 INTERVAL = 3.0  # seconds between two heartbeats
 LOOK = 0.2  # seconds between two reads of the files
 ORPHAN_EXIT_CODE = 4
@@ -116,7 +117,9 @@ def clear(folder: Path) -> None:
 def _read(folder: Path, rank: int) -> Sign | None:
     path = folder / "heartbeat" / FILE.format(rank)
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text()) | {"touched": path.stat().st_mtime_ns}
+        sign = json.loads(path.read_text())
+        if isinstance(sign, dict) and sign.keys() >= KEYS:
+            return sign | {"touched": path.stat().st_mtime_ns}
     return None
 
 
