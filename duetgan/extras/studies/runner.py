@@ -27,8 +27,6 @@ from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
-VOID = "void: a control came out wrong, so the metrics below prove nothing"
-
 
 def document(
     name: str,
@@ -67,7 +65,7 @@ def document(
     failed = [row for row in controls if row["ok"] is False]
     words = ["unfinished: the answers are of the seeds that are done"] if done < planned else []
     if failed:
-        words.append(VOID)
+        words.append("void: a control came out wrong, so the metrics below prove nothing")
     words += [
         f"{row['arm']} against {row['against']}: {row['found']}, not: {row['expected']}"
         for row in failed
@@ -87,9 +85,6 @@ def document(
         "void": bool(failed) if complete_seeds else None,
         "words": words,
     }
-
-
-DISCARDED = "checkpoints"  # folders of a run that are removed after its evaluation
 
 
 class Study:
@@ -157,7 +152,7 @@ class Study:
         content = {"told": outcome, "seconds": round(seconds, 1)}
         write_atomic(record(place), as_json(content))
         if job.family:
-            for run in list(place.rglob(DISCARDED)):
+            for run in list(place.rglob("checkpoints")):
                 shutil.rmtree(run)
         return True
 

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,21 +33,12 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
 from duetgan.utils.runlog.run_log import Metrics, say
 
-Values = Mapping[str, float]
-
 
 class Session(NamedTuple):
     """An open run of a tracker."""
 
     id: str  # the tracker's id of the run, with which to open it again
-    # logs the values of one step; steps must not decrease
-    log: Callable[[int, Values], object]
-    close: Callable[[], object]  # sends or writes the remaining values
-
-
-def _logging(name: str, run: Any) -> Session:
-    """Return a session of wandb, or of trackio, which has the same interface."""
-    return Session(name, lambda step, values: run.log(dict(values), step=step), run.finish)
+    run: Any  # wandb's or trackio's; both have `log(values, step=...)` and `finish()`
 
 
 def _wandb(run: Path, config: Tree, run_id: str | None) -> Session:
@@ -69,7 +60,7 @@ def _wandb(run: Path, config: Tree, run_id: str | None) -> Session:
         mode=mode,
         settings=wandb.Settings(console="off", silent=True, save_code=False, x_disable_stats=True),
     )
-    return _logging(name, session)
+    return Session(name, session)
 
 
 def _trackio(run: Path, config: Tree, run_id: str | None) -> Session:
@@ -79,9 +70,8 @@ def _trackio(run: Path, config: Tree, run_id: str | None) -> Session:
     import trackio
 
     name = run_id or f"{run.name}-{uuid.uuid4().hex[:6]}"
-    return _logging(
-        name, trackio.init(project="duet", name=name, config=config, resume="allow", embed=False)
-    )
+    session = trackio.init(project="duet", name=name, config=config, resume="allow", embed=False)
+    return Session(name, session)
 
 
 Open = Callable[[Path, Tree, str | None], Session]
@@ -140,7 +130,7 @@ class Tracker:
             for row in rows:
                 step = row.pop("step")
                 if values := {k: v for k, v in row.items() if isinstance(v, int | float)}:
-                    self._session.log(step, values)
+                    self._session.run.log(values, step=step)
             sent[self.name] = Sent(id=self._session.id, step=step)
             replace_file(state, STATE.dump_json(sent))
         self._sent_step = last
@@ -160,7 +150,7 @@ class Tracker:
         """End the tracker's session; a later session continues the same run."""
         session, self._session = self._session, None
         if session is not None:
-            session.close()
+            session.run.finish()
 
 
 class Tracking(Callback):

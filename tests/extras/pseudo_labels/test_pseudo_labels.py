@@ -65,18 +65,6 @@ def test_sure_images_come_with_their_class_behind_the_labelled_ones(folder, prob
         assert "labelled by" in out.meta.source
 
 
-def test_the_fraction_of_right_labels_is_that_of_the_kept_images(folder, probabilities, tmp_path, capsys):
-    with Dataset(folder / "known.lmdb") as known:
-        is_right = probabilities.argmax(1) == known.labels()
-    order = np.argsort(-probabilities.max(1))
-    count = next(n for n in range(5, 60) if is_right[order[:n]].mean() != is_right.mean())
-    threshold = float(probabilities.max(1)[order[count - 1]])
-    more = ["--labelled", folder / "few.lmdb", "--threshold", repr(threshold), "--json"]
-    assert label(folder, tmp_path / "out.lmdb", *more, data="known.lmdb") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["kept"], told["right"]) == (count, is_right[order[:count]].mean())
-
-
 def test_known_labels_are_only_compared_with_and_encoded_images_are_kept(folder, probabilities, tmp_path, capsys):
     assert label(folder, tmp_path / "known.lmdb", "--threshold", 0, data="known.lmdb") == 0
     with Dataset(tmp_path / "known.lmdb") as out, Dataset(folder / "known.lmdb") as known:

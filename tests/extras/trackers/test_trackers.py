@@ -38,13 +38,13 @@ class Kept:
         if self.down:
             raise ConnectionError("no network")
         self.opened.append(known)
-        self.id = known or f"id{len(self.runs)}"
+        self.id, self.run = known or f"id{len(self.runs)}", self
         self.runs.setdefault(self.id, [])
 
-    def log(self, step: int, values: track.Values) -> None:
-        self.runs[self.id].append((step, dict(values)))
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.runs[self.id].append((step, values))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         pass
 
 
