@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
@@ -13,12 +14,24 @@ import PIL.Image
 import torch
 from torch import Tensor, nn
 
+from duetgan.data.opening import dataset_for_model
 from duetgan.inference.inputs import Image, Transform
 from duetgan.inference.latents import Latents
 from duetgan.inference.projection import Projection, find
 from duetgan.inference.samples import Sampler, load_sources
 from duetgan.inference.settings import ProjectionConfig, label_of
-from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.evaluate_classifier import (
+    answers_of,
+    check_classes,
+    classify,
+    document_of,
+    draw_records,
+)
+from duetgan.metrics.evaluate_gan import evaluate_generator, judge_images
+from duetgan.metrics.features.extractors import build
+from duetgan.metrics.features.precision import device_of
+from duetgan.metrics.protocol import GAN_IMAGES
+from duetgan.metrics.results import Evaluation
 from duetgan.models.gan import ImageGenerator, NoiseMode, TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.utils.checkpoint import Checkpoint
@@ -70,6 +83,7 @@ class Classifier(nn.Module):
         self.class_names: list[str] = list(checkpoint["classes"])
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
+        self._checkpoint = checkpoint | {"state": {}}
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [N, classes] of images float [N, C, H, W] in [-1, 1].
@@ -106,6 +120,32 @@ class Classifier(nn.Module):
         probabilities = torch.cat(rows)
         labels = [self.class_names[i] for i in probabilities.argmax(1).tolist()]
         return Predictions(labels, probabilities, list(self.class_names), files)
+
+    def evaluate(
+        self,
+        images: str | Path,
+        *,
+        n: int | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> Evaluation:
+        """Evaluate the classifier on labelled images, with the metrics of evaluate.py.
+
+        Args:
+            images: anything that `duet train` reads.
+            n: number of images, drawn with `seed`; None: all.
+            progress: True to show a progress bar.
+
+        Raises UserError if images or labels do not fit the classifier.
+        """
+        with dataset_for_model(images, self._checkpoint) as dataset:
+            check_classes(self.network, dataset)
+            records = draw_records(dataset, n, seed)
+            logits = classify(
+                self.network, dataset, records=records, progress="images" if progress else ""
+            )
+            answers = answers_of(self.network, dataset, logits, records)
+        return Evaluation.of(document_of(answers, seed=seed))
 
 
 class Samples(NamedTuple):
@@ -148,6 +188,7 @@ class Generator(nn.Module):
         self.z_dim = self.network.z_dim
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
+        self._checkpoint = checkpoint | {"state": {}}
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """Return images [N, channels, H, W] in about [-1, 1].
@@ -239,6 +280,45 @@ class Generator(nn.Module):
             space="both" if space == "w+" else "w", steps=steps, features=features
         )
         return find(sampler, target, config).spaces[space]
+
+    def evaluate(
+        self,
+        images: str | Path,
+        *,
+        training: str | Path | None = None,
+        extractors: Sequence[str] = ("resnet50",),
+        weights: str | Path | None = None,
+        n: int = GAN_IMAGES,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> Evaluation:
+        """Compare samples with real test images, with the metrics of evaluate.py.
+
+        Args:
+            images: the test images, anything that `duet train` reads.
+            training: the training images, for the floors and the search for copies.
+            extractors, weights: as for `compare_images`.
+            n: number of samples, at most one for each test image.
+            progress: True to show progress bars.
+
+        Raises UserError if images or classes do not fit the generator.
+        """
+        with ExitStack() as stack:
+            paths = [images] if training is None else [images, training]
+            datasets = [
+                stack.enter_context(dataset_for_model(path, self._checkpoint)) for path in paths
+            ]
+            device, spec = device_of(self.network), datasets[0].spec
+            document = evaluate_generator(
+                self.network,
+                datasets[0],
+                n=n,
+                seed=seed,
+                extractors=build(extractors, device=device, spec=spec, weights=weights),
+                train_dataset=None if training is None else datasets[1],
+                show=progress,
+            )
+        return Evaluation.of(document)
 
     def _sampler(self, classes: str | Sequence[str] | None, seed: int, **options: Any) -> Sampler:
         names = [classes] if isinstance(classes, str) else classes

@@ -1,5 +1,6 @@
 """The library: what `duetgan` exports, and what its models take and refuse."""
 
+import json
 import sys
 import warnings
 from typing import Any
@@ -11,17 +12,21 @@ import torch
 
 import duetgan
 import duetgan.training
+from duetgan.commands import evaluate
 from duetgan.data import open_dataset
 from duetgan.inference.inputs import Transform
-from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.evaluate_gan import evaluate_generator, judge_images
+from duetgan.metrics.features.extractors import pixel_features
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
 from tests.end_to_end.recipes import image_folders
 from tests.inference.conftest import gan_run, styled
-from tests.metrics.conftest import CLASSES, classifier_run
+from tests.metrics.conftest import CLASSES, classifier_run, pack
 from tests.test_package import EXAMPLES
 
 EXPORTED = {  # changed on purpose, with a line in CHANGELOG.md
@@ -113,6 +118,29 @@ def test_predictions_show_their_progress_and_become_a_table(classifier, photo, t
     assert frame["probability"].tolist() == answers.probabilities.amax(1).tolist()
     answers.class_names[0] = "label"  # a class with the name of a column
     assert list(answers.to_pandas()) == ["file", "label", "probability", "class label", *CLASSES[1:]]
+
+
+def test_evaluations_are_those_of_the_command(classifier, generator, runs, tmp_path, monkeypatch, capsys):
+    train, test = (str(pack(tmp_path / f"{name}.lmdb", seed=seed)) for seed, name in enumerate(("train", "test")))
+    arguments = ["--checkpoint", str(runs["classifier"]), "--data", test, "--n", "40", "--seed", "2"]
+    assert run_cli(evaluate.main, [*arguments, "--out", str(tmp_path / "out")]) == 0
+    expected = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    result = classifier.evaluate(test, n=40, seed=2)
+    for metric in result.metrics:
+        low, high = expected[f"{metric.name}_interval"] or (None, None)
+        assert (metric.value, metric.low, metric.high) == (expected[metric.name], low, high)
+    assert {metric.name for metric in result.metrics} >= {"accuracy", "ece", "nll", "auroc"}
+    assert result.to_pandas()["value"].tolist() == [metric.value for metric in result.metrics]
+    extractors = [pixel_features(ImageSpec(1, 8, 8))]
+    with open_dataset(test) as images, open_dataset(train) as others:
+        options: dict[str, Any] = {"extractors": extractors, "train_dataset": others}
+        document = evaluate_generator(generator.network, images, n=50, seed=1, **options)
+    capsys.readouterr()
+    result = generator.evaluate(test, training=train, extractors=["pixels"], n=50, seed=1, progress=True)
+    assert result.document == document
+    assert result["frechet"].floor == document["distances"][0]["floor"]
+    assert result["density"].extractor == "pixels"
+    assert [metric.name for metric in result.metrics].count("precision") == 1  # not that of `document` again
 
 
 @pytest.mark.parametrize(

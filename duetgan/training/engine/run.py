@@ -28,7 +28,7 @@ from duetgan.utils.checkpoint.provenance import Lineage, join
 from duetgan.utils.config.build import given_keys, to_tree
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.heartbeat import Heartbeat, clear
+from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 from duetgan.utils.distributed.launch import under_launcher
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.machine import tune_malloc
@@ -294,6 +294,7 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         raise
     finally:
         heartbeat.stop(failure, lost_peer=lost_peer)
+        collectives.watch_while_waiting(None)
     reason = "max_steps" if profile_steps is None else "profile"
     if loop.finished:
         reason = loop.stopping.reason if loop.step < loop.config.steps else ""
@@ -305,11 +306,21 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
 
 
 def _start_heartbeat(folder: Path) -> Heartbeat:
-    """Start writing this process's heartbeat file."""
-    parent = os.getppid() if under_launcher() else None
-    heartbeat = Heartbeat(folder, collectives.rank(), parent=parent)
+    """Start writing this process's heartbeat file.
+
+    Ranks that wait long for rank 0 then read the files of the other ranks.
+    """
+    rank, world_size = collectives.rank(), collectives.world_size()
+
+    def check_peers() -> None:
+        for silent in silent_ranks(folder, world_size, own_rank=rank):
+            if silent.rank == 0 or silent.gone:
+                raise collectives.PeerLost(silent.reason)
+
+    heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
     heartbeat.start()
     collectives.barrier()  # Now the files of all ranks exist.
+    collectives.watch_while_waiting(check_peers)
     return heartbeat
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,12 +25,18 @@ T = TypeVar("T")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 PATIENCE = timedelta(hours=6)  # longest time that ranks wait for one that works alone
+LOOK_SECONDS = 10.0  # between a waiting rank's checks that the others are alive
 
 # Process groups, whose type in torch includes a number; None: the default group.
 _control: Any = None
 _patient: Any = None
+_look: Callable[[], object] | None = None
 _alone = False
 _interceptor: Callable[[Callable[[], object]], object] | None = None
+
+
+class PeerLost(RuntimeError):
+    """Another rank no longer takes part in collective operations."""
 
 
 def rank() -> int:
@@ -178,9 +185,18 @@ def set_timeout(seconds: float) -> None:
     setter(timedelta(seconds=seconds if _control is None else 2 * seconds), None)
 
 
+def watch_while_waiting(look: Callable[[], object] | None) -> None:
+    """Have `barrier` call `look` every LOOK_SECONDS; None ends that.
+
+    `look` raises PeerLost if a rank is gone.
+    """
+    global _look
+    _look = look
+
+
 def is_peer_error(error: BaseException) -> bool:
     """Return True for a failed collective operation: another rank is gone or does not answer."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, (PeerLost, dist.DistError)):
         return not ran_out(error)
     if world_size() == 1 or not isinstance(error, RuntimeError):
         return False
@@ -203,6 +219,7 @@ def stop(*, lost: bool = False) -> None:
         else:
             dist.destroy_process_group()
     _control = _patient = None
+    watch_while_waiting(None)
 
 
 @contextmanager
@@ -230,9 +247,28 @@ def group(device: torch.device) -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until every rank calls this, however long one of them works alone."""
-    if world_size() > 1:
-        dist.barrier(group=_patient)
+    """Wait until every rank calls this, however long one of them works alone.
+
+    Raises PeerLost if a rank is gone.
+    """
+    if world_size() == 1:
+        return
+    work = dist.barrier(group=_patient, async_op=True)
+    assert work is not None
+    pause = 0.0002
+    last_look = time.monotonic()
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(0.02, 2 * pause)
+        if _look is not None and time.monotonic() - last_look > LOOK_SECONDS:
+            try:
+                _look()
+            except PeerLost:
+                # Otherwise all ranks were here, and some have left normally since.
+                if not work.is_completed():
+                    raise
+            last_look = time.monotonic()
+    work.wait()
 
 
 def all_reduce_max(flag: int) -> int:

@@ -1,5 +1,7 @@
 """One process: everything is a no-op; buckets of gradients and their order. Several are tried in tests/distributed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +31,39 @@ def test_alone():
         refuse()
     assert_raises(UserError, "no such file", collectives.from_main_process, refuse)
     collectives.stop()
+
+
+class FakeWork:
+    """A barrier that is complete as soon as somebody has looked whether the others are alive."""
+
+    def __init__(self, completes):
+        self.completes, self.looked = completes, False
+
+    def is_completed(self):
+        return self.looked and self.completes
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize("completes", [True, False])
+def test_who_leaves_after_the_barrier_is_not_missed(monkeypatch, completes):
+    """Found by review: rank 0 had left in good order while another one still looked for it."""
+    work = FakeWork(completes)
+
+    def look():
+        work.looked = True
+        raise collectives.PeerLost("rank 0 has left")
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(collectives.dist, "barrier", lambda **_: work)
+    collectives.watch_while_waiting(look)
+    try:
+        with nullcontext() if completes else pytest.raises(collectives.PeerLost):
+            collectives.barrier()
+    finally:
+        collectives.watch_while_waiting(None)
 
 
 @pytest.mark.parametrize("told", ["[/x/pair.cc:5] Connection closed by peer", "Timed out waiting 600000ms"])
