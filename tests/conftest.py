@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +39,8 @@ REPOSITORY = Path(__file__).parents[1]
 # Tests outside tests/extras that use extras -> which; they are left out where one of these has been deleted.
 DOCUMENTED = ("audit", "editing", "explorer", "influence", "official", "paper", "pseudo_labels", "studies", "trackers")
 USES_EXTRAS = {
-    "accelerator/test_commands.py": ("editing", "influence"),
     "benchmarks": ("editing", "pace", "paper", "robustness", "studies"),
     "end_to_end/test_documented_commands.py": DOCUMENTED,
-    "end_to_end/test_kinds_table.py": ("audit", "editing", "explorer", "official", "robustness", "studies"),
     "test_docs.py": DOCUMENTED,
 }
 
@@ -74,7 +72,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Where indices of shards are kept, of child processes too."""
     import torch
 
@@ -85,7 +83,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def reports_without_curves(request, monkeypatch):
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
     from tests.slim import no_curves
 
@@ -94,7 +92,7 @@ def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 @pytest.fixture(autouse=True)
-def no_bar_talks_on() -> Iterator[None]:
+def no_bar_talks_on():
     """A bar that nobody closed writes its lines into the tests that follow."""
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name == "progress"]
@@ -106,7 +104,7 @@ def no_bar_talks_on() -> Iterator[None]:
 
 
 @pytest.fixture
-def slim(monkeypatch: pytest.MonkeyPatch) -> None:
+def slim(monkeypatch):
     """Classifiers of this process are slim: for what does not depend on their size."""
     from tests.slim import make as slim_make
 
@@ -114,7 +112,7 @@ def slim(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def slim_module() -> Iterator[None]:
+def slim_module():
     """The same from here to the end of a module, for its fixtures too."""
     from tests.slim import make as slim_make
 
@@ -124,7 +122,7 @@ def slim_module() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def slim_resnet18() -> Iterator[None]:
+def slim_resnet18():
     """ResNet-18 is slim, other networks are whole."""
     from duetgan.models.backbones import base
     from tests.slim import SlimResNet
@@ -153,7 +151,7 @@ def sample_images(split: str, per_class: int) -> tuple[Any, Any, list[str]]:
 
 
 @pytest.fixture(scope="session")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(tmp_path_factory):
     """A folder with train.lmdb (200 images, 16 px) and test.lmdb (100), cut from the embedded sample."""
     from duetgan.data.packing.records import pack_arrays
 
@@ -165,7 +163,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def sent(monkeypatch):
     """Sizes of the gradients that are sent, in order, as by one of two ranks; the other one's are the same."""
     from duetgan.utils.distributed import collectives
 
@@ -183,7 +181,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
+def last_line(capsys):
     """The figures that a benchmark prints as its last line, which are flat."""
 
     def read(script: Any, options: list[str]) -> dict[str, Any]:
@@ -202,7 +200,7 @@ def assert_raises(error: type[Exception], told: str, call: Callable[..., Any], *
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Any:
+def refused(capsys):
     """The one error line of a refused command; `alone`: nothing else is on stderr."""
     from duetgan.utils.distributed.process import run_cli
 

@@ -5,7 +5,6 @@ import functools
 import importlib
 import re
 import runpy
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,11 +15,9 @@ from torch.distributed.run import get_args_parser
 
 from duetgan.commands import COMMANDS
 from duetgan.models.registry import ARCHITECTURES
-from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
-from duetgan.utils.config.recipes import recipe_file
-from duetgan.utils.config.yaml_files import read_yaml
 from tests.test_project import LINKS, project_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +28,6 @@ KEYS = {key for config in CONFIGS for key in keys_of(config)}
 TASKLESS = runpy.run_path(str(ROOT / "docs" / "keys.py"))["TASKLESS"]
 STUDY_KEYS = {key for config in TASKLESS.values() for key in keys_of(config)}
 OVERRIDDEN = {"train": KEYS, "study": STUDY_KEYS}  # scripts whose options are config keys too
-SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|yaml|sh))?")
 SCRIPTS = [*COMMANDS, "benchmarks.scaling"]
@@ -56,21 +52,6 @@ def inline(page: Path) -> Iterator[tuple[Token, int]]:
     for block in tokens(page):
         for token in block.children or []:
             yield token, lines_of(block).start + 1
-
-
-def test_pages_use_the_terms_of_the_glossary():
-    """The synonyms that its last column names are found in no text, code aside."""
-    rows = [line.split("|")[3] for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line[:2] == "| "]
-    synonyms = [word.strip() for row in rows[1:] for word in row.split(",") if word.strip()]
-    assert len(synonyms) > 10
-    pattern = re.compile(rf"\b({'|'.join(synonyms)})s?\b", re.IGNORECASE)
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "extras").glob("*.md")]
-    wrong = []
-    for page in pages:
-        if page.name != "glossary.md":
-            texts = [(token.content, line) for token, line in inline(page) if token.type == "text"]
-            wrong += [f"{page.name}, {line}: {match[0]}" for text, line in texts for match in pattern.finditer(text)]
-    assert wrong == []
 
 
 def test_each_technique_has_its_file_key_and_test():
@@ -113,19 +94,6 @@ def current(request):
     return request.param
 
 
-def test_page_renders_as_it_was_meant(page):
-    """N15: a fence was never closed, and the rest of the page was code."""
-    lines = page.read_text().splitlines()
-    for block in tokens(page):
-        if block.type == "fence":
-            place = lines_of(block)
-            assert lines[place[-1]].strip() == block.markup, f"line {place.start + 1}: a fence is open"
-    for token, line in inline(page):
-        if token.type == "text":
-            assert "`" not in token.content, f"line {line}: a backtick without its partner: {token.content}"
-            assert not token.content.startswith("|"), f"line {line}: no row of a table: {token.content}"
-
-
 def test_links_and_images_lead_somewhere(page):
     for token, line in inline(page):
         target = token.attrGet("src" if token.type == "image" else "href")
@@ -137,36 +105,6 @@ def test_links_and_images_lead_somewhere(page):
         assert not anchor or anchor in slugs(file), f"line {line}: no heading for {target}"
 
 
-def test_papers_are_links(current):
-    """U11; keys.md and recipes.md are written from comments."""
-    if current.stem in ("keys", "recipes"):
-        return
-    is_link = False
-    for token, line in inline(current):
-        is_link = token.type == "link_open" or (is_link and token.type != "link_close")
-        if token.type == "text" and not is_link:
-            assert not re.search(r"(?<![\w./-])\d{4}\.\d{5}(?!\w)", token.content), f"line {line}: {token.content}"
-
-
-def test_the_recipe_table_fits_the_recipes():
-    """U6: each time of docs/choosing-a-recipe.md says where it comes from; measured ones stand in the recipe."""
-    page = (ROOT / "docs" / "choosing-a-recipe.md").read_text()
-    lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line] for line in lines if "`" in line[3]]
-    assert len(rows) > 10
-    for images, size, hardware, recipe, minutes in rows:
-        (name,) = re.findall(r"`(\w+)`", recipe)
-        text = (ROOT / "configs" / f"{name}.yaml").read_text()
-        assert size in text, name
-        assert images, name
-        time, _, source = minutes.rpartition(" (")
-        assert source in ("measured)", "predicted)"), minutes
-        if source == "measured)":
-            assert hardware == "CPU"
-            words = " ".join(text.replace("\n#", "").split())
-            assert time in words, (name, time)
-
-
 def test_paths_and_names_in_code_exist(current):
     """`path.py: name`, and tests as the pitfalls name theirs, `tests/folder/test_file.py::test_name`."""
     paths = [path for text in code(current) for path in PATH.findall(text) if path.partition("/")[0] in FOLDERS]
@@ -174,15 +112,6 @@ def test_paths_and_names_in_code_exist(current):
     named = [re.fullmatch(r"([\w/]+\.py)(: |::)(\w+)", text) for text in code(current)]
     found = [(each[0], (ROOT / each[1]).read_text(), "def " * (each[2] == "::") + each[3]) for each in named if each]
     assert [text for text, source, name in found if name not in source] == []
-
-
-def test_every_pitfall_names_a_test():
-    """N14: every lesson of the notes is there, with its test."""
-    text = (ROOT / "docs" / "pitfalls.md").read_text()
-    lessons = text.split("\n### ")[1:]
-    assert len(lessons) > 40
-    assert [lesson.partition("\n")[0] for lesson in lessons if "- Test: `tests/" not in lesson] == []
-    assert [lesson.partition("\n")[0] for lesson in lessons if "- Here: " not in lesson] == []
 
 
 def test_commands_take_their_options(current):
@@ -247,20 +176,6 @@ def option_names(parser: argparse.ArgumentParser) -> set[str]:
     return names
 
 
-def test_commands_can_be_typed(current):
-    for module, rest in commands(fenced(current)):
-        command = rest.partition(" #")[0]
-        if SHORTENED.search(command) or not command.strip():
-            continue
-        options, overrides = parser_of(module).parse_known_args(normalise(shlex.split(command)))
-        if module not in OVERRIDDEN:
-            assert overrides == [], command
-        elif module == "train" and options.config and "FILE" not in command and not hasattr(options, "imports"):
-            tree = read_yaml(ROOT / recipe_file(options.config))
-            lengths = [re.sub(r"^(\d+)ep$", r"\1", word) for word in overrides]  # in epochs: needs the images
-            build_run_config(tree, lengths, command)
-
-
 def test_options_in_text_exist(current):
     """`--name` alone in code: some script's option, a key, or an option of torchrun, docker or SLURM."""
     known = {f"--{key}" for key in KEYS | STUDY_KEYS}.union(*(option_names(parser_of(script)) for script in SCRIPTS))
@@ -279,9 +194,3 @@ def test_keys_in_text_exist(current):
         if token.type == "code_inline" and found and found[1].partition(".")[0] in sections and found[1][-3:] != ".py":
             module = ROOT / (found[1].replace(".", "/") + ".py")
             assert found[1] in KEYS | STUDY_KEYS or module.exists(), f"line {line}: {token.content}"
-
-
-def test_make_targets_exist(current):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {target for text in code(current) for target in re.findall(r"(?:^|&& )make ([a-z-]+)", text)}
-    assert named <= targets

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.isolation import FOLDER
@@ -21,7 +20,7 @@ def test_in_its_folder():
 """
 
 
-def test_a_session_that_wrote_into_the_users_caches_fails(tmp_path: Path) -> None:
+def test_a_session_that_wrote_into_the_users_caches_fails(tmp_path):
     home = tmp_path / "home é"
     (home / ".cache" / "duet").mkdir(parents=True)
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -104,7 +104,6 @@ def test_predictions_show_their_progress_and_become_a_table(classifier, photo, t
             bars.append((self, self.disable))  # tqdm sets it at the end
 
     monkeypatch.setattr("duetgan.library.Bar", Recorded)
-    monkeypatch.setattr("duetgan.library.BATCH", 2)
     PIL.Image.fromarray(photo).save(tmp_path / "a.png")
     images = [tmp_path / "a.png", photo, str(tmp_path / "a.png")]
     answers = classifier.predict(images, progress=True)

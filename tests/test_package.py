@@ -21,12 +21,12 @@ from duetgan.commands import COMMANDS
 from duetgan.commands.planning.plan import GAN, LAST, PAIRS, SCRATCH, START, STARTED, TUNED
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.sources import open_source
-from duetgan.utils.config.recipes import recipe_file, shipped_file
+from duetgan.utils.config.recipes import recipe_file
 from tests.faults.conftest import run_command
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
-from tests.test_project import LINKS, ROOT, project_files
+from tests.test_project import ROOT, project_files
 
 OURS = ("commands", "data", "extras", "inference", "metrics", "models", "reporting", "training", "utils")
 
@@ -106,43 +106,12 @@ def test_make_setup_installs_the_checkout_in_editable_mode(copy, mine, tmp_path,
     assert "gan_64_cpu" in subprocess.run(command, cwd=mine, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "printed"),
-    [
-        (["train.py", "--list"], 0, "gan_64_cpu"),
-        (["-m", "duetgan", "pack", "sample", "{}/x.lmdb", "--size", "8", "--split", "test"], 0, "x.lmdb"),
-        (["-m", "data.pack", "--help"], 1, "No module named"),
-    ],
-)
-def test_a_checkout_without_links_lacks_the_short_names_alone(copy, tmp_path, arguments, code, printed):
-    """A zip of the repository, or Windows."""
-    assert not any((copy / name).exists() for name in LINKS)
-    done = python(copy, copy, *(text.format(tmp_path) for text in arguments))
-    assert (done.returncode, printed in done.stdout + done.stderr) == (code, True), done.stderr
-
-
 def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
     assert duet(site, mine, "--help") == usage() + "\n"
     assert "gan_64_cpu" in duet(site, mine, "train", "--list")
     duet(site, mine, "pack", "sample", "sample.lmdb", "--split", "test", "--size", "32", "--workers", "2")
     options = ["--data.path", "sample.lmdb", "--data.val-path", "null", "--precision", "fp32", "--dry-run"]
     assert "dry run" in duet(site, mine, "train", "--config", "gan_32_cpu", *options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["trian"], "did you mean 'train'?"),
-        (["quickstart", "--minuts", "4"], "did you mean '--minutes'?"),
-        (["train", "--config", "configs/nothing.yaml"], "nothing.yaml"),
-    ],
-)
-def test_what_is_wrong_is_one_line(site, mine, arguments, told):
-    done = python(site, mine, "-m", "duetgan", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ")
-    assert told in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -233,22 +202,3 @@ def test_a_recipe_is_found_from_any_folder_unless_there_is_one_of_that_name(name
     for own in (tmp_path / "gan_64", tmp_path / "gan_64.yaml", tmp_path / "configs/gan_64.yaml"):
         own.touch()
     assert recipe_file(name) == name
-
-
-def test_a_file_that_recipes_come_with_is_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert shipped_file(START) == str(ROOT / "duetgan" / START)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / START).touch()
-    assert shipped_file(START) == START
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_quickstart_of_the_installed_package_writes_into_the_users_folder(site, mine, monkeypatch):
-    monkeypatch.delenv("DUET_RUNS")  # the tests' own
-    printed = duet(site, mine, "quickstart", "--quick")
-    assert "$ duet train --config" in printed
-    assert "$ duet pack sample" in printed
-    assert "python" not in [text.split()[1] for text in printed.splitlines() if text.startswith("$ ")]
-    assert (mine / "runs" / "quickstart_quick" / "report.html").is_file()

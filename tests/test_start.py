@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ print(code, *heavy, file=sys.stderr)
 
 
 @pytest.fixture(autouse=True)
-def default_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def default_runs(tmp_path, monkeypatch):
     """Give a run without --run-dir a folder of the test's own."""
     monkeypatch.setenv("DUET_RUNS", str(tmp_path / "runs"))
 
@@ -58,7 +57,7 @@ def started(script: str, *options: str, code: str = WATCHED) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS + COMMANDS)
-def test_wrong_options_wait_for_no_import(script: str) -> None:
+def test_wrong_options_wait_for_no_import(script):
     """U22: 7 to 19 s on a busy machine."""
     said, last = started(script, "--no-such-option")
     assert said.startswith("error: ")
@@ -66,7 +65,7 @@ def test_wrong_options_wait_for_no_import(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["train.py", "data.pack", "duetgan.__main__"])
-def test_version(script: str) -> None:
+def test_version(script):
     """J24, and no torch is imported for it."""
     command = [sys.executable, "-c", WATCHED, script, "--version"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -74,7 +73,7 @@ def test_version(script: str) -> None:
 
 
 @pytest.mark.parametrize("command", [["train.py", "--help"], ["-m", "data.pack", "--help"]])
-def test_a_python_without_the_packages_is_told_which_has_them(command: list[str]) -> None:
+def test_a_python_without_the_packages_is_told_which_has_them(command):
     """J26: a traceback. -S: no site-packages."""
     done = subprocess.run([sys.executable, "-S", *command], cwd=REPOSITORY, capture_output=True, text=True)
     remedy = "needs the packages of this project: `make setup`, then .venv/bin/python ..."
@@ -82,7 +81,7 @@ def test_a_python_without_the_packages_is_told_which_has_them(command: list[str]
 
 
 @pytest.mark.parametrize("script", MISSING)
-def test_a_missing_file_waits_for_no_import(script: str) -> None:
+def test_a_missing_file_waits_for_no_import(script):
     said, last = started(script, *MISSING[script])
     assert said.count("\n") == 0
     assert "nothing-here" in said
@@ -90,7 +89,7 @@ def test_a_missing_file_waits_for_no_import(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["train.py", "generate.py"])
-def test_an_interruption_while_torch_is_imported_is_one_line(script: str, tmp_path: Path) -> None:
+def test_an_interruption_while_torch_is_imported_is_one_line(script, tmp_path):
     there = tmp_path / "there.pt"
     there.write_text("task: gan\n")
     interrupted = f"""

@@ -1,50 +1,13 @@
-"""Both tasks on the pretend accelerator: the CPU's numbers to the bit, no wait inside a step; faults that it sees."""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+"""Both tasks on the pretend accelerator: the CPU's numbers to the bit, no wait inside a step; faults; streams."""
 
 import pytest
 
 from tests.accelerator.cases import FAULTS
+from tests.accelerator.conftest import python
 from tests.accelerator.trainings import FAST, MEMORY, OTHERWISE, SLOW
-from tests.conftest import REPOSITORY
 
+CASES = "tests.accelerator.cases"
 pytestmark = pytest.mark.timeout(900)  # a part runs whole when its first row is asked for
-
-
-def python(*arguments: str) -> str:
-    """What a process of its own prints: the device is there for the rest of it."""
-    found = subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
-    return found.stdout
-
-
-class Seen(dict[str, Any]):
-    """What each part of the cases has shown; it runs when it is first asked for."""
-
-    def __init__(self, packed: Path, folder: Path) -> None:
-        self.packed, self.folder = packed, folder
-
-    def __missing__(self, part: str) -> Any:
-        folder = self.folder / part
-        folder.mkdir()
-        for file in self.packed.iterdir():
-            (folder / file.name).symlink_to(file)
-        self[part] = json.loads(python("-m", "tests.accelerator.cases", part, str(folder)).splitlines()[-1])
-        return self[part]
-
-
-@pytest.fixture(scope="module")
-def seen(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return Seen(packed, tmp_path_factory.mktemp("accelerator"))
-
-
 ROWS = [("fast", name) for name in FAST] + [pytest.param("slow", name, marks=pytest.mark.slow) for name in SLOW]
 
 
@@ -92,4 +55,59 @@ def test_what_the_device_refuses_and_counts(seen):
         "sim out of memory. Tried to allocate 4000 bytes",
         "sim out of memory. Tried to allocate 4000 bytes",
         ["sim", 2],
+    ]
+
+
+ORDERED = """
+import gc, torch
+from tests.accelerator import device, streams
+device.install()
+side, now = torch.Stream(torch.device("sim")), torch.accelerator.current_stream()
+
+def tell(action, *arguments):
+    gc.collect()
+    streams.faults.clear()
+    try: action(*arguments); print("in order")
+    except streams.OrderError as error: print(error)
+
+def fill_again(end):
+    host = torch.ones(4).pin_memory()
+    with side: host.to("sim", non_blocking=True)
+    copied = side.record_event()
+    if end: end(copied)
+    host.numpy()[:] = 2  # where no mode sees it
+    host.to("sim")
+
+def hand_over(wait, keep):
+    with side: there = torch.ones(4).pin_memory().to("sim", non_blocking=True)
+    if wait: now.wait_event(side.record_event())
+    if keep: there.record_stream(now)
+    more = there + 1
+    del there
+    return more + 1
+
+def write_what_is_read(wait):
+    there = torch.ones(4, device="sim")
+    side.wait_stream(now)
+    there.record_stream(side)
+    with side: there.sum()
+    if wait: now.wait_stream(side)
+    there.add_(1)
+
+with device.Mode():
+    for end in (None, torch.Event.synchronize, lambda _: side.synchronize(), lambda _: torch.accelerator.synchronize()):
+        tell(fill_again, end)
+    for wait, keep in ((True, True), (False, True), (True, False)): tell(hand_over, wait, keep)
+    for wait in (True, False): tell(write_what_is_read, wait)
+"""
+
+
+def test_the_order_of_streams():
+    assert python("-c", ORDERED).splitlines() == [
+        "pinned memory was written while stream 1 of sim:0 copies it: wait for an event of it first",
+        *["in order"] * 4,
+        "memory is read by stream 0 of sim:0 while stream 1 of sim:0 still writes it: wait for an event of it first",
+        "memory of stream 1 of sim:0 was freed while stream 0 of sim:0 uses it: call tensor.record_stream",
+        "in order",
+        "memory is written by stream 0 of sim:0 while stream 1 of sim:0 still reads it",
     ]

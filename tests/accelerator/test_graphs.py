@@ -1,35 +1,11 @@
 """Steps as CUDA graphs on the pretend accelerator have the numbers of other steps to the bit; faults are seen."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.accelerator.graph_cases import EAGER, FAST, FAST_FAULTS, FAULTS, FEW, SLOW
-from tests.accelerator.test_accelerator import python
 
+CASES = "tests.accelerator.graph_cases"
 pytestmark = pytest.mark.timeout(1800)  # a part runs whole when its first row is asked for
-
-
-class Seen(dict[str, Any]):
-    """What each part of the cases has shown; it runs when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __missing__(self, part: str) -> Any:
-        folder = self.folder / part
-        folder.mkdir()
-        self[part] = json.loads(python("-m", "tests.accelerator.graph_cases", part, str(folder)).splitlines()[-1])
-        return self[part]
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return Seen(tmp_path_factory.mktemp("graphs"))
-
-
 ROWS = [("fast", name) for name in FAST] + [pytest.param("slow", name, marks=pytest.mark.slow) for name in SLOW]
 
 

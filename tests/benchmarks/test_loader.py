@@ -11,7 +11,6 @@ from benchmarks.loading import images as sample_images
 from benchmarks.loading import ours, peers
 from benchmarks.loading.timing import Window
 from duetgan.data.packing.records import pack_arrays
-from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError
 
 TINY = loader.Sizes(
@@ -48,25 +47,3 @@ def test_raw_section(tmp_path, monkeypatch):
     to_numpy = {"raw8_vs_numpy_ratio", "raw8_steady_vs_numpy_ratio"}
     check_numbers(result, {f"raw8{kind}_vs_imagefolder_ratio" for kind in kinds} | to_numpy)
     assert result["raw8_imagefolder_workers"] == 0
-
-
-def test_jpeg_section_leaves_missing_peers_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loader, "WORKERS", (0,))
-    monkeypatch.setattr(peers, "import_peer", lambda name: None)
-    result = loader.measure_jpeg(TINY, tmp_path)
-    check_numbers(result, {"jpeg224_vs_imagefolder_ratio"})
-    assert result["jpeg224_imagefolder_workers"] == 0
-    assert "16 JPEG files of" in capsys.readouterr().out
-
-
-def test_pack_and_first_batch_sections(tmp_path):
-    check_numbers(loader.measure_pack(TINY, tmp_path), {"pack_vs_one_process_ratio"})
-    result = loader.measure_first_batch(TINY, tmp_path)
-    with Dataset(tmp_path / "first_batch.lmdb") as reader:
-        assert len(reader) == 5000
-        images, labels = reader.read([4095, 4096, 0])
-    assert np.array_equal(images[1], images[2])  # the records repeat
-    assert not np.array_equal(images[0], images[2])
-    assert labels.tolist() == [5, 0, 0]
-    assert 0 < result["first_batch_seconds"] < result["first_batch_with_imports_seconds"]
-    assert result["first_batch_rss_mib"] >= result["first_batch_later_rss_mib"] >= 0

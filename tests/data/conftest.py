@@ -93,13 +93,15 @@ def change(path: Path, key: bytes, value: bytes | None) -> None:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four images in a block of what is packed."""
+def small_blocks(monkeypatch):
+    """Four images in a block of what is packed, and in a group of signatures."""
     monkeypatch.setattr("duetgan.data.lmdb.writer.BLOCK_IMAGES", 4)
+    for module in ("reader", "writer"):
+        monkeypatch.setattr(f"duetgan.data.lmdb.{module}.SIGNATURES", 4)
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
+def packed(tmp_path):
     """20 raw RGB images of 8 px; record i has label i % 3."""
     path = tmp_path / "packed.lmdb"
     pack_arrays(path, sample_images(20), np.arange(20) % 3, CLASSES)
@@ -107,7 +109,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     """A folder of class folders with two images each."""
     folder = tmp_path / "photos"
     for shade, name in enumerate(("cat", "dog")):

@@ -59,7 +59,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def records(tmp_path_factory):
     """What each world size recorded, from 32 random 16 px RGB images of three classes, not equally many, and 10 others
     where they are mixed with synthetic ones.
     """
@@ -75,7 +75,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 @pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
 @pytest.mark.parametrize(("processes", "variant"), SPLITS)
-def test_every_split_gives_one_process_result(records: Records, processes: int, variant: str, part: str) -> None:
+def test_every_split_gives_one_process_result(records, processes, variant, part):
     assert records.differ(processes, variant, part) < TOLERANCE
 
 
@@ -87,7 +87,7 @@ def without_statistics(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
-def test_unsynchronised_statistics_are_those_of_micro_batches(records: Records, part: str) -> None:
+def test_unsynchronised_statistics_are_those_of_micro_batches(records, part):
     whole, ranks = (
         [without_statistics(record) for record in records[processes][LOCAL[processes - 1]]] for processes in (1, 2)
     )
@@ -95,7 +95,7 @@ def test_unsynchronised_statistics_are_those_of_micro_batches(records: Records, 
     assert largest_difference(records[1]["classifier-everything:0"], records[1][LOCAL[0]], "gradients") > 1e-6
 
 
-def test_the_comparison_is_of_something_and_a_schedule_free_network_its_own(records: Records) -> None:
+def test_the_comparison_is_of_something_and_a_schedule_free_network_its_own(records):
     one = {name.removesuffix(":0"): record for name, record in records[1].items()}
     for name in ("everything", "fixed", "average"):
         record = one[f"classifier-{name}"]

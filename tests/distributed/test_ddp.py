@@ -30,12 +30,8 @@ from tests.distributed.worker import largest_difference
 from tests.end_to_end.ranks import together
 from tests.slim import slim_down
 
-BF16 = {"distributed": {"compress": "bf16"}}
-worker.TREES["classifier-bf16"] = classifiers.SMALL | BF16
 worker.TREES["classifier-plain"] = classifiers.SMALL
 worker.TREES["classifier-thaw"] = classifiers.SMALL | {"finetune": {"unfreeze": {"head": 0, "layer4": 1, "layer2": 3}}}
-worker.TREES["gan-bf16"] = worker.GAN | BF16
-worker.TREES["gan-plain"] = worker.GAN
 STEPS = 5
 FITS = 3  # samples a forward pass for which rank 1 has memory
 pytestmark = [
@@ -45,7 +41,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def found(tmp_path_factory):
     """What one and two ranks recorded, from 32 random 16 px images of three classes."""
     folder = tmp_path_factory.mktemp("ddp")
     images = np.random.default_rng(0).integers(0, 256, (32, 3, 16, 16), dtype=np.uint8)
@@ -87,9 +83,7 @@ def two_losses(way: str) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["one forward, two backwards", "two forwards, two backwards"])
-def test_two_synchronised_backwards_leave_different_gradients_without_an_error(
-    found: dict[int, dict[str, Any]], way: str
-) -> None:
+def test_two_synchronised_backwards_leave_different_gradients_without_an_error(found, way):
     """N2: if this fails, torch has mended issue 47260: docs/distributed.md and the README's reason can go."""
     first, second = found[2]["two losses"][way]
     assert (first - second).abs().max() > 1e-2
@@ -111,7 +105,7 @@ def logged(data: str) -> dict[str, float]:
     return statistics.collect(over_ranks(statistics.packed()))
 
 
-def test_layers_receive_the_same_gradients_on_any_number_of_ranks(found: dict[int, dict[str, Any]]) -> None:
+def test_layers_receive_the_same_gradients_on_any_number_of_ranks(found):
     whole, ranks = found[1]["logged"], found[2]["logged"]
     assert whole["head/gradient_std"] > 1e-3
     assert ranks == pytest.approx(whole, rel=1e-9, abs=1e-12)
@@ -129,18 +123,6 @@ def unused(data: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_compressed_gradients_train_and_are_rounded(found: dict[int, dict[str, Any]], task: str) -> None:
-    rounded, plain = found[2][f"{task}-bf16"], found[2][f"{task}-plain"]
-    for record in rounded:
-        assert all(torch.equal(g, g.bfloat16().to(g.dtype)) for g in record["gradients"].values())
-        assert all(weight.isfinite().all() for weight in record["weights"].values() if weight.is_floating_point())
-    assert not all(torch.equal(g, g.bfloat16().to(g.dtype)) for g in plain[0]["gradients"].values())
-    whole = [torch.cat([g.reshape(-1) for g in records[0]["gradients"].values()]) for records in (rounded, plain)]
-    assert (whole[0] - whole[1]).norm() < 0.01 * whole[1].norm()
-    assert largest_difference(rounded[:1], rounded[-1:], "weights") > 1e-3
-
-
 def exchanged(compress: Any) -> dict[str, Tensor]:
     """A rank's own gradients, and what the exchange makes of them."""
     parameters: list[Tensor] = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 5, 2)]
@@ -153,7 +135,7 @@ def exchanged(compress: Any) -> dict[str, Tensor]:
     return {"own": torch.stack(gathered(own)), "sum": torch.cat([p.grad for p in parameters if p.grad is not None])}
 
 
-def test_the_exchange_adds_what_bfloat16_keeps_at_an_agreed_size(found: dict[int, dict[str, Any]]) -> None:
+def test_the_exchange_adds_what_bfloat16_keeps_at_an_agreed_size(found):
     exact, rounded = found[2]["exchanged off"], found[2]["exchanged bf16"]
     assert torch.equal(exact["sum"], exact["own"].sum(dim=0))
     first, second = rounded["own"].bfloat16()
@@ -168,7 +150,7 @@ def test_the_exchange_adds_what_bfloat16_keeps_at_an_agreed_size(found: dict[int
 
 
 @pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
-def test_unfreezing_on_two_ranks_gives_one_process_result(found: dict[int, dict[str, Any]], part: str) -> None:
+def test_unfreezing_on_two_ranks_gives_one_process_result(found, part):
     whole, ranks = found[1]["classifier-thaw"], found[2]["classifier-thaw"]
     sizes = [len(record["gradients"]) for record in whole]
     assert sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[4]
@@ -205,8 +187,6 @@ def be_a_rank(out: Path, data: str) -> None:
     collectives.start(torch.device("cpu"))
     found: dict[str, Any] = {"classifier-thaw": worker.train("classifier-thaw", 0, data, STEPS), "logged": logged(data)}
     if collectives.world_size() > 1:
-        for name in ("classifier-bf16", "classifier-plain", "gan-bf16", "gan-plain"):
-            found[name] = worker.train(name, 2, data, STEPS)
         ways = ("one forward, two backwards", "two forwards, two backwards", "their sum")
         found["two losses"] = {way: two_losses(way) for way in ways}
         found |= {f"exchanged {compress}": exchanged(compress) for compress in ("off", "bf16")}

@@ -21,8 +21,7 @@ from duetgan.utils.image_spec import ImageSpec
 from tests.distributed import worker
 from tests.end_to_end.helpers import rows
 from tests.end_to_end.ranks import run, together
-from tests.faults.conftest import run_command
-from tests.metrics.conftest import classifier_run, gan_run, pack, read_json
+from tests.metrics.conftest import classifier_run, gan_run, pack
 from tests.slim import slim_down
 
 BATCH_SIZES = (5, 64, 150)
@@ -78,7 +77,7 @@ def be_a_rank(out: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Path:
+def folder(tmp_path_factory, slim_module):
     """Packed images and untrained runs, the classifier's slim."""
     path = tmp_path_factory.mktemp("evaluation")
     files = {"path": str(path / "train.lmdb"), "val_path": str(path / "test.lmdb")}
@@ -103,14 +102,14 @@ class Records(dict[int, list[dict[str, Any]]]):
 
 
 @pytest.fixture(scope="module")
-def records(folder: Path) -> Records:
+def records(folder):
     return Records(folder)
 
 
 @pytest.mark.parametrize("size", BATCH_SIZES)
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_neither_ranks_nor_batch_size_change_a_bit(records: Records, task: str, ranks: int, size: int) -> None:
+def test_neither_ranks_nor_batch_size_change_a_bit(records, task, ranks, size):
     """Integers and distances alike: the same chunks are computed, and the same features make the figures."""
     expected = records[1][0][f"{task} {BATCH_SIZES[0]}"]
     found = [record[f"{task} {size}"] for record in records[ranks]]
@@ -120,7 +119,7 @@ def test_neither_ranks_nor_batch_size_change_a_bit(records: Records, task: str, 
         assert other == expected | logits
 
 
-def test_the_comparison_is_of_something(records: Records) -> None:
+def test_the_comparison_is_of_something(records):
     gan, classifier = (records[1][0][f"{task} 64"] for task in ("gan", "classifier"))
     assert classifier["count"] == COUNT
     for row in gan["distances"]:
@@ -130,7 +129,7 @@ def test_the_comparison_is_of_something(records: Records) -> None:
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_evaluation_in_training(folder: Path, task: str, tmp_path: Path) -> None:
+def test_evaluation_in_training(folder, task, tmp_path):
     """`train.py` in float64: weights after two steps differ between numbers of ranks in their last digits only."""
     tree = worker.TREES[task] | {"steps": 4, "batch_size": 12, "checkpoint": {"every": 100}}
     tree |= {"data": {"path": str(folder / "train.lmdb"), "val_path": str(folder / "test.lmdb")}}
@@ -147,21 +146,3 @@ def test_evaluation_in_training(folder: Path, task: str, tmp_path: Path) -> None
         assert [row["val/n"] for row in found[1] if figure in row] == [COUNT, COUNT]
     for row, expected in zip(found[2], found[1], strict=True):
         assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_the_script_on_two_processes_writes_what_one_does(folder: Path, task: str, tmp_path: Path) -> None:
-    more = ["--robustness"]
-    if task == "gan":
-        more = ["--extractor", "classifier,pixels", "--classifier", str(folder / "classifier")]
-    found, told = {}, {}
-    for ranks in (1, 2):
-        out = ["--out", str(tmp_path / str(ranks)), "--json", "--device", "cpu", "--procs", str(ranks)]
-        printed = run_command("evaluate.py", "--checkpoint", folder / task, *out, *more).success()
-        told[ranks] = json.loads(printed.out)
-        found[ranks] = {path.name: path.read_bytes() for path in sorted((tmp_path / str(ranks)).iterdir())}
-        assert printed.err.count("wrote metrics.json") == 1
-    del found[1]["command.txt"], found[2]["command.txt"]
-    assert told[1] == told[2] == read_json(tmp_path / "2" / "metrics.json")
-    assert found[1] == found[2]
-    assert len(found[1]) == {"gan": 8, "classifier": 6}[task]

@@ -32,7 +32,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Records:
+def records(tmp_path_factory, slim_module):
     """Of 32 random 16 px grey images of three classes."""
     folder = tmp_path_factory.mktemp("oracle")
     rng = np.random.default_rng(0)
@@ -67,12 +67,12 @@ def untrained_classifier(run: Path, *, several: bool = False) -> None:
         if (processes > 1 or variant.endswith(":2")) and variant != "classifier-unsynced:0"
     ],
 )
-def test_every_split_gives_one_process_result(records: Records, processes: int, variant: str, part: str) -> None:
+def test_every_split_gives_one_process_result(records, processes, variant, part):
     assert records.differ(processes, variant, part) < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", ["gan:0", "classifier:0"])
-def test_the_comparison_is_of_something(records: Records, variant: str) -> None:
+def test_the_comparison_is_of_something(records, variant):
     whole = records[1][variant]
     assert all(float(g.abs().max()) > 0 for name, g in whole[0]["gradients"].items() if g.ndim > 1)
     assert largest_difference(whole[:1], whole[-1:], "weights") > 1e-3
@@ -80,7 +80,7 @@ def test_the_comparison_is_of_something(records: Records, variant: str) -> None:
         assert whole[0]["metrics"]["loss/r1"] > 0
 
 
-def test_the_oracle_can_fail_and_the_variants_do_what_they_are_for(records: Records) -> None:
+def test_the_oracle_can_fail_and_the_variants_do_what_they_are_for(records):
     """The oracle can fail: plain BatchNorm on two ranks is not one process's."""
     whole, split = records[1]["classifier:0"], records[2]["classifier-unsynced:0"]
     assert largest_difference(whole, split, "gradients") > 1e-6
@@ -91,7 +91,7 @@ def test_the_oracle_can_fail_and_the_variants_do_what_they_are_for(records: Reco
     assert largest_difference(one["gan:0"][:1], one["gan-ada:0"][:1], "weights") > 1e-6
 
 
-def test_every_loss_is_there_and_told_apart(records: Records) -> None:
+def test_every_loss_is_there_and_told_apart(records):
     first = records[1]["gan-apart:0"][0]["metrics"]
     names = {"adversarial", "path_length", "feature_matching", "classifier", "auxiliary"}
     norms = {name.rpartition("/")[2]: v for name, v in first.items() if name.startswith("gradient_norm/generator/")}
@@ -104,7 +104,7 @@ def test_every_loss_is_there_and_told_apart(records: Records) -> None:
 
 
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=SLOW[n]) for n in VARIANTS])
-def test_losses_apart_give_the_gradients_of_their_sum(records: Records, processes: int) -> None:
+def test_losses_apart_give_the_gradients_of_their_sum(records, processes):
     # of the first step: Adam's first update is the gradient's sign, also of what is zero but for its rounding
     apart, together = records[processes]["gan-apart:0"][:1], records[processes]["gan-losses:0"][:1]
     assert largest_difference(together, apart, "gradients") < TOLERANCE

@@ -3,7 +3,6 @@ them; oracles by the pixel.
 """
 
 import re
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.images.values import native
-from duetgan.inference.inputs import Input
-from duetgan.inference.predictions import sorter
 from duetgan.metrics.features.extractors import (
     Extractor,
     classifier_input,
@@ -178,20 +174,6 @@ def test_a_sample_is_written_in_its_depth(spec, tmp_path):
         found = found.reshape(image.shape)
     assert found.dtype == image.dtype
     assert np.array_equal(found, image)
-
-
-def test_sorted_values_of_any_kind_are_files_again_and_take_no_others_place(tmp_path):
-    put = sorter(tmp_path / "sorted")
-    for pixels in (
-        np.zeros((4, 6, 1), np.uint8),
-        np.full((4, 6, 3), 300, np.uint16),
-        np.ones((4, 6, 13), np.uint16),
-    ):
-        put(Input("record 1", partial(np.copy, pixels)), {"label": "a"})
-    names = sorted((tmp_path / "sorted" / "a").iterdir())
-    assert [path.name for path in names] == ["record 1-2.png", "record 1-3.npy", "record 1.png"]
-    assert native(names[0].read_bytes()).pixels.max() == 300
-    assert np.load(names[1]).shape == (4, 6, 13)
 
 
 # --- what figures and classifiers see

@@ -50,20 +50,6 @@ def seen(samples, tmp_path_factory, slim_module):
     return folder / "run"
 
 
-@pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_real_images_leave_their_hash(tmp_path, packed, task):
-    config = write_config(tmp_path / "recipe.yaml", task, packed)
-    assert train_in_process(config, tmp_path / "run", "--max-steps", "1") == 0
-    assert lineage_at(tmp_path / "run") == {"trained_on": [hash_of(packed)], "synthetic": []}
-
-
-def test_samples_leave_their_passport(seen, samples):
-    found = lineage_at(seen)
-    assert found["trained_on"] == [hash_of(samples)]
-    assert [passport["generator"] for passport in found["synthetic"]] == [PASSPORT["generator"]]
-    assert load(resolve(seen))["step"] == 4
-
-
 def test_who_starts_from_such_weights_has_seen_them_too(tmp_path, seen, samples, packed):
     """By --init-from, by model.weights of a checkpoint or an export, and a resume forgets nothing."""
     weights = tmp_path / "seen.safetensors"

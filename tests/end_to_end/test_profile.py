@@ -6,7 +6,7 @@ import json
 import pytest
 
 from duetgan.training.engine.profile import WARM_UP
-from tests.end_to_end.helpers import check_same, differing, state_of, status, train_in_process, write_config
+from tests.end_to_end.helpers import check_same, status, train_in_process, write_config
 from tests.training.engine.test_profile import phases_of
 
 pytestmark = pytest.mark.usefixtures("slim_module")
@@ -39,21 +39,6 @@ def test_profiled_and_resumed_equals_straight(tmp_path, packed, task, capsys):
 
     assert train_in_process(config, profiled, *often) == 0
     check_same(straight, profiled, 8)
-
-
-@pytest.mark.slow
-def test_two_processes_measure_the_same_steps(tmp_path, packed, capfd):
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
-    straight, profiled = tmp_path / "straight", tmp_path / "profiled"
-    short = ["--procs", "2", "--steps", str(WARM_UP + 2)]
-    assert train_in_process(config, straight, *short) == 0
-    capfd.readouterr()
-    assert train_in_process(config, profiled, *short, "--profile", "1") == 0
-    out = capfd.readouterr().out
-    assert out == (profiled / "profile" / "summary.txt").read_text()
-    assert ", 2 processes, rank 0 measured" in out
-    assert status(profiled)["state"] == "finished"
-    assert differing(state_of(straight, WARM_UP + 2), state_of(profiled, WARM_UP + 2)) == []
 
 
 def test_too_little_of_a_resumed_run_is_left(tmp_path, packed, capsys):

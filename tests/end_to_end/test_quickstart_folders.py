@@ -1,8 +1,6 @@
 """`quickstart.py --quick` on one's own images, whatever they lie in: a report, or one line with the remedy."""
 
-import csv
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,40 +61,14 @@ def flat(place: Path) -> Path:
     return place / "flat"
 
 
-def archive(place: Path) -> Path:
-    file, folder = place / "photos.zip", class_folders(place)
-    with zipfile.ZipFile(file, "w") as members:
-        for image in sorted(folder.rglob("*.jpg")):
-            members.write(image, image.relative_to(folder))
-    return file
-
-
-def table(place: Path) -> Path:
-    file = place / "photos.csv"
-    with file.open("w", newline="") as rows:
-        writer = csv.writer(rows)
-        writer.writerow(["path", "label"])
-        writer.writerows([image, image.parent.name] for image in sorted(class_folders(place).rglob("*.jpg")))
-    return file
-
-
-def one_class(place: Path) -> Path:
-    for seed in range(48):
-        draw(place / "one" / "cats" / f"{seed}.jpg", seed)
-    return place / "one"
-
-
-slow = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     "make",
-    [class_folders, flat, *(pytest.param(make, marks=slow) for make in (archive, table, few, one_class))],
+    [class_folders, flat, pytest.param(few, marks=pytest.mark.slow)],
 )
 def test_images_become_a_report_without_a_question(tmp_path, capfd, make):
     source, out = make(tmp_path), tmp_path / "out"
     assert run_cli(quickstart.main, [str(source), "--quick", "--dir", str(out)]) == 0
-    labelled = make not in (flat, one_class)
+    labelled = make is not flat
     summary = json.loads((out / "summary.json").read_text())
     shown = capfd.readouterr()
     assert (summary["classifier"] is not None) is labelled

@@ -1,6 +1,5 @@
 """Images that are no squares, from the file to what is made of them: every shape works, or is refused in a line."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,26 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
-from duetgan.commands import generate, train
-from duetgan.commands.pack import main as pack_main
-from duetgan.data.augment.transforms import Augment, draw_and_apply
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.inspect import verify
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.stages import at_resolution
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.gan import generate as draw_samples
 from duetgan.models.gan import sizes_up_to
-from duetgan.models.growing import StageGenerator
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.gan.ada import Ada, AdaConfig
 from duetgan.training.gan.ada.operations import DRAWS
-from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
@@ -115,16 +106,6 @@ def test_one_step_of_each_network(start, doublings, name, channels):
             discriminator(transposed, labels)
 
 
-def test_samples_of_a_growing_rectangle_are_those_of_its_stage():
-    growing = ARCHITECTURES["stylegan2"].growing
-    assert growing is not None
-    generator = growing.build("generator", SMALL["stylegan2"][0], resolution="24x16", channels=1, classes=0)
-    generator.enter(8, 1.0)
-    assert generator.noise_shapes() == [(1, 4, 6), (1, 8, 12), (1, 8, 12)]
-    assert generator(torch.randn(2, 4)).shape == (2, 1, 8, 12)
-    assert draw_samples(StageGenerator(generator), labels=None, indices=range(3), seed=0).shape == (3, 1, 16, 24)
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     size=st.tuples(st.integers(4, 12), st.integers(4, 12)),
@@ -152,23 +133,9 @@ def test_what_is_packed_is_read(tmp_path_factory, size, levels, channels, encodi
             found = smaller.read(range(5))[0].astype(float)
             assert np.abs(found - means.mean((3, 5))).max() <= levels - level  # each level is rounded
             smaller.close()
-    wanted = ImageSpec(channels, *asked)
-    crop = RandomCrop(area=(0.3, 1.0))
-    keys = SampleKeys(0, np.zeros(5, np.int64), np.zeros(5, np.int64))
     if not spec.holds(asked):
-        assert_raises(UserError, "less than the", Dataset, path, resolution=wanted.resolution)
-        return
-    with (
-        Dataset(path, resolution=wanted.resolution) as cut,
-        Dataset(path, resolution=wanted.resolution, crop=crop) as few,
-    ):
-        assert cut.read(range(5))[0].shape == (5, *wanted.shape)
-        batch = torch.from_numpy(few.read(range(5), keys=keys)[0])
-        assert batch.shape == (5, *wanted.shape)
-    changed = draw_and_apply(
-        batch, Augment(flip=True, shift=2, trivial_augment=True, erase=1.0), seed=0, step=0, start=0, global_batch=5
-    )
-    assert changed.shape == batch.shape
+        resolution = ImageSpec(channels, *asked).resolution
+        assert_raises(UserError, "less than the", Dataset, path, resolution=resolution)
 
 
 def test_a_random_crop_has_the_shape_that_is_asked_for_up_to_its_bounds():
@@ -186,66 +153,3 @@ def test_the_classifier_keeps_the_aspect_or_says_what_to_set():
     images = torch.rand(2, 3, 24, 36)
     assert model.prepare(images).shape == (2, 3, 16, 24)
     assert model.eval()(images).shape == (2, 2)
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> Path:
-    """Images of 50 x 40 px in two folders, packed at 24 x 16 px with a pyramid, and a part that is held out."""
-    folder = tmp_path_factory.mktemp("flags")
-    numbers = np.random.default_rng(0)
-    for name, hue in (("bars", 0), ("dots", 128)):
-        (folder / "files" / name).mkdir(parents=True)
-        for index in range(14):
-            pixels = numbers.integers(hue, hue + 120, (40, 50, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / "files" / name / f"{index}.png")
-    options = ["--size", "24x16", "--pyramid", "8", "--val-share", "0.25"]
-    assert run_cli(pack_main, [str(folder / "files"), str(folder / "train.lmdb"), *options]) == 0
-    return folder
-
-
-NETS = """
-generator: {z_dim: 8, w_dim: 8, mapping_layers: 2, channel_base: 64, channel_max: 8}
-discriminator: {channel_base: 64, channel_max: 8, minibatch_std_group: 2}
-loss: {r1_interval: 2, style_mixing: 0.9, path_length_weight: 2, path_length_interval: 2}
-ada: {mode: fixed, p: 0.5, operations: {blit: 1, geometry: 1, colour: 1, filter: 1, noise: 1, cutout: 1}}
-"""
-RECIPES = {
-    "grown": "task: gan\n" + NETS + "progressive: {start: 8, fade_kimg: 0.016, stable_kimg: 0.008}\n",
-    "classifier": "task: classifier\nmodel: {stem: small}\noptimizer: {lr: 0.02, warmup_steps: 1}\n",
-}
-
-
-def size_of(file: Path) -> tuple[int, int]:
-    with Image.open(file) as image:
-        return image.size
-
-
-def trained(folder: Path, name: str) -> Path:
-    run, recipe = folder / name, folder / f"{name}.yaml"
-    data = f"data: {{path: {folder}/train.lmdb, val_path: {folder}/train-val.lmdb}}\n"
-    more = "steps: 6\nbatch_size: 8\nlog: {every: 2, samples_every: 3, tensorboard: false}\ncheckpoint: {every: 3}\n"
-    recipe.write_text(RECIPES[name] + more + data + "evaluation: {every: 6, n: 6}\n")
-    options = ["--config", str(recipe), "--run-dir", str(run)]
-    options += ["--evaluation.extractor", "pixels"] * (name != "classifier")
-    if not (run / "checkpoints").is_dir():
-        assert run_cli(train.main, [*options, "--max-steps", "3"]) == 0
-        assert run_cli(train.main, options) == 0  # resumed
-    return run
-
-
-def test_a_rectangle_grows_and_is_searched(flags, tmp_path):
-    run = trained(flags, "grown")
-    assert size_of(sorted((run / "samples").glob("*.png"))[-1]) == (240, 32)
-    image = str(flags / "files" / "dots" / "0.png")
-    options = ["--checkpoint", str(run), "--image", image, "--features", "pixels", "--steps", "2"]
-    assert run_cli(generate.main, ["project", *options, "--out", str(tmp_path / "p.png")]) == 0
-
-
-def test_held_out_images_of_another_shape_are_refused(flags, tmp_path, capsys):
-    images = np.zeros((4, 3, 24, 16), np.uint8)
-    pack_arrays(tmp_path / "tall.lmdb", images, [0, 0, 1, 1], ["bars", "dots"])
-    (tmp_path / "x.yaml").write_text(
-        RECIPES["classifier"] + f"data: {{path: {flags}/train.lmdb, val_path: {tmp_path}/tall.lmdb}}\n"
-    )
-    assert run_cli(train.main, ["--config", str(tmp_path / "x.yaml"), "--run-dir", str(tmp_path / "r")]) == 2
-    assert "24x16 px" in capsys.readouterr().err.splitlines()[-1]

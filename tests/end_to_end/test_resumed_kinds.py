@@ -139,7 +139,7 @@ UNMOVED = {  # parts of a checkpoint that are as they were before the first step
 
 
 @pytest.fixture(scope="module")
-def folder(packed: Path, tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Path:
+def folder(packed, tmp_path_factory, slim_module):
     path = tmp_path_factory.mktemp("kinds")
     classes = sample_images("test", 1)[2]
     for name in ("train", "test"):
@@ -204,7 +204,7 @@ TRAINED: set[str] = set()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_goes_on_to_the_bit(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_a_kind_goes_on_to_the_bit(kind, folder, tmp_path):
     """From a checkpoint in another process's place, and after going back to it in the process that has trained on."""
     config, straight, resumed = build(KINDS[kind], folder), tmp_path / "straight", tmp_path / "resumed"
     run(config, straight)
@@ -226,7 +226,7 @@ def test_a_kind_goes_on_to_the_bit(kind: str, folder: Path, tmp_path: Path) -> N
     TRAINED.add(kind)
 
 
-def test_the_kinds_change_every_part_of_a_checkpoint() -> None:
+def test_the_kinds_change_every_part_of_a_checkpoint():
     """An equal state that never changes says nothing: it needs a kind that changes it."""
     if len(TRAINED) < len(KINDS):
         pytest.skip("some kinds were not trained")
@@ -246,7 +246,7 @@ def options(model: Any, prefix: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_choice_has_a_kind(task: str, folder: Path) -> None:
+def test_every_choice_has_a_kind(task, folder):
     choices = set(options(TASKS[task].config()))
     registries: dict[str, Any] = {"architecture": ARCHITECTURES, "loss.objective": OBJECTIVES} if task == "gan" else {}
     schedule = "generator_optimizer.schedule" if task == "gan" else "optimizer.schedule"

@@ -97,27 +97,6 @@ def test_all_processes_start_from_the_same_weights(tmp_path, donor, packed):
             torch.testing.assert_close(two[name][key], value, rtol=1e-3, atol=1e-3)
 
 
-def test_a_classifier_gets_a_new_head(tmp_path, packed, other, capsys):
-    config, run = write_config(tmp_path / "a.yaml", "classifier", packed), tmp_path / "run"
-    assert train_in_process(config, run, "--max-steps", "1") == 0
-    new, target = write_config(tmp_path / "b.yaml", "classifier", other), tmp_path / "new"
-    capsys.readouterr()
-    assert train_in_process(new, target, "--init-from", str(run), "--dry-run") == 0
-    said = capsys.readouterr().err
-    assert "all 4 classes taken by name" in said
-    assert not target.exists()
-    still = ["--max-steps", "1", "--optimizer.lr", "1e-30"]
-    assert train_in_process(new, target, "--init-from", str(run), *still) == 0
-    theirs, ours = state_of(run, 1), state_of(target, 1)
-    key = "network.layer3.0.conv1.weight"
-    assert torch.equal(ours["model"][key], theirs["model"][key])
-    # the classifier's average keeps its ramp, whose first step takes nine tenths of the model
-    expected = 0.1 * theirs["model_ema"][key] + 0.9 * theirs["model"][key]
-    torch.testing.assert_close(ours["model_ema"][key], expected, rtol=1e-6, atol=1e-7)
-    assert not torch.allclose(theirs["model_ema"][key], theirs["model"][key], rtol=1e-6, atol=1e-7)
-    assert torch.equal(ours["model"]["network.fc.weight"], theirs["model"]["network.fc.weight"][:4])
-
-
 def test_a_refusal_writes_nothing(tmp_path, donor, packed, refused):
     small = ["--generator.z_dim", "5", "--generator.w_dim", "5", "--generator.channel_max", "3"]
     small += ["--discriminator.channel_max", "3", "--run-dir", str(tmp_path / "run"), "--init-from", str(donor)]

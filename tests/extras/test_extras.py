@@ -68,7 +68,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in EXTRAS)])
-def test_the_rest_works_without(name: str, tmp_path: Path) -> None:
+def test_the_rest_works_without(name, tmp_path):
     deleted = {
         extra for extra, package in EXTRAS.items() if name in ("all", extra) or name in getattr(package, "NEEDS", ())
     }

@@ -15,8 +15,8 @@ from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
 from tests.faults import inject
 from tests.faults.forks import Fork
-from tests.faults.torchrun import SITE
 
+SITE = REPOSITORY / "tests" / "faults" / "site"  # of what DUET_FAIL_AT asks for
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SITE}:{REPOSITORY}"}
 
 
@@ -58,7 +58,7 @@ def run_command(*argv: str | Path, folder: Path = REPOSITORY) -> Outcome:
 
 
 @pytest.fixture(scope="session")
-def command() -> Command:
+def command():
     return run_command
 
 

@@ -105,31 +105,6 @@ def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused, setting):
     assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
 
 
-@pytest.mark.slow
-def test_fault_10_no_room_for_images_and_events(gan_recipe, run):
-    """Sample grids; TensorBoard's scalars, images and graphs; statistics of layers."""
-    config = run.with_name("recipe.yaml")
-    config.write_text(config.read_text().replace("tensorboard: false", "tensorboard: true"))
-    small = {run / "samples": "8k", run / "tensorboard": "64k"}
-    for folder in small:
-        folder.mkdir(exist_ok=True)
-    for path in (run / "checkpoints").iterdir():
-        path.unlink()  # from the start again: graphs are drawn there
-    mounts = with_mounts(*(f"mount -t tmpfs -o size={size} tmpfs {folder}" for folder, size in small.items()))
-    every = ["--log.every", "1", "--log.samples-every", "1", "--log.layers-every", "1"]
-    outcome = own_process(*gan_recipe, *every, "--log.layers", "[generator.*]", prefix=mounts).success()
-    refused = {
-        run / "samples" / "step-00000000.png": "sample grids",
-        run / "tensorboard": "TensorBoard",
-        run / "tensorboard" / "layers": "TensorBoard",
-    }
-    why = "cannot be written (No space left on device); training continues without"
-    warnings = [line for line in outcome.err.splitlines() if "warning" in line]
-    assert sorted(warnings) == sorted(f"warning: {path}: {why} {what}" for path, what in refused.items())
-    assert (checkpoints(run), status(run)["state"]) == ([8, 6], "finished")
-    assert log_of(run)[-1]["step"] == 8
-
-
 # --- 11 and 12: damaged
 
 

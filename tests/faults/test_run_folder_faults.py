@@ -7,9 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import newest_first, step_of
@@ -89,24 +87,6 @@ def test_fault_25_two_runs_on_one_folder(command, gan_recipe, tmp_path):
 
 
 # --- 31: the wrong thing
-
-
-def test_fault_31_a_checkpoint_of_the_wrong_task(command, recipe, trained, gan_trained, tmp_path):
-    image, grid = tmp_path / "a.png", tmp_path / "grid.png"
-    Image.fromarray(np.zeros((16, 16), np.uint8)).save(image)
-    told = ("task 'classifier'", "a 'gan' checkpoint is needed")
-    command("generate.py", "grid", "--checkpoint", trained, "--out", grid).refusal(*told)
-    judged = ["evaluate.py", "--checkpoint", gan_trained, "--n", "20", "--out", tmp_path / "eval"]
-    for arguments in (
-        ["predict.py", "--checkpoint", gan_trained, image],
-        [*judged, "--classifier", gan_trained],
-        [*judged, "--extractor", f"classifier:{gan_trained}"],
-    ):
-        command(*arguments).refusal("task 'gan'", "a 'classifier' checkpoint is needed")
-    own = "is a checkpoint of task 'gan', but this run trains a 'classifier'"
-    command(*recipe, "--init-from", gan_trained).refusal("--init-from", own)
-    command(*recipe, "--run-dir", gan_trained).refusal("task: 'gan' there, 'classifier' now", "--run-dir")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "recipe.yaml"]
 
 
 def test_fault_31_a_truncated_config(command, gan_recipe, tmp_path):

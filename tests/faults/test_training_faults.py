@@ -20,7 +20,7 @@ from duetgan.utils.distributed.launch import AGAIN
 from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, status, write_config
 from tests.faults import inject
-from tests.faults.conftest import ENVIRONMENT, Outcome, ended, own_process, start_python
+from tests.faults.conftest import Outcome, own_process, start_python
 
 SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "1"]
 
@@ -174,15 +174,6 @@ def test_deterministic_training_runs_on_this_device(train_here, run, tmp_path, t
     assert differing(state_of(run, 8), state_of(tmp_path / "other", 8)) == []
 
 
-@pytest.mark.slow
-def test_the_seed_of_pythons_hashes_does_not_matter(gan_recipe, tmp_path, monkeypatch):
-    """The order of sets of strings depends on it; a training does not."""
-    for seed in ("1", "2"):
-        monkeypatch.setitem(ENVIRONMENT, "PYTHONHASHSEED", seed)
-        ended(start_python(*gan_recipe, "--run-dir", tmp_path / seed, *SHORT)).success()
-    assert differing(state_of(tmp_path / "1", 8), state_of(tmp_path / "2", 8)) == []
-
-
 def test_an_operation_without_a_deterministic_form_is_explained(packed):
     config = build_run_config({"task": "gan", "data": {"path": str(packed / "train.lmdb")}}, [], "x")
     error = RuntimeError(
@@ -214,14 +205,6 @@ def test_a_rank_killed_in_the_evaluation_of_a_training(gan_recipe, tmp_path, mon
     assert status(tmp_path / "run", "state", "exit_code", "step") == ("failed", 4, 4)
     monkeypatch.delenv(inject.VARIABLE)
     own_process(*gan_recipe, "--procs", "2", "--max-steps", "4").success()
-
-
-def test_a_rank_of_evaluate_is_killed(trained, tmp_path, monkeypatch):
-    monkeypatch.setenv(inject.VARIABLE, "1:0:kill-in-pass")
-    outcome = own_process("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
-    assert outcome.code == 4, outcome.err
-    assert lines(outcome.err) == [f"error: rank 1 was ended by SIGKILL; {AGAIN}"]
-    assert not (tmp_path / "eval" / "metrics.json").exists()
 
 
 def test_a_signal_ends_all_processes_of_evaluate(trained, tmp_path):

@@ -3,11 +3,14 @@
 import gzip
 import json
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 from PIL import Image
+from pyarrow.parquet import write_table
 
 from duetgan.commands import train
 from duetgan.data.packing.pack import pack
@@ -58,10 +61,15 @@ def make(folder: Path) -> None:
         source = open_source(str(folder / "images"), split=None, root=None)
         size = None if encoding == "source" else SIDE
         pack(source, folder / f"{encoding}.lmdb", encoding=encoding, size=size, duplicates=False, workers=0)
-    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
-        for path in sorted((folder / "images").rglob("*.*")):
+    files = sorted((folder / "images").rglob("*.*"))
+    with zipfile.ZipFile(folder / "images.zip", "w") as archive, tarfile.open(folder / "images.tar", "w") as tar:
+        for path in files:
             kind = zipfile.ZIP_DEFLATED if path.suffix == ".bmp" else zipfile.ZIP_STORED  # each is met
             archive.write(path, path.relative_to(folder / "images"), kind)
+            tar.add(path, path.name)
+    cells = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
+    table = pyarrow.table({"image": cells, "label": [number % 3 for number in range(len(cells))]})
+    write_table(table, folder / "images.parquet", row_group_size=4)
     (folder / "idx").mkdir()
     for name, array in (("images-idx3", images[:8, 0]), ("labels-idx1", labels[:8])):  # MNIST's files
         (folder / "idx" / f"train-{name}-ubyte").write_bytes(gzip.decompress(idx_gz(array)))

@@ -18,7 +18,7 @@ import yaml
 from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from tests.fuzz import sources
 from tests.fuzz.corpus import CLASSES, TASKS, copy
-from tests.fuzz.mutate import INTEGERS, SCALARS, mutated_bytes, mutated_json, mutated_text, mutated_tree
+from tests.fuzz.mutate import INTEGERS, SCALARS, mutated_bytes, mutated_text, mutated_tree
 
 
 def planning(config: str | Path, *more: str) -> list[str]:
@@ -172,43 +172,12 @@ def other_values(draw: random.Random, text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_files(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
-    """A run's metrics.jsonl, status.json, pointers or evaluation, read by its report, by a resume, or by a script."""
-    task = draw.choice(list(TASKS))
-    run = copy(corpus, task, folder).rename(folder / "run")
-    name = draw.choice(("metrics.jsonl", "status.json", "checkpoints/last.json", "eval/metrics.json", "best"))
-    path = run / ("checkpoints/best.json" if name == "best" else name)
-    path.parent.mkdir(exist_ok=True)
-    if name == "metrics.jsonl":
-        lines = [mutated_json(draw, json.loads(line)) for line in path.read_text().splitlines()]
-        path.write_bytes(b"\n".join(lines) + b"\n")
-    elif name == "eval/metrics.json":
-        figures: dict[str, Any] = {"accuracy": 0.5, "ece": 0.1, "step": 2, "images": ["a.png"]}
-        figures["recognised_by_class"] = dict.fromkeys(CLASSES, 0.5)
-        figures["distances"] = {"pixels": {"frechet": 1.0, "floor": 0.5, "kernel": 0.1, "n": 12}}
-        path.write_bytes(mutated_json(draw, figures))
-    else:
-        source = run / ("checkpoints/last.json" if name == "best" else name)
-        path.write_bytes(mutated_json(draw, json.loads(source.read_text())))
-    which = ["--which", "best" if name == "best" else "last"]
-    picture = str(corpus / "images" / CLASSES[0] / "a.png")
-    if name in ("best", "checkpoints/last.json") and draw.random() < 0.6:
-        if task == "classifier":
-            return ["predict.py", picture, "--checkpoint", "run", "--device", "cpu", *which]
-        return evaluating("run", corpus / "test.lmdb", *which)
-    return draw.choice((["report", "run"], ["report", "run"], planning(corpus / f"{task}.yaml")))
-
-
 Make: TypeAlias = Callable[[random.Random, Path, Path], list[str]]
 KINDS: dict[str, Make] = {
     "lmdb": lmdb_file,
     "checkpoint": checkpoint,
     "config": config,
-    "zip": sources.archive,
-    "parquet": sources.parquet,
-    "tar": sources.tar,
+    "container": sources.container,
     "manifest": sources.manifest,
-    "idx": sources.idx,
     "image": sources.image,
-    "run": run_files,
 }

@@ -34,14 +34,10 @@ FILE = 256 << 20  # bytes of the largest file that it may write
 
 ROOT = Path(__file__).parents[2]
 FRAME = re.compile(rf'File "{ROOT}/((?!\.venv|tests/)[^"]+)", line ([0-9]+)')  # of a traceback, in the program
-MODULES = (*ranks.MODULES, "duetgan.reporting.report")
+MODULES = ranks.MODULES
 LAZY: tuple[str, ...] = ("lmdb", "pyarrow.parquet", "jinja2", "matplotlib.figure")  # of MODULES
 LAZY += ("duetgan.training.engine.run", "duetgan.inference.predictions", "duetgan.metrics.evaluate_gan")
 LAZY += ("matplotlib.backends.backend_svg",)
-
-
-class Unprepared(Exception):
-    """The machine is too busy: a case's files were not written in time."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ def run(prepare: Callable[[], Sequence[str]], folder: Path) -> tuple[list[str], 
     """The command that `prepare()` returns after it has written its files into `folder`, and how it ended. Both happen
     in one fork, whose current folder that is; the streams go to files beside it.
 
-    Raises RuntimeError if `prepare` fails, Unprepared if it takes too long.
+    Raises RuntimeError if `prepare` fails.
     """
     out, err, plan = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err", "plan"))
     plan.unlink(missing_ok=True)
@@ -125,17 +121,10 @@ def run(prepare: Callable[[], Sequence[str]], folder: Path) -> tuple[list[str], 
     pid = os.fork()
     if pid == 0:
         _in_fork(prepare, folder, (out, err, plan), limit)
-    try:
-        code, peak = _wait(pid, started + WALL)
-    except KeyboardInterrupt:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        raise
+    code, peak = _wait(pid, started + WALL)
     seconds = time.monotonic() - started
     told, errors = (path.read_text(errors="replace") for path in (out, err))
     if not plan.is_file():
-        if code == -signal.SIGKILL and seconds >= WALL:
-            raise Unprepared(f"the case could not be prepared in {WALL} s")
         raise RuntimeError(errors[-2000:] or f"the case could not be prepared: {code}")
     planned = json.loads(plan.read_text())
     left = sorted(_files(folder) - set(planned["files"]))
@@ -192,11 +181,7 @@ def _in_fork(
 
 
 def _main(name: str) -> Callable[[list[str]], int | None]:
-    """The command's `main`; `report` stands for what evaluate.py and train.py do at their ends."""
-    if name != "report":
-        return importlib.import_module(ranks.command_of([name])[0]).main
-    write = importlib.import_module("duetgan.reporting.report").write_report
-    return lambda argv: print(write(argv[0]))
+    return importlib.import_module(ranks.command_of([name])[0]).main
 
 
 def _files(folder: Path) -> set[str]:

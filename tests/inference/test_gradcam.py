@@ -1,7 +1,6 @@
 """Grad-CAM: the map against slow computations, where it peaks, and what `predict.py --gradcam` writes."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,7 +141,7 @@ def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
+def files(tmp_path):
     found: list[str] = []
     for folder, name in (("a", "cat.png"), ("b", "cat.png"), ("b", "dog.png")):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -153,7 +152,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> list[str]:
+def options(tmp_path):
     """Those that every call has."""
     return ["--checkpoint", str(classifier_run(tmp_path / "run", resize_filter="area")), "--device", "cpu"]
 

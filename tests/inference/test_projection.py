@@ -27,7 +27,6 @@ from duetgan.utils.seeding import forked
 from duetgan.utils.seeding import generator as keyed_generator
 from tests.conftest import assert_raises
 from tests.inference.conftest import draws, sampler_of, styled
-from tests.models.helpers import to_uint8
 
 
 def projector(generator, target, *, seed=0, **config):
@@ -43,24 +42,6 @@ def own(generator):
     return sampler_of(generator, chosen=[2], noise_mode="const", seed=9).images([0])[0]
 
 
-def test_a_sample_is_never_left_and_of_every_layer_its_own_w_comes_nearer(generator, own):
-    search = projector(generator, own, steps=100)
-    near = search.search("w", search.start([2]))
-    search.config = ProjectionConfig(steps=1, lr=5.0)
-    again = search.search("w", near)
-    assert torch.equal(again.ws, near.ws)
-    assert again.loss == near.loss
-    # to an image that no single w gives
-    z, labels, _ = vars(sampler_of(generator, noise_mode="none").latents([0, 1, 2, 3])).values()
-    ws = generator.mapping(z, labels)[None]
-    search = projector(generator, to_uint8(generator.synthesis(ws, "none"))[0], steps=60, noise_mode="none")
-    in_w = search.search("w", search.start([0, 1, 2]))
-    found = search.search("w+", in_w, refine=True)
-    assert found.rmse < 0.6 * in_w.rmse
-    assert not (found.ws == found.ws[0]).all()
-    assert search.search("w+", search.start([0, 1, 2])).rmse < in_w.rmse
-
-
 def test_what_was_found_is_not_shaken_away(generator, own):
     search = projector(generator, own, steps=1, lr=1e-9, shake=10.0)
     start = search.start([1])
@@ -68,25 +49,6 @@ def test_what_was_found_is_not_shaken_away(generator, own):
         with patch.object(generator, "synthesis", side_effect=generator.synthesis) as watched:
             search.search("w", start, refine=refine)
         assert torch.equal(watched.call_args_list[0].args[0][0], start.ws) == refine
-
-
-def test_what_is_told_is_what_is_seen(generator, own):
-    """Image and distances again from the styles."""
-    search = projector(generator, own, steps=5)
-    found = search.search("w+", search.start([0]))
-    image = generator.synthesis(found.ws[None], "const")[0]
-    sample_image = (image * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
-    assert torch.equal(found.image, sample_image)
-    difference = (sample_image.double() - own.double()) / 255
-    assert found.rmse == pytest.approx(math.sqrt(difference.square().mean()), rel=1e-5)
-    assert found.loss == pytest.approx(4 * found.rmse**2, rel=1e-5)
-    assert found.perceptual is None
-    assert found.distances == [f"rmse {found.rmse:.3f}"]
-    generator = styled(classes=0)
-    search = projector(generator, torch.zeros(1, 8, 8, dtype=torch.uint8))
-    assert torch.equal(search.start([]).ws, generator.w_avg.expand(4, -1))
-    assert search.label is None
-    assert search.spread > 0
 
 
 def test_the_steps_are_adams(generator, own):

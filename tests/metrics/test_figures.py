@@ -1,7 +1,6 @@
 """The table of figures: a row is evaluated, followed, written, reported and compared, with an interval or without."""
 
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ NEW = {
 
 
 @pytest.fixture(params=NEW)
-def task(request, monkeypatch) -> Iterator[str]:
+def task(request, monkeypatch):
     """The task whose table has one more row."""
     name, rows = request.param.upper(), (*getattr(figures, request.param.upper()), NEW[request.param])
     for module in (figures, evaluate_classifier, evaluate_gan, tables, report):

@@ -3,21 +3,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics import images
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.images import (
-    save_confusion,
     save_evidence,
     save_mistakes,
-    save_reliability,
 )
 from duetgan.utils.errors import UserError
 from tests.metrics.conftest import CLASSES
-from tests.utils.test_images import pixels, shade
+from tests.utils.test_images import shade
 
 
 def shades(*values):
@@ -56,23 +53,3 @@ def test_mistakes_are_drawn_with_the_range_of_the_data_set(tmp_path):
         ((shown, captions, path), options) = drawn[0]
     assert [float(image.mean()) for image in shown] == [4, 0]
     assert (len(captions), path, options) == (2, tmp_path / "x.png", {"spec": dataset.spec})
-
-
-def test_reliability_bars_end_below_the_diagonal(tmp_path):
-    empty = {"n": 0, "confidence": None, "accuracy": None}
-    rows = [empty] * 9 + [{"n": 50, "confidence": 0.95, "accuracy": 0.3}]
-    save_reliability(rows, 0.65, tmp_path / "x.png")
-    save_reliability([*rows[:9], {"n": 50, "confidence": 0.95, "accuracy": 0.95}], 0, tmp_path / "y.png")
-    with Image.open(tmp_path / "x.png") as x, Image.open(tmp_path / "y.png") as y:
-        blue = [(np.abs(np.asarray(each.convert("RGB"), int) - (59, 110, 165)).sum(2) < 30).sum() for each in (x, y)]
-    assert 2 * blue[0] < blue[1]
-
-
-@pytest.mark.parametrize("count", [2, 40])
-def test_confusion_matrix_is_darkest_where_the_share_is_largest(tmp_path, count):
-    confusion = (np.eye(count, dtype=int) * 100).tolist()
-    save_confusion(confusion, ["$a_b"] * count, tmp_path / "x.png")
-    found = pixels(tmp_path / "x.png")
-    assert (found < 100).mean() > 0.1 / count
-    save_confusion([[0] * count] * count, ["a"] * count, tmp_path / "empty.png")
-    assert (pixels(tmp_path / "empty.png") < 100).mean() < (found < 100).mean()

@@ -86,7 +86,7 @@ def two_checkpoints(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, slim_resnet18: None) -> Trained:
+def trained(tmp_path_factory, slim_resnet18):
     folder = tmp_path_factory.mktemp("trained")
     images, labels = {}, {}
     for key, (name, count) in enumerate({"train": 97, "test": COUNT, "others": 61}.items()):
@@ -156,7 +156,7 @@ def styles_of(
 
 
 @pytest.fixture
-def pictures(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[np.ndarray], list[str]]]:
+def pictures(monkeypatch):
     """Images and lines of each picture that would be drawn, by its file's name, in their order."""
     drawings: dict[str, tuple[list[np.ndarray], list[str]]] = {}
 

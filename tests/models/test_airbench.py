@@ -130,7 +130,7 @@ def task_of(path: Path, **model: Any) -> tuple[ClassifierTask, torch.Tensor]:
     return task, task.model.prepare(every)
 
 
-def test_a_run_begins_with_filters_of_its_own_images(packed: Path) -> None:
+def test_a_run_begins_with_filters_of_its_own_images(packed):
     task, every = task_of(packed / "train.lmdb", normalise="imagenet")
     expected = whitening([every]).float()
     for model in (task.model, task.ema.model):
@@ -139,8 +139,8 @@ def test_a_run_begins_with_filters_of_its_own_images(packed: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "value", "most"), [("PART", 5, 5), ("PIXELS", 3 * 16**2, 3)])
 def test_images_are_whitened_in_parts_and_once_for_each_data_size_and_normalisation(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, most: int
-) -> None:
+    packed, monkeypatch, limit, value, most
+):
     read: list[int] = []
 
     def noted(reader: Dataset, indices: np.ndarray) -> Batch:

@@ -7,11 +7,10 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.batchnorm import CPUSyncBatchNorm2d, statistics_kept
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.preparation import normalisation, scaled
+from duetgan.models.preparation import scaled
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.models.helpers import draw, gradients, kept_bytes, same
@@ -112,18 +111,6 @@ def test_images_of_the_networks_size_are_left_alone(side, scaled):
     assert model.prepare(x).shape == (1, 3, 32, 32)
 
 
-@pytest.mark.parametrize("channels", [1, 4])
-def test_other_numbers_of_channels_are_normalised_too(channels):
-    scale, shift = normalisation(channels, MEAN, STD)
-    assert scale.shape == shift.shape == (1, channels, 1, 1)
-    mean, std = (torch.tensor(MEAN), torch.tensor(STD))
-    if channels == 1:
-        mean, std = mean.mean()[None], std.mean()[None]
-    white = scale.flatten() + shift.flatten()
-    torch.testing.assert_close(white, ((1 - mean) / std).repeat(2)[:channels])
-    torch.testing.assert_close(shift.flatten() - scale.flatten(), (-mean / std).repeat(2)[:channels])
-
-
 def trained_once(checkpointing, *, frozen=()):
     """Two steps' worth of gradients and statistics at batch 4."""
     model = build(name="resnet18", activation_checkpointing=checkpointing, normalise="imagenet").train()
@@ -200,7 +187,7 @@ def test_statistics_are_kept_inside_the_block_only(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_images_are_scaled_in_any_precision(dtype: torch.dtype) -> None:
+def test_images_are_scaled_in_any_precision(dtype):
     """torch has no antialiased scaling in bf16 on CPUs."""
     images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
     found = scaled(images.to(dtype), 13)

@@ -85,19 +85,6 @@ def test_no_resolution_in_fp16_is_fp32_to_the_bit():
     assert found[1].equal(network(images))
 
 
-@pytest.mark.parametrize(("dtype", "context"), [(FP32, nullcontext()), (BF16, torch.autocast("cpu", dtype=BF16))])
-def test_the_settings_of_fp16_do_not_touch_other_precisions(dtype, context):
-    z, images, found = draw(2, 8).float(), draw(2, 3, 16, 16).float(), []
-    for more in ({"fp16_resolutions": 0}, {"fp16_resolutions": 4, "conv_clamp": 0.01}):
-        generator, network = build_generator(**more), build_discriminator(**more)
-        layers = {"lowest": generator.blocks[0].second, "top": generator.blocks[2].second, "d": network.blocks[1].first}
-        with context:
-            seen = dtypes(generator, layers, lambda g=generator, d=network: found.append((g(z), d(images))))
-        assert seen == {"lowest": dtype, "top": dtype, "d": dtype}
-    assert found[0][0].equal(found[1][0])
-    assert found[0][1].equal(found[1][1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, BF16])
 def test_nothing_is_normalised_without_fp16(monkeypatch, dtype):
     def refuse(*_):
@@ -199,20 +186,3 @@ def test_p3_the_clamp_acts_in_every_precision_where_that_is_asked_for():
     last.last_linear.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
     last(images)
     assert float(taken[0].detach().abs().max()) == pytest.approx(1e-3)
-
-
-@pytest.mark.parametrize(("limit", "bound"), [(0.5, True), (None, False)])
-def test_the_clamp_of_the_configuration_reaches_every_layer(limit, bound):
-    z, images = draw(2, 8).float(), 4 * draw(2, 3, 16, 16).float()
-    generator, network = build_generator(conv_clamp=limit), build_discriminator(conv_clamp=limit)
-    sizes = []
-    blocks = [layer for block in generator.blocks for layer in (*block.layers, block.to_rgb)]
-    for layer in blocks:
-        layer.register_forward_hook(lambda *hook: sizes.append(hook[2].abs().max().item()))
-    for layer in (network.blocks[0].first, network.last_linear):
-        layer.register_forward_pre_hook(lambda _, given: sizes.append(given[0].abs().max().item()))
-    with fp16():
-        generator(z)
-        network(images)
-    assert len(sizes) == len(blocks) + 2
-    assert (max(sizes) <= 0.5) == bound

@@ -47,15 +47,13 @@ def draw(n: int, seed: int, parts: Sequence[str]) -> list[Mutant]:
 
 
 def table(results: Sequence[Result], parts: Sequence[str]) -> str:
-    """Return the share of noticed mutants by part and by kind."""
+    """Return the share of noticed mutants by part."""
     rows = []
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         groups[part_of(result.mutant.path, parts)].append(result)
     for result in results:
         groups["hand-over" if result.mutant.kind in HAND_OVER else "the rest"].append(result)
-    for result in results:
-        groups[result.mutant.kind].append(result)
     groups["all"] = list(results)
     for name, group in groups.items():
         noticed = sum(result.status in (NOTICED, TIMEOUT) for result in group)
@@ -68,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--n", type=int, default=100, help="mutants to sample")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=PARTS, metavar="FOLDER", help="folders of the product")
-    parser.add_argument("--keys", nargs="*", help="run these mutants of the sample only")
     parser.add_argument("--limit", type=float, default=90, help="seconds of tests for a mutant")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
@@ -78,8 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recording = update(clones[0].root, FOLDER, options.processes + 1)
     print(f"{len(recording.seconds)} tests", flush=True)
     mutants = draw(options.n, options.seed, options.only)
-    if options.keys:
-        mutants = [mutant for mutant in mutants if mutant.key in options.keys]
     runner = Runner(clones, recording, options.limit)
     results: dict[str, Result] = {}
     path = FOLDER / f"results-{options.seed}-{options.n}.jsonl"

@@ -29,7 +29,7 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }  # fmt: skip
 COPIES = {"detach", "clone"}
 # Nodes that are no code, messages to people, or checks of our own invariants.
-SKIPPED = (ast.Assert, ast.Import, ast.ImportFrom, ast.Raise)
+SKIPPED = (ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Raise)
 SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "bases", "keywords", "target", "targets", "format_spec")
 
 
@@ -157,7 +157,7 @@ class _Finder:
             self._visit(statement, [])
         return self.mutants
 
-    def _visit(self, node: ast.AST, scope: list[str], inside: ast.JoinedStr | None = None) -> None:
+    def _visit(self, node: ast.AST, scope: list[str]) -> None:
         if isinstance(node, SKIPPED) or _is_docstring(node) or _is_type_checking(node):
             return
         if isinstance(node, ast.stmt):
@@ -171,15 +171,13 @@ class _Finder:
             replacements = self._replacements(node)
         if isinstance(node, ast.stmt | ast.expr):
             for replacement, kind in replacements:
-                self._add(node, replacement, kind, scope, inside)
-        if isinstance(node, ast.JoinedStr):
-            inside = inside or node
+                self._add(node, replacement, kind, scope)
         conditions = [node.test] if isinstance(node, ast.If | ast.While) else getattr(node, "ifs", [])
         for condition in conditions:
-            self._add(condition, ast.UnaryOp(ast.Not(), condition), "negated condition", scope, inside)
+            self._add(condition, ast.UnaryOp(ast.Not(), condition), "negated condition", scope)
         for child in _children(node):
             lines = self.lines
-            self._visit(child, scope, inside)
+            self._visit(child, scope)
             self.lines = lines
 
     def _statements(self, node: ast.stmt) -> Iterator[tuple[ast.stmt, str]]:
@@ -268,45 +266,14 @@ class _Finder:
                 names |= {n for n, a in fields.items() if a == annotation and n != node.attr}
         return sorted(names)[:3]
 
-    def _add(
-        self, node: ast.expr | ast.stmt, replacement: ast.AST, kind: str, scope: list[str],
-        inside: ast.JoinedStr | None = None,
-    ) -> None:  # fmt: skip
-        target: ast.expr | ast.stmt = node
-        if inside is not None and node is not inside:  # positions inside an f-string are wrong before Python 3.12
-            replacement = _Swap(node, replacement).visit(_shallow(inside))
-            target = inside
-        try:
-            text = ast.unparse(replacement)
-        except ValueError:  # an f-string whose quotes cannot be nested
-            return
-        if isinstance(target, ast.expr) and not isinstance(replacement, ast.Constant | ast.JoinedStr | ast.Name):
+    def _add(self, node: ast.expr | ast.stmt, replacement: ast.AST, kind: str, scope: list[str]) -> None:
+        text = ast.unparse(replacement)
+        if isinstance(node, ast.expr) and not isinstance(replacement, ast.Constant | ast.Name):
             text = f"({text})"
-        start = self.line_starts[target.lineno - 1] + target.col_offset
-        end = self.line_starts[(target.end_lineno or target.lineno) - 1] + (target.end_col_offset or 0)
+        start = self.line_starts[node.lineno - 1] + node.col_offset
+        end = self.line_starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         before = self.source[start:end].decode()
         self.mutants.append(Mutant(self.path, *self.lines, kind, start, end, text, before, ".".join(scope)))
-
-
-class _Swap(ast.NodeTransformer):
-    def __init__(self, target: ast.AST, replacement: ast.AST) -> None:
-        self.target = target
-        self.replacement = replacement
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if node is self.target:
-            return self.replacement
-        copied = _shallow(node)
-        return self.generic_visit(copied)
-
-
-def _shallow(node: ast.AST) -> ast.AST:
-    """Return a copy of the node whose lists are copies, with the same children."""
-    copied = copy.copy(node)
-    for name, value in ast.iter_fields(node):
-        if isinstance(value, list):
-            setattr(copied, name, list(value))
-    return copied
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:

@@ -38,21 +38,13 @@ class Recording:
     @classmethod
     def load(cls, path: Path) -> "Recording":
         with gzip.open(path, "rt") as file:
-            content = json.load(file)
-        lines = {name: {t: int(mask, 16) for t, mask in tests.items()} for name, tests in content["lines"].items()}
-        imported = {name: int(mask, 16) for name, mask in content["imported"].items()}
-        return cls(content["sources"], content["seconds"], defaultdict(dict, lines), imported)
+            recording = cls(**json.load(file))
+        recording.lines = defaultdict(dict, recording.lines)
+        return recording
 
     def save(self, path: Path) -> None:
-        lines = {name: {t: f"{mask:x}" for t, mask in tests.items()} for name, tests in self.lines.items()}
-        content = {
-            "sources": self.sources,
-            "seconds": self.seconds,
-            "lines": lines,
-            "imported": {name: f"{mask:x}" for name, mask in self.imported.items()},
-        }
         with gzip.open(path, "wt", compresslevel=3) as file:
-            json.dump(content, file)
+            json.dump(vars(self), file)
 
     def tests_of(self, path: str, first_line: int, last_line: int) -> list[str]:
         """Return the tests that execute these lines; for lines run on import, those that execute the file at all."""

@@ -52,7 +52,7 @@ def add_last(folder: Path, state: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def world(tmp_path_factory):
     """Name -> place of what the commands of the table name."""
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:

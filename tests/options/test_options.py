@@ -175,7 +175,7 @@ class Stubs:
 
 
 @pytest.fixture(scope="module")
-def outcome(world: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Any:
+def outcome(world, tmp_path_factory, slim_module):
     """What a command leaves: exit code, largest batch of a network, printed text or document, files."""
     out = tmp_path_factory.mktemp("outcome")
 
@@ -243,7 +243,7 @@ def wrong(base: Outcome, found: Outcome, parts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(row[0] for row in rows()))
-def test_each_option_changes_its_parts(command: str, outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_option_changes_its_parts(command, outcome, capsys):
     bases: dict[str, Outcome] = {}
     faults = []
     for _, base, argument, parts in (row for row in rows() if row[0] == command):
@@ -277,7 +277,7 @@ def parsers() -> Iterator[Parser]:
             yield from commands[0].values() if commands else [parser]
 
 
-def test_every_option_is_in_the_table() -> None:
+def test_every_option_is_in_the_table():
     known: dict[str, set[str]] = {}
     for command, _, argument, _ in rows():
         known.setdefault(command, set()).add(argument.split()[0].lstrip("-").replace("-", "_"))

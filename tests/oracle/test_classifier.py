@@ -1,6 +1,5 @@
 """The classifier's task equals the reference: every key of loss, ema, finetune and the optimizer away from neutral."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -80,7 +79,7 @@ TREES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Iterator[Any]:
+def folder(tmp_path_factory, slim_module):
     """50 random grey images of 16 px in three classes of different sizes, and 27 others."""
     path, rng = tmp_path_factory.mktemp("oracle"), np.random.default_rng(0)
     for name, count in (("data", 50), ("synthetic", 27)):
@@ -137,22 +136,22 @@ def assert_equal(folder: Any, tree: dict[str, Any], states: list[State]) -> None
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_step_is_plain_arithmetic(folder: Any, name: str) -> None:
+def test_a_step_is_plain_arithmetic(folder, name):
     assert_equal(folder, TREES[name], trained(folder, TREES[name]))
 
 
 @pytest.mark.parametrize("name", ["still", "blocks"])  # where no statistics are a micro-batch's own
-def test_micro_batches_are_the_whole_batch(folder: Any, name: str) -> None:
+def test_micro_batches_are_the_whole_batch(folder, name):
     assert_equal(folder, TREES[name], trained(folder, TREES[name] | {"micro_batch": 4}))
 
 
-def test_two_ranks_are_one(folder: Any) -> None:
+def test_two_ranks_are_one(folder):
     found = of_two_ranks(folder, "tests.oracle.test_classifier", list(TREES))
     for name, states in found.items():
         assert_equal(folder, TREES[name], states)
 
 
-def test_what_is_evaluated(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_evaluated(folder, monkeypatch):
     """The average, on the held-out images."""
     task, loader, _ = made(folder, TREES["plain"])
     task.val_dataset = held_out = open_training(task.config.data)

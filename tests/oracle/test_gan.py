@@ -1,6 +1,5 @@
 """The GAN's task equals the reference: each key of loss, ema, ada, progressive and the optimizers away from neutral."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,7 @@ def steps_of(tree: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Iterator[Any]:
+def folder(tmp_path_factory, slim_module):
     """50 random grey images of 16 px in three classes of different sizes, and a classifier's run."""
     path = tmp_path_factory.mktemp("oracle")
     images = np.random.default_rng(0).integers(0, 256, (50, 1, 16, 16), dtype=np.uint8)
@@ -182,16 +181,16 @@ def assert_equal(folder: Any, tree: dict[str, Any], states: list[State]) -> None
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_step_is_the_papers(folder: Any, name: str) -> None:
+def test_a_step_is_the_papers(folder, name):
     assert_equal(folder, TREES[name], trained(folder, TREES[name]))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in SPLIT])
-def test_micro_batches_are_the_whole_batch(folder: Any, name: str) -> None:
+def test_micro_batches_are_the_whole_batch(folder, name):
     assert_equal(folder, TREES[name], trained(folder, TREES[name] | {"micro_batch": 4}))
 
 
-def test_two_ranks_are_one(folder: Any) -> None:
+def test_two_ranks_are_one(folder):
     found = of_two_ranks(folder, "tests.oracle.test_gan", SPLIT)
     for name in SPLIT:
         assert_equal(folder, TREES[name], found[name])
@@ -201,7 +200,7 @@ def test_two_ranks_are_one(folder: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "steps"), [("everything", 2), ("growing", 3)])
-def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_evaluated(folder, name, steps, monkeypatch):
     """The held-out images, the average as the stage shows it, the config's seed and n."""
     tree = TREES[name] | {"evaluation": {"n": 24, "extractor": "pixels", "batch_size": 16}}
     task, loader = made(folder, tree)
@@ -251,7 +250,7 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
         assert figures[f"logits/{key}"] == pytest.approx(float(logits.detach().mean()), rel=1e-6), key
 
 
-def test_a_stage_begins_with_its_images_batch_and_moments(folder: Any) -> None:
+def test_a_stage_begins_with_its_images_batch_and_moments(folder):
     """The first step of 16 px equals the stage before, scaled up, and Adam's moments are those of one update."""
     task, loader = made(folder, TREES["growing"])
     task.step(loader, 0)

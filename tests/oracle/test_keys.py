@@ -108,7 +108,7 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "data.path": "tests/training/base/test_data.py",
     "data.val_path": "tests/training/base/test_data.py",
     "data.workers": "tests/training/base/test_data.py",
-    "data.prefetch": "tests/options/test_parameters.py",
+    "data.prefetch": "tests/data/reading/test_dataset_damage.py",
     **dict.fromkeys(("data.synthetic.path", "data.synthetic.checkpoint"), "tests/training/base/test_generated.py"),
     "augment.own": "tests/data/augment/test_transforms.py",
     **dict.fromkeys((f"log.{key}" for key in ("every", "samples_every", "tensorboard")), "tests/end_to_end/helpers.py"),
@@ -241,7 +241,7 @@ def changed(tree: dict[str, Any], key: str, value: Any, section: dict[str, Any] 
 
 
 @pytest.mark.parametrize("task", CASES)
-def test_every_key_has_a_case(task: str) -> None:
+def test_every_key_has_a_case(task):
     keys = list(keys_of(TASKS[task].config()))
     known = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     elsewhere = BOTH_ELSEWHERE | (GAN_ELSEWHERE if task == "gan" else CLASSIFIER_ELSEWHERE)
@@ -252,13 +252,13 @@ def test_every_key_has_a_case(task: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def bases() -> Any:
+def bases():
     """Weights after each step of a tree; each is trained once."""
     return {}
 
 
 @pytest.mark.parametrize(("task", "key"), [(task, key) for task, (cases, _) in CASES.items() for key in cases])
-def test_every_key_changes_a_step(task: str, key: str, gan_folder: Any, classifier_folder: Any, bases: Any) -> None:
+def test_every_key_changes_a_step(task, key, gan_folder, classifier_folder, bases):
     cases, module = CASES[task]
     value, name, *section = cases[key]
     before, after = changed(module.TREES[name], key, value, section[0] if section else None)
@@ -274,7 +274,7 @@ def test_every_key_changes_a_step(task: str, key: str, gan_folder: Any, classifi
     ), key
 
 
-def test_an_evaluation_has_its_weights(gan_folder: Any) -> None:
+def test_an_evaluation_has_its_weights(gan_folder):
     tree = test_gan.STYLEGAN2 | {"evaluation": {"extractor": "resnet50", "weights": "nowhere.pth"}}
     with pytest.raises(UserError, match=r"nowhere\.pth: no such file"):
         test_gan.made(gan_folder, tree)
@@ -298,7 +298,7 @@ def gradients(folder: Any, key: str, value: float) -> Weights:
 
 
 @pytest.mark.parametrize("key", WEIGHTS)
-def test_a_gradient_is_linear_in_its_weight(gan_folder: Any, key: str) -> None:
+def test_a_gradient_is_linear_in_its_weight(gan_folder, key):
     none, one, two = (gradients(gan_folder, key.partition(".")[2], value) for value in (0.0, 0.8, 1.6))
     differences = []
     for name, gradient in one.items():

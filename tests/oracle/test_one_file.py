@@ -41,7 +41,7 @@ CLASSIFIER: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def float64() -> Any:
+def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -63,7 +63,7 @@ def assert_equal(name: str, mine: dict[str, torch.Tensor], theirs: dict[str, tor
         assert float((mine[key] - value).abs().max()) < 1e-9 * max(1.0, float(value.abs().max())), f"{name} {key}"
 
 
-def test_the_gan_is_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gan_is_the_programs(tmp_path, monkeypatch):
     task, loader, again = made(tmp_path, GanTask, GAN)
     reference, gan = GanReference(task, GAN), one_file.Gan()
     monkeypatch.setattr(gan, "r1_interval", 2)
@@ -104,7 +104,7 @@ def test_the_gan_is_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(batches) == STEPS
 
 
-def test_the_classifier_is_the_programs(tmp_path: Path) -> None:
+def test_the_classifier_is_the_programs(tmp_path):
     task, loader, again = made(tmp_path, ClassifierTask, CLASSIFIER)
     reference, classifier = ClassifierReference(task, CLASSIFIER | {"data": {}}), one_file.Classifier()
     for mine, theirs in ((classifier.model, task.model), (classifier.ema, task.ema.model)):
@@ -127,7 +127,7 @@ def test_the_classifier_is_the_programs(tmp_path: Path) -> None:
     assert len(batches) == STEPS
 
 
-def test_the_distance_is_that_of_the_matrix_root() -> None:
+def test_the_distance_is_that_of_the_matrix_root():
     a, b = torch.randn(60, 9).numpy(), torch.randn(50, 9).numpy() * 2 + 1
     first, second = np.cov(a.T), np.cov(b.T)
     root = scipy.linalg.sqrtm(first @ second).real
@@ -135,7 +135,7 @@ def test_the_distance_is_that_of_the_matrix_root() -> None:
     assert one_file.frechet(torch.from_numpy(a), torch.from_numpy(b)) == pytest.approx(expected, rel=1e-9)
 
 
-def test_it_runs_and_needs_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_it_runs_and_needs_torch_alone(tmp_path, monkeypatch, capsys):
     source = Path(one_file.__file__).read_text()
     assert source.count("\n") <= 450
     names = {n.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for n in node.names}
@@ -154,7 +154,7 @@ def test_it_runs_and_needs_torch_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert "recognised as the class asked for" in capsys.readouterr().out
 
 
-def test_samples_are_what_a_file_can_hold() -> None:
+def test_samples_are_what_a_file_can_hold():
     """Black was -128 / 127.5 once, and white in the picture."""
     gan = one_file.Gan()
     last: Any = gan.ema.blocks[-1]
@@ -166,7 +166,7 @@ def test_samples_are_what_a_file_can_hold() -> None:
     assert float(levels.max()) <= 255
 
 
-def test_it_reads_the_sample() -> None:
+def test_it_reads_the_sample():
     images, labels = one_file.load("t10k")
     assert (tuple(images.shape), float(images.min()), float(images.max())) == ((2000, 1, 32, 32), -1.0, 1.0)
     assert sorted(set(labels.tolist())) == list(range(10))

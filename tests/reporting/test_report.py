@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from duetgan.metrics.figures import FIGURES
 from duetgan.reporting.pictures import LARGEST_SIDE
 from duetgan.reporting.report import write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
@@ -21,7 +20,6 @@ from duetgan.utils.images import grid, save_png
 from duetgan.utils.runlog.versions import environment
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
-CHART = re.compile(r'<figure class="chart">.*?</figure>', re.DOTALL)
 EVIL = "<script>alert('x')</script>"
 
 
@@ -140,16 +138,6 @@ def test_names_that_a_run_chose_are_escaped_in_titles_and_charts(tmp_path):
     assert f"val/{EVIL}: not one finite value." in found.text
 
 
-@pytest.mark.parametrize(("make", "caption"), [(make_gan, "step 0"), (make_classifier, "the first training images")])
-def test_the_grid_of_step_0_is_called_what_it_is(tmp_path, make, caption):
-    """U11: a classifier's is a batch of training images, not an image over time."""
-    run = make(tmp_path)
-    save_grid(run / "samples" / "step-00000000.png")
-    text = page(write_report(run)).text
-    assert caption in text
-    assert ("Samples over time" in text) == (make is make_gan)
-
-
 def test_a_small_image_is_embedded_as_it_is_a_large_one_shrunk_and_a_torn_one_named(tmp_path):
     run = make_gan(tmp_path / "gan")
     small = (run / "samples" / "step-00000050.png").read_bytes()
@@ -255,74 +243,6 @@ def test_a_classifiers_further_figures(tmp_path):
     assert "within reach (3rd neighbour) of a real" not in text  # a GAN's precision
 
 
-PERCENT = {"accuracy", "balanced_accuracy", "top5_accuracy", "ece", "macro_f1", "micro_f1"}
-PERCENT |= {"exact_match", "recognised", "clipped_density", "clipped_coverage", "precision"}
-PERCENT |= {"recall", "coverage"}
-PLAIN = {"auroc", "average_precision", "nll", "diversity_ratio", "density", "intra_class_frechet"}
-PLAIN |= {"frechet", "floor", "kernel", "kernel_floor"}
-
-
-def test_every_metric_and_its_interval_are_written_in_its_unit(tmp_path):
-    """Percent or a number: in tiles, in the table of distances and in that of classes."""
-    assert {row.key for row in FIGURES} == PERCENT | PLAIN
-    values = {row.key: 0.1 + 0.017 * place for place, row in enumerate(FIGURES)}
-    intervals = {f"{key}_interval": [value - 0.05, value + 0.06] for key, value in values.items()}
-    of_class = {"precision": 0.815, "recall": 0.825, "f1": 0.835, "support": 845}
-    by_class = {row.by_class: {"Bag": values[row.key] + 0.5} for row in FIGURES if row.by_class}
-    document = values | intervals | by_class | {"per_class": {"Bag": of_class}}
-    distances = [values | intervals | {"extractor": "pixels", "n": 123}]
-    write(tmp_path / "eval" / "metrics.json", document | {"distances": distances})
-    text = html.unescape(write_report(tmp_path).read_text())
-    tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', text)
-
-    def written(key: str, value: float) -> str:
-        return f"{100 * value:.1f} %" if key in PERCENT else f"{value:.3g}"
-
-    for row in FIGURES:
-        low, high = (written(row.key, end) for end in intervals[f"{row.key}_interval"])
-        interval = f"95 % interval {low.removesuffix(' %')} to {high}"
-        tile = written(row.key, values[row.key]), f"{row.meaning} ({interval})"
-        assert tiles.count(tile) == {"headline": 2, "tile": 1, "column": 0}[row.place], row.key
-        if row.key == "frechet":
-            words = f" (between real images: {written('floor', values['floor'])}, n 123; {interval})"
-            assert (tile[0], f"Frechet distance on pixels{words}") in tiles
-    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
-    columns = ("frechet", "floor", "kernel", "kernel_floor")
-    cells = []
-    for key in columns:
-        half = intervals[f"{key}_interval"][1] - values[key]
-        cells.append(f"{written(key, values[key])} ± {written(key, half)}")
-    assert ["pixels", *cells, "123"] in rows
-    metrics_of_a_class = ("recognised", "diversity_ratio", "intra_class_frechet")
-    cells = [written(key, values[key] + 0.5) for key in metrics_of_a_class]
-    assert ["Bag", "81.5 %", "82.5 %", "83.5 %", "845", *cells] in rows
-
-
-def test_without_classes_no_row_is_said_to_be_one(tmp_path):
-    run = make_gan(tmp_path / "gan")
-    assert "Samples, a row for each class" in page(write_report(run)).text
-    found = json.loads((run / "eval" / "metrics.json").read_text())
-    write(run / "eval" / "metrics.json", found | {"diversity_by_class": None})
-    text = page(write_report(run)).text
-    assert "Samples" in text
-    assert "row for each class" not in text
-
-
-def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
-    """U12."""
-    run = make_gan(tmp_path / "gan")
-    found = json.loads((run / "eval" / "metrics.json").read_text())
-    judge = {"accuracy": 0.625, "n": 164}
-    write(run / "eval" / "metrics.json", found | {"recognised_interval": [0.8125, 0.9375], "judge": judge})
-    text = page(write_report(run)).text
-    assert (
-        "95 % interval 81.2 to 93.8 %; the judge predicts 62.5 % of the real images at the samples' size correctly"
-        in text
-    )
-    write(run / "eval" / "metrics.json", found | {"recognised_interval": "odd", "judge": 3})
-    assert "interval" not in page(write_report(run)).text
-
-
 @pytest.mark.parametrize("is_weak", [True, False])
 def test_a_weak_judges_metrics_are_left_out_and_a_skilled_ones_stay(tmp_path, is_weak):
     """U1: samples that are noise had 99.3 % fidelity in the features of a classifier near chance."""
@@ -349,41 +269,6 @@ def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
     write(tmp_path / "metrics.jsonl", "\n".join(json.dumps({"step": step, key: value}) for step, key, value in rows))
     expected = {"loss/r1": [(10.0, 1.0), (20.0, 5.0), (30.0, 3.0)], "val/x": [(20.0, 7.0)]}
     assert Run(tmp_path).series == expected
-
-
-def test_charts_are_grouped_by_what_is_read_together(tmp_path):
-    groups = [
-        ("val/accuracy", "accuracy/train"),
-        ("loss/classifier", "val/nll"),
-        ("logits/real", "logits/fake", "logits/margin"),
-        ("logits/real_sign", "ada/p"),
-        ("val/logits/held_out", "val/logits/real", "val/logits/fake"),
-        ("loss/path_length",),
-        ("val/memorised/pixels",),
-        ("path_length/mean",),
-        ("val/memorised_p/pixels",),
-        ("gradient_norm/generator", "gradient_norm/discriminator"),
-    ]
-    row = {"step": 1} | {key: 0.5 for group in groups for key in group}
-    write(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
-    text = write_report(tmp_path).read_text()
-    charts = CHART.findall(text)
-    keys = [key for group in groups for key in group]
-    assert [tuple(key for key in keys if f">{key} <" in chart) for chart in charts] == groups
-    at_once, folded = text.split("<summary>More curves</summary>")
-    assert at_once.count('<figure class="chart">') == 8
-    assert "gradient_norm/generator" in folded
-
-
-def test_commands_of_training_and_evaluation_are_shown_once_each(tmp_path):
-    run = make_gan(tmp_path / "my run")
-    again = f"python train.py --config '{run}/config.yaml' --run-dir '{run}-again'"
-    write(run / "eval" / "command.txt", "python evaluate.py --checkpoint x\n")
-    found = page(write_report(run))
-    assert f"{again}\npython evaluate.py --checkpoint x" in found.text
-    assert found.text.count(again) == 1
-    write(tmp_path / "other" / "status.json", {})
-    assert "commands were not recorded" in page(write_report(tmp_path / "other")).text
 
 
 def test_a_run_has_its_task_its_sample_grids_and_its_evaluations_images_in_order(tmp_path):

@@ -1,12 +1,10 @@
 """The reference of config keys says what the models say."""
 
 import json
-import re
 import runpy
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
-import yaml
 from annotated_types import Ge
 
 from duetgan.models.registry import ARCHITECTURES
@@ -14,7 +12,6 @@ from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.config.build import build
 from duetgan.utils.config.model import Config, PositiveFraction, PositiveInt, keys_of
 from duetgan.utils.config.recipes import CONFIGS
-from duetgan.utils.config.yaml_files import read_yaml
 from tests.conftest import REPOSITORY
 
 REFERENCE = runpy.run_path(str(REPOSITORY / "docs" / "keys.py"))
@@ -91,58 +88,9 @@ def test_markdown_and_repository_have_every_key():
         assert file.read_text() == text, f"{file.name} is old: python docs/hooks.py"
 
 
-KINDS: dict[str, Any] = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float)}
-KINDS |= {"boolean": bool, "null": type(None)}
-
-
-def fits(value: Any, rule: Any, root: Any) -> bool:
-    """Whether a value keeps a JSON schema, as far as ours go."""
-    if isinstance(rule, bool):
-        return rule
-    checks = [fits(value, root["$defs"][rule["$ref"].rpartition("/")[2]], root)] if "$ref" in rule else []
-    checks += [fits(value, each, root) for each in rule.get("allOf", ())]
-    checks += [any(fits(value, each, root) for each in rule["anyOf"])] if "anyOf" in rule else []
-    if "if" in rule:
-        checks.append(fits(value, rule.get("then" if fits(value, rule["if"], root) else "else", True), root))
-    if "type" in rule:
-        checks.append(isinstance(value, KINDS[rule["type"]]) and isinstance(value, bool) <= (rule["type"] == "boolean"))
-    checks += [value in rule.get("enum", [rule["const"]] if "const" in rule else [value])]
-    if isinstance(value, dict):
-        parts = rule.get("properties", {})
-        checks += [key in value for key in rule.get("required", ())]
-        checks += [
-            fits(item, parts.get(key, rule.get("additionalProperties", True)), root) for key, item in value.items()
-        ]
-    elif isinstance(value, list):
-        checks += [fits(item, rule.get("items", True), root) for item in value]
-    elif isinstance(value, str):
-        checks.append(re.search(rule.get("pattern", ""), value) is not None)
-    elif isinstance(value, (int, float)):
-        checks += [value >= rule.get("minimum", value), value <= rule.get("maximum", value)]
-        checks += [value > rule["exclusiveMinimum"]] if "exclusiveMinimum" in rule else []
-    return all(checks)
-
-
-def test_an_editor_checks_recipes_by_the_schema():
-    root = json.loads((CONFIGS / "schema.json").read_text())
+def test_an_editor_finds_the_schema_of_each_recipe():
     files = sorted(CONFIGS.glob("*.yaml"))
     assert len(files) > 20
-    for file in files:
-        assert "\n# yaml-language-server: $schema=schema.json\n" in file.read_text()
-        assert fits(read_yaml(file), root, root), file
-    for text, right in {
-        "{task: gan, steps: 90ep, generator_optimizer: {milestones: [3, 5ep]}}": True,
-        "{task: gan, architecture: dcgan, generator: {width: 8}}": True,
-        "{task: gan, generator: {width: 8}}": False,  # stylegan2 has no such key
-        "{task: gan, architecture: dcgan, generator: {mapping_layers: 8}}": False,
-        "{task: gan, model: {name: resnet18}}": False,
-        "{task: classifier, model: {nam: resnet18}}": False,
-        "{task: classifier, optimizer: {lr: -1}}": False,
-        "{task: classifier, optimizer: {name: adamm}}": False,
-        "{task: classifier, steps: 90 epochs}": False,
-        "{task: gna}": False,
-        "{steps: 3}": False,
-    }.items():
-        assert fits(yaml.safe_load(text), root, root) is right, text
-    settings = root["$defs"]["OptimizerConfig"]["properties"]["lr"]
+    assert all("\n# yaml-language-server: $schema=schema.json\n" in file.read_text() for file in files)
+    settings = json.loads((CONFIGS / "schema.json").read_text())["$defs"]["OptimizerConfig"]["properties"]["lr"]
     assert (settings["description"], settings["default"]) == ("peak learning rate", 0.001)

@@ -73,7 +73,7 @@ def _openers(path: Path) -> set[str]:
     return names & OPENERS | {text for call in calls if (text := ast.unparse(call)) == "np.load"}
 
 
-def test_nothing_else_opens_what_the_user_names() -> None:
+def test_nothing_else_opens_what_the_user_names():
     """Whoever needs a file of the user's takes it from utils/files.py; who does not has a reason in OWN."""
     folders = ("commands", "data", "extras", "inference", "metrics", "models", "reporting", "training", "utils")
     modules = [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
@@ -85,7 +85,7 @@ def test_nothing_else_opens_what_the_user_names() -> None:
 
 
 @pytest.fixture
-def pipe(tmp_path: Path) -> Path:
+def pipe(tmp_path):
     """A folder with an image and a named pipe beside it, which nobody writes into."""
     folder = tmp_path / "photos"
     folder.mkdir()
@@ -94,7 +94,7 @@ def pipe(tmp_path: Path) -> Path:
     return folder
 
 
-def test_h8_pipe_never_hangs(pipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_h8_pipe_never_hangs(pipe, tmp_path, capsys):
     for argv in ([str(pipe), str(tmp_path / "x.lmdb")], [str(pipe / "b.png"), str(tmp_path / "x.lmdb")]):
         assert run_cli(pack, argv) == 2
         error = capsys.readouterr().err
@@ -107,7 +107,7 @@ def test_h8_pipe_never_hangs(pipe: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "x.lmdb").exists()
 
 
-def test_h8_pipe_in_the_way(pipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_h8_pipe_in_the_way(pipe, tmp_path, capsys):
     """Also as the hidden file that packing writes into."""
     (pipe / "b.png").unlink()
     os.mkfifo(tmp_path / ".x.lmdb.partial")
@@ -115,7 +115,7 @@ def test_h8_pipe_in_the_way(pipe: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "x.lmdb.partial: is a named pipe, not a regular file; choose" in capsys.readouterr().err
 
 
-def test_h8_every_other_kind(tmp_path: Path) -> None:
+def test_h8_every_other_kind(tmp_path):
     """Also a name with a NUL character, from a JSON or CSV file: os.stat raises a ValueError."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
@@ -127,7 +127,7 @@ def test_h8_every_other_kind(tmp_path: Path) -> None:
         files.read_file(tmp_path / "none", files.IMAGE)
 
 
-def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
+def test_h9_links_to_devices_and_sparse_files(tmp_path):
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     with (tmp_path / "sparse.png").open("wb") as file:
         file.truncate(60 << 30)
@@ -139,7 +139,7 @@ def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
         Transform(ImageSpec(3, 8, 8), "crop").read(tmp_path / "sparse.png")
 
 
-def test_limit_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_by_the_environment(tmp_path, monkeypatch):
     """The kernel's files are regular, of 0 bytes, and hold text."""
     assert files.read_file("/proc/self/status", files.TABLE).startswith(b"Name:")
     (tmp_path / "x").write_bytes(bytes((1 << 20) + 1))
@@ -162,7 +162,7 @@ class Endless(io.BufferedIOBase):
         return bytes(size)
 
 
-def test_h10_streams_stop_at_the_limit() -> None:
+def test_h10_streams_stop_at_the_limit():
     stream = Endless()
     with pytest.raises(files.Refused, match="has more than the 4 MiB for a configuration"):
         files.read_stream(stream, files.CONFIG)
@@ -180,7 +180,7 @@ def _idx_bomb(folder: Path, size: int) -> None:
         file.write(bytes([0, 0, 8, 1, 0, 0, 0, 1, 0]))
 
 
-def test_h10_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h10_gzip_bomb(tmp_path, monkeypatch):
     _idx_bomb(tmp_path, 64 << 20)
     monkeypatch.setenv("DUET_MAX_ARRAY_MIB", "8")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -188,7 +188,7 @@ def test_h10_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40 << 10  # KiB
 
 
-def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h10_parquet_bomb(tmp_path, monkeypatch):
     cells = [bytes(3 << 20), b"x"]
     packed: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
     parquet(tmp_path / "x.parquet", {"image": cells}, **packed)
@@ -206,9 +206,7 @@ def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("column", ["image", "label"])
-def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(
-    tmp_path: Path, column: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(tmp_path, column, monkeypatch):
     """pyarrow makes room for what each page says, up to 2 GiB: the process that reads has less."""
     path, size = tmp_path / "x.parquet", 180 << 20
     value = bytes(size) if column == "image" else "a" * size
@@ -225,7 +223,7 @@ def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(
         open_source(str(path)).content(0)
 
 
-def test_memory_error_of_python_is_named() -> None:
+def test_memory_error_of_python_is_named():
     with pytest.raises(OSError, match="too much memory"), table_files.limited():
         raise MemoryError
 
@@ -240,13 +238,13 @@ def _varint(number: int, length: int = 0) -> bytes:
     return bytes([*found[:-1], found[-1] & 127])
 
 
-def test_h10_parquet_that_claims_too_many_rows(tmp_path: Path) -> None:
+def test_h10_parquet_that_claims_too_many_rows(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet(tmp_path / "x.parquet", {"image": arrow.nulls(200_000, arrow.binary())}, rows=1 << 20)
     refused(tmp_path / "x.parquet", r"says that it holds 200,000 rows in [0-9,]+ bytes; get it again")
 
 
-def test_h10_zip_member_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h10_zip_member_and_weights(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.png", bytes(2 << 20))
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
@@ -258,7 +256,7 @@ def test_h10_zip_member_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_state_dict(tmp_path / "w.pth")
 
 
-def test_h1_backslashes_in_zips(tmp_path: Path) -> None:
+def test_h1_backslashes_in_zips(tmp_path):
     names = ["cat\\0.png", "dog\\0.png", "dog\\deep\\1.png", "..\\evil.png"]
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for name in names:
@@ -280,13 +278,13 @@ def test_h1_backslashes_in_zips(tmp_path: Path) -> None:
         ("\ud800", "\\ud800"),
     ],
 )
-def test_printable(name: str, shown: str) -> None:
+def test_printable(name, shown):
     assert printable(name) == shown
     shown.encode()
     assert printable(shown) == shown
 
 
-def test_h14_names_that_are_no_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_h14_names_that_are_no_utf8(tmp_path, capsys):
     """Of a class folder, an image, a file that is no image, and a broken one: packed, listed, shown and searched."""
     folder = os.fsencode(tmp_path) + b"/in\xff"
     rng = np.random.default_rng(0)
@@ -318,7 +316,7 @@ def test_h14_names_that_are_no_utf8(tmp_path: Path, capsys: pytest.CaptureFixtur
         (ZeroDivisionError("ours"), "ours"),
     ],
 )
-def test_reading_names_the_file_and_the_remedy_and_lets_other_faults_pass(error: Exception, told: str) -> None:
+def test_reading_names_the_file_and_the_remedy_and_lets_other_faults_pass(error, told):
     kind = ZeroDivisionError if isinstance(error, ZeroDivisionError) else UserError
     with pytest.raises(kind) as refused, files.reading("x", "copy it", LookupError, ValueError):
         raise error

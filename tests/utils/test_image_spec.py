@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 
 FORMATS = {
@@ -42,7 +43,7 @@ def in_fractions(spec: ImageSpec, pixel: list[float]) -> list[Fraction]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_values_go_to_the_network_and_come_back(name: str) -> None:
+def test_values_go_to_the_network_and_come_back(name):
     channels, document = FORMATS[name]
     spec = ImageSpec.of(channels, "4x6", document)
     assert spec.pixel_format == document
@@ -70,7 +71,7 @@ def test_values_go_to_the_network_and_come_back(name: str) -> None:
         assert torch.equal(back, stored)
 
 
-def test_8_bits_are_to_the_bit_what_they_were() -> None:
+def test_8_bits_are_to_the_bit_what_they_were():
     images = torch.arange(256).to(torch.uint8).reshape(1, 1, 16, 16)
     spec = ImageSpec(1, 16, 16)
     assert torch.equal(spec.to_float(images), images.float().div_(127.5).sub_(1))
@@ -81,7 +82,7 @@ def test_8_bits_are_to_the_bit_what_they_were() -> None:
     assert spec.pixel_format is None
 
 
-def test_values_are_clipped_and_transparent_pixels_have_no_colour() -> None:
+def test_values_are_clipped_and_transparent_pixels_have_no_colour():
     spec = ImageSpec(4, 1, 1, alpha=True)
     for pixel, wanted in (
         ((-1.2, -1, 0, -1.5), (0, 0, 0, 0)),  # less than transparent
@@ -101,11 +102,18 @@ def test_values_are_clipped_and_transparent_pixels_have_no_colour() -> None:
         ({"depth": "uint32"}, "depth"),
     ],
 )
-def test_what_contradicts_itself_is_refused(document: dict, error: str) -> None:
+def test_what_contradicts_itself_is_refused(document, error):
     with pytest.raises(ValueError, match=error):
         ImageSpec.of(3, 8, document)
 
 
-def test_a_document_holds_what_differs() -> None:
+def test_a_document_holds_what_differs():
     assert ImageSpec.of(3, 8, {}).pixel_format is None
     assert ImageSpec.of(3, 8, {"depth": "uint16", "high": 65535.0}).pixel_format == {"depth": "uint16"}
+
+
+def test_what_takes_plain_images_refuses_others():
+    ImageSpec.of(3, 8).need_plain("it")
+    for channels, document in ((2, None), (4, {"alpha": True}), (3, {"depth": "uint16"})):
+        with pytest.raises(UserError, match="it is for 8-bit grey or RGB, the images are"):
+            ImageSpec.of(channels, 8, document).need_plain("it")

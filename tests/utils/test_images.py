@@ -1,7 +1,6 @@
 """Images and words: grids, letters that a font has (H15: never boxes), aligned columns and shortened lines."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from duetgan.metrics.images import save_confusion
 from duetgan.utils import images as fonts
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import PADDING, grid, save_captioned, save_png, save_rows, save_table
-from duetgan.utils.text import columns, decimal, shorten
+from duetgan.utils.text import columns
 from tests.data.conftest import sample_images
 
 
@@ -115,14 +114,14 @@ def test_what_cannot_be_drawn_in_a_class_name_is_a_space(tmp_path, end):
 CAT = "\u732b"
 
 
-def test_what_the_font_lacks_is_written_as_its_number() -> None:
+def test_what_the_font_lacks_is_written_as_its_number():
     assert fonts.drawable("cat") == "cat"
     assert fonts.drawable("café Ж") == "café Ж"
     assert fonts.drawable(f"{CAT} a\nb\u2029") == "\\u732b a\\nb\\u2029"
     assert fonts.drawable("\U0001f40e") == "\\U0001f40e"
 
 
-def test_class_names_of_all_scripts_are_drawn_without_a_warning(tmp_path: Path) -> None:
+def test_class_names_of_all_scripts_are_drawn_without_a_warning(tmp_path):
     names = ["plain", CAT, "a\nb", "\u0634\u062c\u0631\u0629"]
     pack_arrays(tmp_path / "x.lmdb", sample_images(8), np.arange(8) % 4, names)
     drawn: list[str] = []
@@ -153,16 +152,3 @@ def test_class_names_of_all_scripts_are_drawn_without_a_warning(tmp_path: Path) 
 )
 def test_columns_are_aligned_and_lines_end_without_spaces(align, expected):
     assert columns([("name", "n", "share"), ("a", "12", "0.5000"), ["longer", "3", "-"]], align) == expected
-
-
-def test_columns_of_odd_rows_and_long_captions():
-    assert columns([]) == ""
-    assert columns([("a", ""), ("", "b")]) == "a\n   b"
-    with pytest.raises(ValueError, match="zip"):
-        columns([("a", "b"), ("c",)])
-    assert (decimal(0.12345), decimal(2.0, 1), decimal(None)) == ("0.1235", "2.0", "-")
-    assert shorten("123456789", 9) == "123456789"
-    assert shorten("1234567890", 9) == "1234…7890"
-    assert len(shorten("x" * 50, 8)) == 8
-    assert shorten("abcdef", 30, lambda text: 10 * len(text)) == "a…f"
-    assert shorten("abc", 0) == "a…"  # something is left

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ STAT = "cpu  {user} 0 {system} 5000 20 0 0 {stolen} 0 0\ncpu0 1 0 1 1 1 0 0 0 0 
 
 
 @pytest.fixture
-def clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def clocks(tmp_path, monkeypatch):
     """`clocks(at=s, own=s, user=s, ...)`: the time, this process's time, and that of all cores."""
     monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
     monkeypatch.setattr("os.sysconf", lambda _: 100)
@@ -35,7 +34,7 @@ def clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 
 
 @pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+def cores(monkeypatch):
     """`cores(all, usable)`: the machine's, and those of this process, in which torch begins with as many threads."""
     monkeypatch.delenv(machine.THREADS_VARIABLE)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -198,7 +197,7 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
 
 @pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def system(tmp_path, monkeypatch):
     """Set files of /proc and /sys by name; nothing of this machine's own is left."""
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
@@ -212,7 +211,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     return write
 
 
-def test_available_memory_and_cores(system: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_and_cores(system, monkeypatch):
     assert machine.available_bytes() > 1 << 20  # all of the machine's where the system does not say
     system(meminfo="MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:   5000 kB\n")
     assert machine.available_bytes() == 5000 * 1024

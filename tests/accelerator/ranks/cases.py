@@ -18,7 +18,6 @@ from duetgan.utils.distributed import collectives
 from tests.accelerator import device, graph_cases, streams, trainings
 from tests.accelerator.cases import planted, snapshots_take_the_cpus_tensors
 from tests.accelerator.ranks import group
-from tests.end_to_end.helpers import train_in_process
 from tests.slim import slim_down
 
 FAST = {"GAN": trainings.gan(), "classifier": trainings.classifier()}
@@ -90,9 +89,3 @@ def replay_as_a_rank(out: Path, folder: Path, names: list[str]) -> None:
         found = {name: graph_cases.compared(folder, TREES[name], graph_cases.FEW, str(place)) for name in names}
         rank = collectives.rank()
     torch.save(found, out.with_suffix(f".{rank}"))
-
-
-def train(run: Path, config: Path, where: str, *more: str) -> int:
-    """`train.py`, which joins and leaves the group itself."""
-    with set_up(), planted(batchnorm, "SyncBatchNorm2d", cpus_batchnorm):
-        return train_in_process(config, run, "--device", where, *more)

@@ -1,6 +1,5 @@
 """Two processes with a pretend device each: two CPU ranks' numbers; what they wait for."""
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 from tests.accelerator import trainings
 from tests.accelerator.ranks import cases
-from tests.end_to_end.helpers import check_same, differing, state_of, status, write_config
+from tests.end_to_end.helpers import differing
 from tests.end_to_end.ranks import together
 
 pytestmark = [
@@ -46,7 +45,7 @@ class Seen(dict[str, Any]):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Seen:
+def seen(tmp_path_factory, slim_module):
     folder = tmp_path_factory.mktemp("ranks")
     trainings.prepare(folder)
     return Seen(folder)
@@ -100,27 +99,3 @@ def test_replayed_steps_of_two_ranks_have_the_numbers_of_others_to_the_bit(seen,
         assert found[name]["differing"] == []
         assert found[name]["plan"].startswith("CUDA graph, ")
         assert found[name]["captured"] > 0
-
-
-OPTIONS = ["--precision", "fp32", "--log.every", "2", "--log.samples-every", "0", "--evaluation.every", "0"]
-OPTIONS += ["--distributed.check-every", "2", "--steps", "4"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_a_run_goes_on_on_two_devices_and_on_one(packed, tmp_path, task):
-    """Two steps of two ranks; the next two of the same ranks, or of one process: on devices what it is on CPUs."""
-    config = write_config(tmp_path / "config.yaml", task, packed)
-    for where in ("cpu", "sim"):
-        both, alone = tmp_path / f"{where}-two", tmp_path / f"{where}-one"
-        for number, (run, world, more) in enumerate([(both, 2, ["--max-steps", "2"]), (both, 2, []), (alone, 1, [])]):
-            if number == 1:
-                shutil.copytree(both, alone)
-            output = tmp_path / f"{where}-{number}"
-            together(cases.train, run, config, where, *OPTIONS, *more, world=world, output=output)
-    for name in ("two", "one"):
-        here, there = (tmp_path / f"{where}-{name}" for where in ("cpu", "sim"))
-        check_same(here, there, 4)
-    check_same(tmp_path / "cpu-two", tmp_path / "sim-two", 2)
-    assert differing(state_of(tmp_path / "sim-two", 4), state_of(tmp_path / "sim-one", 4)) != []
-    assert status(tmp_path / "sim-two", "state", "step") == ("finished", 4)

@@ -36,7 +36,7 @@ def images(dtype: torch.dtype = torch.uint8, channels: int = 3) -> torch.Tensor:
     return whole if dtype == torch.uint8 else whole.to(dtype) / 127.5 - 1
 
 
-def test_to_float_layout_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_float_layout_and_type(monkeypatch):
     """Its values are those of `ImageSpec.to_float`."""
     result = to_float(images())
     assert not result.is_contiguous()
@@ -48,7 +48,7 @@ def test_to_float_layout_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("reflect", [False, True])
-def test_flip_and_shift(dtype: torch.dtype, reflect: bool) -> None:
+def test_flip_and_shift(dtype, reflect):
     before = images(dtype)
     flips = torch.tensor([True, False, True, True, False, False, True])
     for old, new, flip in zip(before, random_flip(before, flips), flips, strict=True):
@@ -62,7 +62,7 @@ def test_flip_and_shift(dtype: torch.dtype, reflect: bool) -> None:
         assert torch.equal(new, old[:, row : row + 9, column : column + 8])
 
 
-def test_shifts_with_reflected_edges_are_drawn_as_others() -> None:
+def test_shifts_with_reflected_edges_are_drawn_as_others():
     before = images()
     how: dict[str, Any] = {"seed": 1, "step": 2, "start": 0, "global_batch": 7}
     found, black = (draw_and_apply(before, Augment(shift=3, shift_edge=edge), **how) for edge in ("reflect", "black"))
@@ -73,7 +73,7 @@ def test_shifts_with_reflected_edges_are_drawn_as_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_erase(dtype: torch.dtype) -> None:
+def test_erase(dtype):
     before = images(dtype)
     boxes = torch.tensor(
         [[0, 0, 9, 8], [2, 3, 4, 2], [0, 0, 0, 0], [8, 7, 1, 1], [1, 1, 0, 5], [5, 0, 3, 8], [0, 6, 9, 2]]
@@ -85,7 +85,7 @@ def test_erase(dtype: torch.dtype) -> None:
         assert torch.equal(new, expected)
 
 
-def test_gradients_pass_twice() -> None:
+def test_gradients_pass_twice():
     before = images(torch.float64).requires_grad_()
     flips, offsets = torch.arange(7) % 2 == 0, torch.full((7, 2), 2)
     boxes = torch.tensor([[1, 1, 2, 2]] * 7)
@@ -97,7 +97,7 @@ def test_gradients_pass_twice() -> None:
     assert (second != 0).sum() == 7 * 3 * (8 * 7 - 4)
 
 
-def test_erase_boxes_lie_inside_and_have_the_right_sizes() -> None:
+def test_erase_boxes_lie_inside_and_have_the_right_sizes():
     draws = torch.rand(4000, 5, generator=torch.Generator().manual_seed(0))
     boxes = erase_boxes(draws, 0.25, 20, 30)
     top, left, height, width = boxes.unbind(1)
@@ -120,7 +120,7 @@ ALL = Augment(flip=True, shift=2, erase=0.5)
 
 
 @pytest.mark.parametrize("options", [ALL.model_dump(), {"own": ["fade"]}, {"trivial_augment": True}])
-def test_ranks_draw_what_one_process_draws_by_the_key(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_draw_what_one_process_draws_by_the_key(options, monkeypatch):
     fade = lambda images, draws: (images * draws[:, 7, None, None, None]).to(images.dtype)  # noqa: E731
     monkeypatch.setitem(transforms.AUGMENTATIONS, "fade", fade)
     config = Augment(**options)
@@ -139,7 +139,7 @@ def test_ranks_draw_what_one_process_draws_by_the_key(options: dict[str, Any], m
         assert not torch.equal(run(**key), whole)
 
 
-def test_each_setting_does_its_part() -> None:
+def test_each_setting_does_its_part():
     before = torch.from_numpy(sample_images(400, 1, side=8)[:, :, :, :4].copy())  # 8 x 4: not square
 
     def run(config: Augment) -> torch.Tensor:
@@ -182,7 +182,7 @@ def drawn(count: int = 4000, **settings: Any) -> Mixing:
     return draw_mixing(MixingAugment(**settings), seed=0, step=3, **whole)
 
 
-def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
+def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop():
     assert partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
     images = torch.rand(4, 1, 2, 2)
     assert torch.equal(partners(images), images[[1, 0, 3, 2]])
@@ -203,7 +203,7 @@ def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 8.0])
-def test_mixups_shares_are_beta_distributed(alpha: float) -> None:
+def test_mixups_shares_are_beta_distributed(alpha):
     mixing = drawn(mixup=alpha)
     assert mixing.blend is not None
     assert torch.equal(mixing.label_weights, mixing.blend)
@@ -213,7 +213,7 @@ def test_mixups_shares_are_beta_distributed(alpha: float) -> None:
     assert mixing.label_weights.double().var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
 
 
-def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> None:
+def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape():
     mixing = drawn(cutmix=1.0)
     assert mixing.blend is None
     assert mixing.is_pasted.shape == (4000, 1, 20, 30)
@@ -228,7 +228,7 @@ def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> 
     assert torch.equal(found, expected)
 
 
-def test_one_of_both_for_each_image_and_only_some() -> None:
+def test_one_of_both_for_each_image_and_only_some():
     mixing = drawn(mixup=1.0, cutmix=1.0, mix_prob=0.5)
     assert mixing.blend is not None
     pasted, blended = mixing.is_pasted.flatten(1).any(1), mixing.blend < 1
@@ -242,19 +242,6 @@ def test_one_of_both_for_each_image_and_only_some() -> None:
     assert MixingAugment(cutmix=1.0).mixes
 
 
-def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
-    config = MixingAugment(mixup=0.3, cutmix=0.7)
-    common: dict[str, Any] = {"global_batch": 12, "size": (8, 8), "device": CPU}
-    whole: Any = draw_mixing(config, seed=1, step=2, start=0, count=12, **common)
-    for start in (0, 4, 8):
-        part: Any = draw_mixing(config, seed=1, step=2, start=start, count=4, **common)
-        assert all(torch.equal(p, w[start : start + 4]) for p, w in zip(part, whole, strict=True))
-    assert all(torch.equal(p, w[2:5]) for p, w in zip(whole.rows(slice(2, 5)), whole, strict=True))
-    for seed, step in ((1, 3), (2, 2)):
-        other = draw_mixing(config, seed=seed, step=step, start=0, count=12, **common)
-        assert not torch.equal(other.label_weights, whole.label_weights)
-
-
 @pytest.mark.parametrize(
     ("config", "wrong"),
     [
@@ -262,7 +249,7 @@ def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
         *((MixingAugment, w) for w in ({"mixup": -1.0}, {"cutmix": 1e-3}, {"mix_prob": 1.5}, {"shift": -1})),
     ],
 )
-def test_settings_out_of_range(config: type[Augment], wrong: dict[str, Any]) -> None:
+def test_settings_out_of_range(config, wrong):
     assert_raises(UserError, f"^{next(iter(wrong))}", config, **wrong)
 
 
@@ -296,7 +283,7 @@ def some_images(channels: int, height: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("channels", "height", "width"), [(3, 16, 16), (1, 16, 16), (3, 14, 20), (3, 2, 5)])
 @pytest.mark.parametrize(("kind", "sign"), [*((kind, 1) for kind in KINDS), *((kind, -1) for kind in SIGNED)])
-def test_operations_are_torchvisions(kind: str, sign: int, channels: int, height: int, width: int) -> None:
+def test_operations_are_torchvisions(kind, sign, channels, height, width):
     number, images = KINDS.index(kind), some_images(channels, height, width)
     strengths = sign * STRENGTHS[number]
     if kind == "rotate" and height != width:
@@ -309,7 +296,7 @@ def test_operations_are_torchvisions(kind: str, sign: int, channels: int, height
     assert (difference > 0).float().mean() < 0.01
 
 
-def test_strengths_are_torchvisions_and_drawn_equally_often() -> None:
+def test_strengths_are_torchvisions_and_drawn_equally_often():
     for kind, row in zip(KINDS, STRENGTHS, strict=True):
         table, signed = TrivialAugmentWide._AUGMENTATION_SPACE[OTHER_NAMES.get(kind, kind.capitalize())]
         values = table(BINS, 32, 32)
@@ -323,7 +310,7 @@ def test_strengths_are_torchvisions_and_drawn_equally_often() -> None:
     assert draws.strengths[draws.kinds == KINDS.index("solarize")].min() == 0
 
 
-def test_a_mixture_is_each_images_own() -> None:
+def test_a_mixture_is_each_images_own():
     images = some_images(3, 16, 16).contiguous(memory_format=torch.channels_last)
     draws = draw((0, "test"), BINS, slice(0, BINS))
     assert len(set(draws.kinds.tolist())) > 8

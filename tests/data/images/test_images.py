@@ -27,7 +27,7 @@ COLOUR, PLAIN = ImageSpec(3, 0, 0), ImageSpec(1, 0, 0)
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 
 
-def test_files_of_one_or_more_frames_exact_or_near() -> None:
+def test_files_of_one_or_more_frames_exact_or_near():
     for kind in ("PNG", "BMP", "TIFF", "PPM"):
         np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(GRADIENT), kind), 3), GRADIENT)
     for kind in ("JPEG", "WEBP", "GIF", "AVIF"):
@@ -44,7 +44,7 @@ def test_files_of_one_or_more_frames_exact_or_near() -> None:
     assert_raises(ImageError, "only 2000x3 px", decode_file, as_file(Image.new("L", (2000, 3))), 1)
 
 
-def test_d6_heic_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d6_heic_needs_a_package_that_is_named(monkeypatch):
     content = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + as_file(Image.fromarray(GRADIENT))
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     assert_raises(ImageError, "is a HEIC image, .* pip install pillow-heif", decode_file, content, 3)
@@ -59,7 +59,7 @@ def test_d6_heic_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(decode_file(content, 3), GRADIENT)
 
 
-def test_grey_to_rgb_and_back_and_other_modes() -> None:
+def test_grey_to_rgb_and_back_and_other_modes():
     grey = GRADIENT[:, :, 0]
     np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(grey)), 1), grey[:, :, None])
     luma = np.round(GRADIENT @ (0.299, 0.587, 0.114))
@@ -74,7 +74,7 @@ def test_grey_to_rgb_and_back_and_other_modes() -> None:
     np.testing.assert_array_equal(decode_file(as_file(palette), 3), np.asarray(palette.convert("RGB")))
 
 
-def test_sixteen_bits_keep_their_high_byte_and_h26_32_bits_or_signs_are_refused() -> None:
+def test_sixteen_bits_keep_their_high_byte_and_h26_32_bits_or_signs_are_refused():
     values = np.arange(256, dtype=np.uint16).reshape(16, 16) * 256 + 77
     for kind in ("PNG", "TIFF"):
         np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(values), kind), 1)[:, :, 0], values >> 8)
@@ -92,7 +92,7 @@ def test_sixteen_bits_keep_their_high_byte_and_h26_32_bits_or_signs_are_refused(
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_h26_transparent_grey_of_sixteen_bits_is_white(channels: int) -> None:
+def test_h26_transparent_grey_of_sixteen_bits_is_white(channels):
     """The value alone, not its neighbours with the same high byte."""
     values = np.arange(64, dtype=np.uint16).reshape(8, 8) + 0x1200
     expected = np.where(values == 0x1205, 255, 0x12)[:, :, None].repeat(channels, 2)
@@ -102,7 +102,7 @@ def test_h26_transparent_grey_of_sixteen_bits_is_white(channels: int) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied(orientation: int) -> None:
+def test_exif_orientation_is_applied(orientation):
     upright = np.zeros((16, 24, 3), np.uint8)
     upright[:8, :8] = 255  # white at the top left
     turned = [upright, upright[:, ::-1], upright[::-1, ::-1], upright[::-1], upright.transpose(1, 0, 2)]
@@ -117,7 +117,7 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
 
 @pytest.mark.parametrize("filters", ["ours", "reset"])
 @pytest.mark.parametrize("side", [9_500, 20_000])  # Pillow warns above the limit and raises above twice the limit
-def test_huge_images_are_refused_before_they_are_decoded(side: int, filters: str) -> None:
+def test_huge_images_are_refused_before_they_are_decoded(side, filters):
     content = bytearray(as_file(Image.new("RGB", (8, 8)), "BMP"))
     content[18:26] = struct.pack("<ii", side, side)
     with warnings.catch_warnings():
@@ -128,14 +128,14 @@ def test_huge_images_are_refused_before_they_are_decoded(side: int, filters: str
         assert_raises(ImageError, "pixels", decode, bytes(content), CODEC_RULES, COLOUR)
 
 
-def test_remarks_about_exif_data_are_not_shown() -> None:
+def test_remarks_about_exif_data_are_not_shown():
     code = "import warnings, data.images; warnings.warn_explicit('odd', UserWarning, 'x', 1, module='PIL.Image')"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_any_damage_is_an_image_error_or_an_image(kind: str) -> None:
+def test_any_damage_is_an_image_error_or_an_image(kind):
     noise, random = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8), np.random.default_rng(1)
     content = as_file(Image.fromarray(noise), kind)
     for share in (0.1, 0.5, 0.95):
@@ -154,7 +154,7 @@ def test_any_damage_is_an_image_error_or_an_image(kind: str) -> None:
         assert decoded.ndim == 3
 
 
-def test_crop_takes_the_middle_pad_keeps_pixels_exact_takes_no_other_size() -> None:
+def test_crop_takes_the_middle_pad_keeps_pixels_exact_takes_no_other_size():
     wide = np.zeros((8, 20, 3), np.uint8)
     wide[:, 6:14] = 200
     for image, size in ((wide, 8), (wide.transpose(1, 0, 2), 8), (wide, 4), (wide, 16)):
@@ -208,7 +208,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fast_decoding_gives_the_pixels_of_the_rules(kind: str) -> None:
+def test_fast_decoding_gives_the_pixels_of_the_rules(kind):
     content, expected = KINDS[kind]
     codec = plain_codec(content, 3)
     assert codec == expected
@@ -231,7 +231,7 @@ def test_colour_to_grey_is_left_to_the_rules_and_rows_below_the_crop_are_not_dec
 
 @pytest.mark.parametrize("kind", ["jpeg", "progressive", "444", "png", "rotated jpeg"])
 @pytest.mark.parametrize("box", [(0, 0, 64, 64), (10, 30, 64, 64), (80, 80, 64, 64)])
-def test_crop_without_scaling_is_part_of_the_image(kind: str, box: tuple[int, int, int, int]) -> None:
+def test_crop_without_scaling_is_part_of_the_image(kind, box):
     content, codec = KINDS[kind]
     whole = decode_file(content, 3)
     top, left, height, width = box
@@ -241,7 +241,7 @@ def test_crop_without_scaling_is_part_of_the_image(kind: str, box: tuple[int, in
 
 
 @pytest.mark.parametrize("side", [16, 30, 60])
-def test_scaled_decoding_is_close_to_scaling_the_whole(side: int) -> None:
+def test_scaled_decoding_is_close_to_scaling_the_whole(side):
     smooth = cv2.resize(np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8), (200, 150))
     content, codec = as_file(Image.fromarray(smooth), "JPEG", quality=95, subsampling=0), CODEC_JPEG
     whole = decode_file(content, 3)
@@ -256,7 +256,7 @@ def test_scaled_decoding_is_close_to_scaling_the_whole(side: int) -> None:
     assert shifted > 3  # what one pixel of displacement would give
 
 
-def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
+def test_random_boxes_have_the_area_and_aspect_asked_for():
     draws = np.random.default_rng(0)
     boxes = np.array([RandomCrop(area=(0.2, 0.5)).box(400, 400, draws) for _ in range(2000)])
     shares = boxes[:, 2] * boxes[:, 3] / 400**2
@@ -276,7 +276,7 @@ def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
     assert centre_box(10, 1001) == (0, 495, 10, 10)
 
 
-def test_a_header_that_promises_too_much_is_not_decoded() -> None:
+def test_a_header_that_promises_too_much_is_not_decoded():
     """H11: 12 GiB were asked for; OpenCV has no limit of its own that fits into memory. Its own error came through."""
     for codec, payload in itertools.product((CODEC_RULES, CODEC_JPEG, CODEC_PNG), (b"nothing of the kind", b"")):
         told = "is not an image|is an empty file" if codec == CODEC_RULES else "cannot be decoded"

@@ -82,9 +82,7 @@ def image_sets(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(image_sets())
-def test_packed_and_read_as_an_obvious_implementation_has_it(
-    tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]
-) -> None:
+def test_packed_and_read_as_an_obvious_implementation_has_it(tmp_path_factory, given):
     rng, channels, (height, width) = np.random.default_rng(given["seed"]), given["channels"], given["size"]
     shape = (given["count"], height, width, channels)
     depth, alpha = given["depth"], given["kind"] == "png" and channels in (2, 4)
@@ -137,13 +135,13 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
     ("shape", "channels"),
     [((3, 32, 32), 3), ((1, 28, 28), 1), ((16, 8, 8), 16), ((32, 32, 3), 3), ((8, 8, 13), 13), ((4, 6, 5), 5)],
 )
-def test_which_axis_holds_channels(shape: tuple[int, ...], channels: int) -> None:
+def test_which_axis_holds_channels(shape, channels):
     assert channels_last(np.zeros(shape)).shape[-1] == channels
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("kind", ["<u2", ">u2", "<i4", "<f8"])
-def test_orders_of_memory_and_bytes(order: Any, kind: str) -> None:
+def test_orders_of_memory_and_bytes(order, kind):
     content = npy(np.asarray(NUMBERS[::-1].astype(kind), order=order))
     np.testing.assert_array_equal(native(content).pixels, NUMBERS[::-1])
 
@@ -166,9 +164,7 @@ def test_orders_of_memory_and_bytes(order: Any, kind: str) -> None:
         ({"a.npy": npy(NUMBERS), "b.png": png(NUMBERS)}, {}, "RGB", ""),  # beside images arrays are something else
     ],
 )
-def test_what_is_packed(
-    files: dict[str, bytes], options: Any, words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_packed(files, options, words, told, tmp_path, capsys):
     with packed(tmp_path / "x", files, **options) as reader:
         assert reader.spec.words.startswith(words)
         assert len(reader) == len(files) - ("a.npy" in files and "b.png" in files)
@@ -194,12 +190,12 @@ def test_what_is_packed(
         ({"a.png": png(NUMBERS)}, {"channels": 7}, "has 3 channels where 7 channels was expected; pass --channels 3"),
     ],
 )
-def test_what_does_not_go_together_is_refused(files: dict[str, bytes], options: Any, told: str, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_refused(files, options, told, tmp_path):
     assert_raises(UserError, told, packed, tmp_path / "x", files, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
 
 
-def test_from_one_form_to_another() -> None:
+def test_from_one_form_to_another():
     eight, sixteen = (NUMBERS >> 8).astype(np.uint8), NUMBERS
     for values, spec, wanted in (
         (Values(eight), ImageSpec.of(3, 0, {"depth": "uint16"}), eight.astype(int) * 257),
@@ -225,7 +221,7 @@ def test_from_one_form_to_another() -> None:
     )
 
 
-def test_every_png_is_read_as_it_was_written() -> None:
+def test_every_png_is_read_as_it_was_written():
     rng = np.random.default_rng(5)
     for depth in ("uint8", "uint16"):
         for channels in (1, 2, 3, 4):
@@ -243,7 +239,7 @@ def test_every_png_is_read_as_it_was_written() -> None:
     assert (found.pixels[np.asarray(palette) == 1] == (40, 50, 60, 255)).all()
 
 
-def test_transparent_colours_do_not_bleed_where_images_are_scaled() -> None:
+def test_transparent_colours_do_not_bleed_where_images_are_scaled():
     """A red disc whose surroundings are green but transparent stays red to its edge."""
     pixels = np.zeros((32, 32, 4), np.uint8)
     inside = np.hypot(*(np.indices((32, 32)) - 15.5)) < 10
@@ -255,7 +251,7 @@ def test_transparent_colours_do_not_bleed_where_images_are_scaled() -> None:
         assert scaled[seen][:, 0].min() >= 250
 
 
-def test_people_see_the_range() -> None:
+def test_people_see_the_range():
     spec = ImageSpec.of(5, 0, {"depth": "uint16", "low": 100.0, "high": 200.0})
     pixels = np.full((4, 4, 5), 150, np.uint16)
     pixels[0, 0] = 0, 100, 200, 9, 9
@@ -271,7 +267,7 @@ def test_people_see_the_range() -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_files_are_refused_in_one_line(name: str, tmp_path: Path, refused: Any) -> None:
+def test_odd_files_are_refused_in_one_line(name, tmp_path, refused):
     make, told = ODD[name]
     content = make()
     folder = folder_of(tmp_path / "images", {name: content})

@@ -63,7 +63,7 @@ def use(path: Path) -> str:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_a_lie_is_an_error_of_one_line(tmp_path: Path, encoding: str) -> None:
+def test_a_lie_is_an_error_of_one_line(tmp_path, encoding):
     path, numbers = tmp_path / "x.lmdb", itertools.count()
     pack_arrays(path, sample_images(20), np.arange(20) % 3, CLASSES, encoding=encoding)
     true = read(path, META_KEY)
@@ -98,7 +98,7 @@ def test_a_lie_is_an_error_of_one_line(tmp_path: Path, encoding: str) -> None:
         ({"split": {"part": "train"}}, "split.share is missing"),
     ],
 )
-def test_the_field_is_named(packed: Path, lie: dict[str, Any], message: str) -> None:
+def test_the_field_is_named(packed, lie, message):
     forge(packed, read(packed, META_KEY) | lie)
     with pytest.raises(UserError, match=rf"packed\.lmdb: its metadata record .* read \(.*{message}.*pack it again"):
         LMDBReader(packed)
@@ -106,7 +106,7 @@ def test_the_field_is_named(packed: Path, lie: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("record", [b"", b"[]", b"3", b"null", b"[" * 100_000, b"{", b"\xff", b"1" * 5000])
 @pytest.mark.parametrize("key", [META_KEY, COMPLETE_KEY])
-def test_records_that_are_no_mapping(packed: Path, record: bytes, key: bytes) -> None:
+def test_records_that_are_no_mapping(packed, record, key):
     if key == META_KEY:
         forge(packed, record)
     else:
@@ -114,7 +114,7 @@ def test_records_that_are_no_mapping(packed: Path, record: bytes, key: bytes) ->
     assert_raises(UserError, "metadata record cannot be read", LMDBReader, packed)
 
 
-def test_the_completion_record_must_agree_and_a_version_must_be_one(packed: Path) -> None:
+def test_the_completion_record_must_agree_and_a_version_must_be_one(packed):
     true = read(packed, META_KEY)
     forge(packed, true, count=19)
     assert_raises(UserError, "completion record has another count", LMDBReader, packed)
@@ -124,7 +124,7 @@ def test_the_completion_record_must_agree_and_a_version_must_be_one(packed: Path
         assert_raises(UserError, "pack", LMDBReader, packed)
 
 
-def test_a_size_that_could_not_be_read_back_is_not_packed() -> None:
+def test_a_size_that_could_not_be_read_back_is_not_packed():
     source = ArraySource("x", np.zeros((1, 8, 8, 3), np.uint8), np.zeros(1, np.int64), [])
     with pytest.raises(UserError, match="at most 9459 px: lower --size"):
         make_plan(source, size=20000, encoding="raw", channels=3, resize="auto")
@@ -133,7 +133,7 @@ def test_a_size_that_could_not_be_read_back_is_not_packed() -> None:
 LABEL_OFFSET = 8  # of the label in an entry: checksum and size stand before it
 
 
-def test_flipped_bit_in_a_label_is_refused(packed: Path, tmp_path: Path) -> None:
+def test_flipped_bit_in_a_label_is_refused(packed, tmp_path):
     entries = value(packed, b"index/00000000/00008")[INDEX_HEAD.itemsize :]
     flip(packed, entries[5 * ENTRY.itemsize : 6 * ENTRY.itemsize], offset=LABEL_OFFSET)
     assert_raises(DamageError, r"record 0 to 19 .*index", LMDBReader(packed).labels)
@@ -159,7 +159,7 @@ def test_unfinished_foreign_and_newer_files_are_refused(packed, key, other, mess
     assert_raises(UserError, message, LMDBReader, packed)
 
 
-def test_missing_record_is_named(packed: Path, tmp_path: Path) -> None:
+def test_missing_record_is_named(packed, tmp_path):
     png = tmp_path / "png.lmdb"
     pack_arrays(png, sample_images(3), encoding="png")
     for path, key, named in ((packed, b"pixels/00000000", "0 to 19"), (png, b"picture/0000000002", "2")):
@@ -167,7 +167,7 @@ def test_missing_record_is_named(packed: Path, tmp_path: Path) -> None:
         assert_raises(DamageError, rf"record {named} .*missing", Dataset(path).read, [2])
 
 
-def test_other_files_are_refused_and_opening_creates_nothing(tmp_path: Path, packed: Path) -> None:
+def test_other_files_are_refused_and_opening_creates_nothing(tmp_path, packed):
     (tmp_path / "notes.lmdb").write_text("this is a text file, and a long one at that")
     before = sorted(tmp_path.iterdir())
     for name, message in (
@@ -243,7 +243,7 @@ def main(folder: Path) -> dict[str, list[str]]:
     return {"zeroed": zeroed, "wrong": wrong + [with_bytes(at, b"\xff\xff\xff\x7f") for at in large]}
 
 
-def test_h27_no_damaged_page_ends_the_process(tmp_path: Path) -> None:
+def test_h27_no_damaged_page_ends_the_process(tmp_path):
     """Wrong numbers in the tree ended readers by SIGBUS, with older versions of LMDB also zeroed pages by SIGABRT."""
     command = [sys.executable, "-m", "tests.data.lmdb.test_damage", str(tmp_path)]  # not from a process with threads
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -255,7 +255,7 @@ def test_h27_no_damaged_page_ends_the_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2000])
-def test_whole_trees_of_any_depth_are_accepted(tmp_path: Path, count: int) -> None:
+def test_whole_trees_of_any_depth_are_accepted(tmp_path, count):
     path = tmp_path / "x.lmdb"
     with lmdb.open(str(path), subdir=False, map_size=1 << 26) as environment:
         for start in range(0, max(1, count), 500):  # several transactions
@@ -269,7 +269,7 @@ def test_whole_trees_of_any_depth_are_accepted(tmp_path: Path, count: int) -> No
         assert all(len(txn.get(b"%0200d" % index, b"")) == index % 5000 for index in range(count))
 
 
-def test_a_root_right_behind_the_last_page_is_damage(tmp_path: Path) -> None:
+def test_a_root_right_behind_the_last_page_is_damage(tmp_path):
     path = tmp_path / "x.lmdb"
     with lmdb.open(str(path), subdir=False, map_size=1 << 20) as environment, environment.begin(write=True) as txn:
         txn.put(b"key", b"value")
@@ -282,7 +282,7 @@ def test_a_root_right_behind_the_last_page_is_damage(tmp_path: Path) -> None:
         assert_raises(ValueError, "lies beyond its end", check_tree, file.fileno(), PAGE, len(content))
 
 
-def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path, monkeypatch):
     path = tmp_path / "x.lmdb"
     pack_arrays(path, sample_images(3), encoding="png")
     encoded = LMDBReader.encoded

@@ -47,20 +47,21 @@ def test_the_ends_of_floats_leave_out_a_thousandth_on_each_side(dtype, ends):
     assert value_ends(np.arange(1001, dtype=dtype).reshape(7, 11, 13)) == pytest.approx(ends)
 
 
-def test_the_range_of_floats_is_that_of_the_values(tmp_path: Path) -> None:
+def test_the_range_of_floats_is_that_of_the_values(tmp_path):
     images = np.linspace(-3, 5, 4 * 64, dtype=np.float32).reshape(4, 1, 8, 8)
     pack_arrays(tmp_path / "x.lmdb", images, np.zeros(4, int), ["a"])
     with Dataset(tmp_path / "x.lmdb") as dataset:
         assert (dataset.spec.low, dataset.spec.high) == pytest.approx((-3, 5), abs=0.02)
 
 
-def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None) -> None:
+def test_several_blocks_and_the_content_hash(tmp_path, small_blocks):
     images, labels = sample_images(10), np.arange(10) % 3
     order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
     for encoding in ("raw", "png"):
         pack_arrays(tmp_path / f"{encoding}.lmdb", images, labels, CLASSES, encoding=encoding)
         reader = Dataset(tmp_path / f"{encoding}.lmdb")
         assert reader.shards[0].blocks == 3
+        assert len(LMDBReader(reader.path).signatures()) == 10
         np.testing.assert_equal(reader.read(order), (images[order], labels[order]))
         assert reader.read(order)[1].dtype == np.int64
     images, changed, given = sample_images(5), sample_images(5), [0, 1, 2, 0, 1]
@@ -72,7 +73,7 @@ def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None)
     assert len(set(hashes)) == 4
 
 
-def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> None:
+def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
     with LMDBWriter(tmp_path / "x.lmdb", Layout.of(ImageSpec(3, 8, 8)), classes=CLASSES) as writer:
         good = np.zeros((8, 8, 3), np.uint8)
         for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
@@ -89,7 +90,7 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["other.lmdb"]
 
 
-def test_a_file_has_one_writer(tmp_path: Path) -> None:
+def test_a_file_has_one_writer(tmp_path):
     path = tmp_path / "x.lmdb"
     with LMDBWriter(path, GREY, classes=[]) as writer:
         assert_raises(UserError, "another process", LMDBWriter, path, GREY, classes=[])
@@ -98,7 +99,7 @@ def test_a_file_has_one_writer(tmp_path: Path) -> None:
     assert len(Dataset(path)) == 1
 
 
-def test_readers_share_a_file_and_close_it(packed: Path) -> None:
+def test_readers_share_a_file_and_close_it(packed):
     first, second = Dataset(packed), Dataset(packed)
     first.read([1])
     assert first.shards[0].handle() is second.shards[0].handle()
@@ -114,7 +115,7 @@ def _in_child(reader: Dataset, path: Path, results: "multiprocessing.Queue[bytes
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_reader_after_a_fork(packed: Path) -> None:
+def test_reader_after_a_fork(packed):
     reader = Dataset(packed)
     reader.read([0])
     context = multiprocessing.get_context("fork")
@@ -126,7 +127,7 @@ def test_reader_after_a_fork(packed: Path) -> None:
     np.testing.assert_array_equal(reader.read([9])[0], sample_images(20)[[9]])  # the parent's is untouched
 
 
-def test_opened_in_one_thread_while_another_closes_it(packed: Path) -> None:
+def test_opened_in_one_thread_while_another_closes_it(packed):
     """The last reader goes while the next one asks for the process's handle, at any moment of its going."""
 
     def count(_: int) -> int:
@@ -143,7 +144,7 @@ def test_opened_in_one_thread_while_another_closes_it(packed: Path) -> None:
     assert counts == [20] * 800
 
 
-def test_replaced_file_is_noticed_and_read_to_its_end_where_it_is_open(packed: Path) -> None:
+def test_replaced_file_is_noticed_and_read_to_its_end_where_it_is_open(packed):
     opened = Dataset(packed)
     closed = pickle.loads(pickle.dumps(opened))
     pack_arrays(packed, sample_images(3, seed=1), overwrite=True)
@@ -155,7 +156,7 @@ def test_replaced_file_is_noticed_and_read_to_its_end_where_it_is_open(packed: P
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(1, 1), (7, 5), (1000, 1200)])
-def test_sums_are_exact(channels: int, size: tuple[int, int]) -> None:
+def test_sums_are_exact(channels, size):
     for low in (0, 255):  # the largest sums there are
         image = np.random.default_rng(0).integers(low, 256, (*size, channels), dtype=np.uint8)
         sums = pixel_sums(image)

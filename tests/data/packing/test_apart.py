@@ -1,8 +1,5 @@
 """`duet pack --apart`: what the file holds, and what looks like it, is left out."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -20,7 +17,7 @@ from tests.data.packing.test_duplicates import photos as photo_like
 
 
 @pytest.fixture
-def pets(tmp_path: Path) -> Path:
+def pets(tmp_path):
     """Eight cats and four dogs to test on; beside other images all of them again, and two as JPEGs."""
     everything = photo_like(30, side=32).transpose(0, 2, 3, 1)
     for number, pixels in enumerate(everything):
@@ -36,7 +33,7 @@ def pets(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [{}, {"encoding": "png"}, {"encoding": "source"}, {"smallest": 8}])
 @pytest.mark.parametrize("how", [None, "none"])
-def test_no_image_of_the_other_file_and_no_look_alike_is_there(pets, tmp_path, options: dict[str, Any], how) -> None:
+def test_no_image_of_the_other_file_and_no_look_alike_is_there(pets, tmp_path, options, how):
     test, whole, out = (tmp_path / f"{name}.lmdb" for name in ("test", "whole", "out"))
     pack(open_source(str(pets / "test")), test, **options)
     source = open_source(str(pets / "more"), classes_from=how)
@@ -59,7 +56,7 @@ def test_no_image_of_the_other_file_and_no_look_alike_is_there(pets, tmp_path, o
     assert not list(tmp_path.glob(".*"))
 
 
-def test_command_line_and_refusals(pets: Path, tmp_path: Path, refused: Any, capsys) -> None:
+def test_command_line_and_refusals(pets, tmp_path, refused, capsys):
     test, out = str(tmp_path / "test.lmdb"), str(tmp_path / "out.lmdb")
     succeed(main, pets / "test", test)
     command = [str(pets / "more"), out, "--classes-from", "none", "--apart", test]
@@ -78,7 +75,7 @@ def test_command_line_and_refusals(pets: Path, tmp_path: Path, refused: Any, cap
     assert LMDBReader(out).meta.count == 19
 
 
-def test_a_search_that_ended_early_gives_a_warning(pets: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_search_that_ended_early_gives_a_warning(pets, tmp_path, monkeypatch, capsys):
     pack(open_source(str(pets / "test")), tmp_path / "test.lmdb")
     monkeypatch.setattr(near_duplicates, "LIMIT", 0)
     pack(open_source(str(pets / "more"), classes_from="none"), tmp_path / "out.lmdb", apart=tmp_path / "test.lmdb")

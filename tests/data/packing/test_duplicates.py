@@ -4,8 +4,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import cv2
@@ -95,7 +93,7 @@ def brute_force(a: np.ndarray, b: np.ndarray | None) -> list[list[int]]:
 
 @settings(deadline=None)
 @given(MANY, st.none() | MANY)
-def test_near_is_brute_force_also_in_parts(a: np.ndarray, b: np.ndarray | None) -> None:
+def test_near_is_brute_force_also_in_parts(a, b):
     with patch.object(near_duplicates, "TILE", 30):
         found = near(a, b)
     expected = brute_force(a, b)
@@ -109,12 +107,12 @@ def test_near_is_brute_force_also_in_parts(a: np.ndarray, b: np.ndarray | None) 
 
 
 @given(st.lists(st.integers(0, 8), max_size=20))
-def test_groups_of_equal_numbers_are_brute_force(numbers: list[int]) -> None:
+def test_groups_of_equal_numbers_are_brute_force(numbers):
     groups = [[index for index, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
     assert [group.tolist() for group in group_equal(np.array(numbers, np.int64))] == groups
 
 
-def test_the_search_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_ends_at_the_limit(monkeypatch):
     base = 0x0F0F0F0F0F0F0F0F
     several = signatures([base, base ^ 0b1110000, base ^ 0b1, base ^ 0b111])
     assert (len(near(several).pairs), near(several).cut_short) == (6, False)
@@ -124,7 +122,7 @@ def test_the_search_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.pairs.tolist(), found.cut_short) == ([[0, 1], [0, 2], [0, 3]], True)
 
 
-def test_signatures_and_images_without_texture_that_are_counted_not_searched() -> None:
+def test_signatures_and_images_without_texture_that_are_counted_not_searched():
     flat = [signature(np.full((16, 16, 3), shade, np.uint8))[0] for shade in (0, 0, 100, 255)]
     found = near(np.array(flat, SIGNATURE))
     assert (len(found.pairs), found.textureless) == (0, 3)  # of the exact duplicates one
@@ -146,7 +144,7 @@ def kept(a: np.ndarray, b: np.ndarray, crowd: int | np.ndarray = 0, rows: Iterab
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_images_are_near_duplicates(edit: str) -> None:
+def test_edited_images_are_near_duplicates(edit):
     images = photos(40)
     edited = EDITS[edit](images)
     signed = [np.concatenate([signature(one.transpose(1, 2, 0)) for one in part]) for part in (images, edited)]
@@ -156,7 +154,7 @@ def test_edited_images_are_near_duplicates(edit: str) -> None:
     assert kept(images, edited) == list(range(40))
 
 
-def test_different_images_are_not_confirmed_and_in_a_crowd_only_close_copies() -> None:
+def test_different_images_are_not_confirmed_and_in_a_crowd_only_close_copies():
     images = photos(40)
     assert kept(images, np.roll(images, 1, axis=0)) == kept(images, images[:, :, :, ::-1]) == []
     images = photos(20)
@@ -182,7 +180,7 @@ def test_small_images_are_compared_without_their_finest_detail_and_a_shift_is_ta
     assert len(kept(images, shifted)) < 15
 
 
-def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ(monkeypatch):
     dull = (photos(5) // 128 + 100).astype(np.uint8)
     assert kept(dull, dull) == kept(dull, photos(5)) == []
     for side, other in ((64, 32), (32, 16), (128, 64)):
@@ -199,7 +197,7 @@ def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ(monke
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Path:
+def planted(tmp_path):
     """20 images, labels i % 3, then 20 = 3 = 21 (other label), 22 = 4, 23 near 5, 24 near 6 (other), 25, 26 flat."""
     images = photos(20)
     colour = np.full((2, 3, 64, 64), 90, np.uint8)
@@ -216,7 +214,7 @@ def summary(report: Report) -> tuple[list[tuple[list[int], list[int], bool]], li
     return exact_groups, sorted((pair.record, pair.other_record, pair.labels_differ) for pair in report.near or [])
 
 
-def test_find(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find(planted, monkeypatch):
     report = find(LMDBReader(planted), similar=True)
     assert summary(report) == ([([3, 20, 21], [], True), ([4, 22], [], False)], [(5, 23, False), (6, 24, True)])
     counts = (report.exact_duplicates, report.textureless, report.cut_short, report.exact_comparable)
@@ -239,7 +237,7 @@ def test_find(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines(report)[-1] == "the search for near duplicates ended early: too many images look alike"
 
 
-def test_leaks(planted: Path, tmp_path: Path) -> None:
+def test_leaks(planted, tmp_path):
     images, other = photos(20), photos(5, seed=1)
     shared = np.concatenate([other, images[[3]], images[[7, 7]], saved(images[[8]])])
     pack_arrays(tmp_path / "b.lmdb", shared, [0, 0, 0, 0, 0, 1, 1, 1, 0], ["emu", "dog"])  # classes by name
@@ -259,7 +257,7 @@ def test_leaks(planted: Path, tmp_path: Path) -> None:
     assert lines(report)[1].startswith("exact duplicates cannot be found: the files differ in the channels or the size")
 
 
-def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
+def test_images_with_sizes_of_their_own(planted, tmp_path):
     images = photos(20)[[11, 12, 13]]
     layout = Layout.of(ImageSpec(3, 0, 0), "source")
     with LMDBWriter(tmp_path / "b.lmdb", layout, classes=[]) as writer:
@@ -276,7 +274,7 @@ def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
     assert summary(find(LMDBReader(planted), own, similar=True)) == ([], expected)
 
 
-def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(planted, tmp_path, capsys):
     succeed(main, planted)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "  4 (dog), 22 (dog)"  # look-alikes are searched for when that is asked for
@@ -287,7 +285,7 @@ def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {pair["record"] for pair in document["near"]} == {5, 6}
 
 
-def test_bad_input(planted: Path, tmp_path: Path, refused: Any) -> None:
+def test_bad_input(planted, tmp_path, refused):
     assert "no such file" in refused(main, planted, tmp_path / "none.lmdb")
 
 

@@ -43,7 +43,7 @@ def write(folder: Path, **pictures: Image.Image | np.ndarray) -> Path:
     return folder
 
 
-def test_colours_count_also_in_a_crowd_and_move_with_the_image(tmp_path: Path) -> None:
+def test_colours_count_also_in_a_crowd_and_move_with_the_image(tmp_path):
     def searched(pictures: Sequence[np.ndarray]) -> tuple[set[tuple[int, int]], int]:
         """The near duplicates among images uint8 [H, W, 3], and how many pairs were compared."""
         pack_arrays(tmp_path / "x.lmdb", np.stack(pictures).transpose(0, 3, 1, 2), overwrite=True)
@@ -70,7 +70,7 @@ def printed(capsys: pytest.CaptureFixture[str], main: Any, *arguments: str | Pat
     return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_count_from_both_commands(tmp_path, capsys):
     arrays = photo_like(40)
     folder = tmp_path / "photos"
     for kind, some in (("first", arrays), ("second", saved(arrays[:30], 70)), ("third", arrays[:8])):
@@ -93,7 +93,7 @@ def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixt
     assert document["names"][str(document["exact"][0]["records"][0])] == "first00.png"
 
 
-def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leaks_go_by_the_names_of_both(tmp_path, capsys):
     arrays = photo_like(3)
     train = write(tmp_path / "train", a=arrays[0], b=arrays[1])
     val = write(tmp_path / "val", c=arrays[1], d=arrays[2])
@@ -103,9 +103,7 @@ def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFix
     assert "b.png = c.png" in printed(capsys, duplicates_main, *files)
 
 
-def test_similar_images_of_two_files_go_by_the_names_of_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_similar_images_of_two_files_go_by_the_names_of_both(tmp_path, capsys):
     arrays = photo_like(5)
     files = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
     printed(capsys, main, write(tmp_path / "a", **{f"a{n}": image for n, image in enumerate(arrays)}), files[0])
@@ -118,7 +116,7 @@ def test_similar_images_of_two_files_go_by_the_names_of_both(
     assert not any(" ~ " in line for line in printed(capsys, duplicates_main, *files[::-1]))
 
 
-def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
+def test_names_survive_packing_anew_and_are_checked(tmp_path):
     arrays = sample_images(3)
     pack(source_at(write(tmp_path / "x", a=arrays[0], b=arrays[1], c=arrays[2])), tmp_path / "x.lmdb")
     pack(source_at(tmp_path / "x.lmdb"), tmp_path / "y.lmdb", encoding="png")

@@ -56,7 +56,7 @@ def groupings(draw: Callable[..., Any], most: int) -> tuple[np.ndarray, Fraction
 
 @settings(max_examples=40)
 @given(groupings(most=7))
-def test_few_groups_are_divided_as_well_as_any_choice_can(case: tuple[np.ndarray, Fraction]) -> None:
+def test_few_groups_are_divided_as_well_as_any_choice_can(case):
     counts, fraction = case
     choices = itertools.product((False, True), repeat=len(counts))
     best = min(exact_cost(counts, choice, fraction) for choice in choices)
@@ -72,7 +72,7 @@ def test_few_groups_are_divided_as_well_as_any_choice_can(case: tuple[np.ndarray
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_many_groups_are_within_the_bound(seed: int) -> None:
+def test_many_groups_are_within_the_bound(seed):
     """No move improves the choice; added up over all groups, that is the bound in `balance`."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 2, (60, 4)) * rng.integers(1, 30, (60, 4))
@@ -95,7 +95,7 @@ def test_many_groups_are_within_the_bound(seed: int) -> None:
     assert np.abs(parts[chosen].sum(0) - fraction).max() < 0.04  # of every class, and of all
 
 
-def test_a_class_of_one_group_is_trained_on_and_counts_add_up() -> None:
+def test_a_class_of_one_group_is_trained_on_and_counts_add_up():
     counts = np.array([[9, 1, 10], [0, 2, 2], [0, 2, 2]])
     assert balance(counts, 0.5, np.zeros(3, bool)).tolist()[0] is False
     groups = [np.array([0, 2]), np.array([1, 3, 4])]
@@ -107,7 +107,7 @@ def test_a_class_of_one_group_is_trained_on_and_counts_add_up() -> None:
 
 
 @pytest.fixture(scope="module")
-def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scans(tmp_path_factory):
     """60 images of 15 patients, whose numbers are in the names; p3 and p4 share an image, one of them as JPEG."""
     folder = tmp_path_factory.mktemp("scans")
     images = photos(60, side=32)
@@ -134,9 +134,7 @@ def parts_of(file: Path) -> list[list[str]]:
     return found
 
 
-def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(
-    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(scans, tmp_path, capsys):
     file = tmp_path / "a.lmdb"
     succeed(main, scans / "scans", file, "--size=16", "--val-share", "0.2", PATIENT)
     said = capsys.readouterr().out
@@ -171,7 +169,7 @@ def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(
         assert abs(plan.held_out - len(reader)) <= 4  # the images of a patient
 
 
-def test_groups_of_tables_follow_their_rows(scans: Path) -> None:
+def test_groups_of_tables_follow_their_rows(scans):
     lines = (scans / "t.csv").read_text().splitlines()
     rows = [f"{line},{'val' if number % 3 else 'train'}" for number, line in enumerate(lines[1:])]
     rows[4] = rows[4].replace(".png", ".gone")  # no such file
@@ -195,7 +193,7 @@ def test_groups_of_tables_follow_their_rows(scans: Path) -> None:
         (["empty.csv", "--group-column=patient"], "line 3: --group-column patient finds no group of this image"),
     ],
 )
-def test_groups_that_cannot_be_made(scans: Path, tmp_path: Path, refused, arguments: list[str], told: str) -> None:
+def test_groups_that_cannot_be_made(scans, tmp_path, refused, arguments, told):
     lines = (scans / "t.csv").read_text().splitlines()
     lines[2] = lines[2].rsplit(",", 1)[0] + ","
     (scans / "empty.csv").write_text("\n".join(lines))
@@ -205,7 +203,7 @@ def test_groups_that_cannot_be_made(scans: Path, tmp_path: Path, refused, argume
     assert not list(tmp_path.iterdir())
 
 
-def test_groups_need_a_held_out_part(scans: Path, tmp_path: Path, refused) -> None:
+def test_groups_need_a_held_out_part(scans, tmp_path, refused):
     assert "is for --val-share: add --val-share or drop --group-from" in refused(
         main, scans / "scans", tmp_path / "x.lmdb", "--size=16", PATIENT
     )

@@ -32,7 +32,7 @@ from tests.data.conftest import CLASSES, change, flip, sample_images, stored, va
 from tests.data.lmdb.test_damage import OTHERS, forge, read, use
 
 
-def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_grid(packed, capsys):
     main([str(packed)])
     lines = capsys.readouterr().out.splitlines()
     words = [line.split() for line in lines]
@@ -48,7 +48,7 @@ def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert image[:64, :left].min() < 50  # the class name
 
 
-def test_json_is_one_document_and_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_and_out(packed, tmp_path, capsys):
     main([str(packed), "--json"])
     document = json.loads(capsys.readouterr().out)
     meta = LMDBReader(packed).meta
@@ -67,7 +67,7 @@ def test_json_is_one_document_and_out(packed: Path, tmp_path: Path, capsys: pyte
     assert_raises(UserError, "choose another place", main, [str(packed), "--out", str(packed / "g.png")])
 
 
-def test_grids(tmp_path: Path, photos: Path) -> None:
+def test_grids(tmp_path, photos):
     """Of unlabelled images, of large ones, of images with sizes of their own, of many classes, of one without any."""
     pack_arrays(tmp_path / "x.lmdb", sample_images(25, 1))
     pack_arrays(tmp_path / "large.lmdb", sample_images(2, 1, side=200))
@@ -89,7 +89,7 @@ def verified(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[int],
     return json.loads(output.out)["damaged"], output.err.splitlines()
 
 
-def test_verify_compares_with_the_metadata_and_the_labels_of_the_resolutions(tmp_path: Path) -> None:
+def test_verify_compares_with_the_metadata_and_the_labels_of_the_resolutions(tmp_path):
     first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
     pack_arrays(first, sample_images(4), [0, 1, 2, 2], CLASSES)
     pack_arrays(second, sample_images(4, seed=1), [0, 1, 2, 2], CLASSES)
@@ -116,7 +116,7 @@ def test_verify_does_not_depend_on_the_number_of_threads(tmp_path, encoding, sma
         assert damage.content == ""
 
 
-def test_verify_finds_damage_at_every_resolution_and_labels_that_are_not_the_histograms(tmp_path: Path) -> None:
+def test_verify_finds_damage_at_every_resolution_and_labels_that_are_not_the_histograms(tmp_path):
     for encoding, side in itertools.product(("raw", "png"), (4, 8, 16)):
         path = tmp_path / f"{encoding}-{side}.lmdb"
         pack_arrays(path, sample_images(6, side=16), encoding=encoding, smallest=4)
@@ -147,7 +147,7 @@ def change_entry(path: Path, **values: int) -> None:
     change(path, b"index/00000000/00008", head.tobytes() + entries.tobytes())
 
 
-def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Path) -> None:
+def test_verify_compares_records_with_their_index_and_their_images(tmp_path):
     path = tmp_path / "x.lmdb"
     pack_arrays(path, sample_images(4), [0, 1, 2, 0], CLASSES, encoding="png")
     payload = encode(sample_images(4)[1].transpose(1, 2, 0), "png")
@@ -162,7 +162,7 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
 
 
 @pytest.mark.parametrize("other", [None, b"nonsense"])
-def test_verify_checks_the_signatures(packed: Path, capsys: pytest.CaptureFixture[str], other: bytes | None) -> None:
+def test_verify_checks_the_signatures(packed, capsys, other):
     change(packed, b"hash/00000000", other)
     damaged, (last,) = verified(packed, capsys)
     assert damaged == list(range(20))
@@ -200,7 +200,7 @@ def pack_samples(path: Path, *, count: int = 20, seed: int = 0, passport: Proven
 
 
 @pytest.fixture
-def samples(tmp_path: Path) -> Path:
+def samples(tmp_path):
     return pack_samples(tmp_path / "samples.lmdb")
 
 
@@ -224,7 +224,7 @@ def test_it_is_read_back_and_carried_on_and_files_without_one_are_real(samples, 
     assert LMDBReader(tmp_path / "real.lmdb").meta.passport is None
 
 
-def test_a_damaged_passport_is_an_error_of_one_line(samples: Path) -> None:
+def test_a_damaged_passport_is_an_error_of_one_line(samples):
     true = read(samples, META_KEY)
     allowed: dict[str, Any] = {"seed": (int,), "step": (int,), "truncation_psi": (int, float), "classes": (list,)}
     allowed |= dict.fromkeys(("selection", "trained_on"), (str, type(None)))
@@ -241,7 +241,7 @@ def test_a_damaged_passport_is_an_error_of_one_line(samples: Path) -> None:
         assert "\n" not in told
 
 
-def test_inspect_shows_it(samples: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_it(samples, packed, capsys):
     drawn = ("generator sha256:0123456789ab", "step 7", "seed -3", "truncation_psi 0.7")
     main([str(samples), "--json"])
     assert json.loads(capsys.readouterr().out)["passport"] == PASSPORT
@@ -251,14 +251,14 @@ def test_inspect_shows_it(samples: Path, packed: Path, capsys: pytest.CaptureFix
         assert all(words in line for words in told)
 
 
-def test_a_passport_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+def test_a_passport_that_could_not_be_read_back_is_not_written(tmp_path):
     for wrong in ({"step": -1}, {"truncation_psi": float("nan")}, {"seed": 2**70}):
         with pytest.raises((UserError, ValueError), match=next(iter(wrong))):
             pack_samples(tmp_path / "x.lmdb", passport=PASSPORT | wrong)
     assert not list(tmp_path.iterdir())
 
 
-def test_lineages_join_are_read_from_checkpoints_and_say_who_may_judge_whom() -> None:
+def test_lineages_join_are_read_from_checkpoints_and_say_who_may_judge_whom():
     real, samples = Lineage.of(trained_on=["a"]), Lineage.of(trained_on=["a"], synthetic=[PASSPORT])
     taught = Lineage.of(teachers=["w"], pretrained=["imagenet"])
     assert real.may_not_judge(taught, "x", {"b"}) == ""

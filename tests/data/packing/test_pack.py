@@ -37,7 +37,7 @@ def refused(path: Path, message: str, *options: str) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "tolerance"), [("raw", 0), ("png", 0), ("source", 0), ("jpeg", 3)])
-def test_folder_round_trip(photos: Path, encoding: str, tolerance: int) -> None:
+def test_folder_round_trip(photos, encoding, tolerance):
     reader = packed(photos, "--encoding", encoding)
     assert reader.classes == ["cat", "dog"]
     assert reader.meta.histogram == [2, 2]
@@ -52,7 +52,7 @@ def test_folder_round_trip(photos: Path, encoding: str, tolerance: int) -> None:
         np.testing.assert_array_equal(packed(photos, "--channels", "1").read([0])[0], grey[None, None])
 
 
-def test_sizes_of_their_own(tmp_path: Path) -> None:
+def test_sizes_of_their_own(tmp_path):
     for side in (8, 20):
         save(tmp_path / "photos" / f"{side}.jpg", side=side)
     reader = packed(tmp_path / "photos", "--encoding", "source")
@@ -64,7 +64,7 @@ def test_sizes_of_their_own(tmp_path: Path) -> None:
     refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
 
 
-def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_crops_and_scales_or_pads(tmp_path, capsys):
     (tmp_path / "photos").mkdir()
     image = Image.new("RGB", (48, 16), "red")
     image.paste("blue", (16, 0, 32, 16))
@@ -87,7 +87,7 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(("high", "bits"), [(4095, "0,4095"), (255, "0,255"), (40_000, "")])
 @pytest.mark.parametrize("suffix", [".png", ".tif", ".npy"])
-def test_d8_values_of_fewer_than_16_bits_are_said(tmp_path, capsys, high, bits, suffix) -> None:
+def test_d8_values_of_fewer_than_16_bits_are_said(tmp_path, capsys, high, bits, suffix):
     values = np.full((8, 8), high, np.uint16)
     (tmp_path / "photos").mkdir()
     file = tmp_path / "photos" / f"x{suffix}"
@@ -101,7 +101,7 @@ def test_d8_values_of_fewer_than_16_bits_are_said(tmp_path, capsys, high, bits, 
         assert reader.meta.spec.high == high
 
 
-def test_grey_images_in_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grey_images_in_colour_are_told(tmp_path, capsys):
     (tmp_path / "photos").mkdir()
     for number in range(2):
         Image.new("RGB", (8, 8), (40 * number, 40 * number, 40 * number)).save(tmp_path / "photos" / f"{number}.png")
@@ -111,14 +111,14 @@ def test_grey_images_in_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--channels 1" not in capsys.readouterr().out
 
 
-def test_auto_pads_only_what_is_near() -> None:
+def test_auto_pads_only_what_is_near():
     scaled, source = "centre-crop+lanczos", open_source("sample", split="test")
     for size, expected in {None: "none", 28: "none", 32: "zero-pad", 64: scaled, 16: scaled}.items():
         plan = make_plan(source, size=size, encoding="raw", channels=None, resize="auto")
         assert plan.resize_filter == expected
 
 
-def test_skipped_images_and_other_files(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_images_and_other_files(photos, capsys):
     (photos / "cat" / "aa.jpg").write_text("text")
     (photos / "dog" / "notes.txt").write_text("text")
     reader = packed(photos, "--on-error", "skip")
@@ -129,9 +129,7 @@ def test_skipped_images_and_other_files(photos: Path, capsys: pytest.CaptureFixt
     assert ["cat", "2"] in [line.split() for line in lines]
 
 
-def test_a_program_packs_without_bars_and_reads_what_was_skipped(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_packs_without_bars_and_reads_what_was_skipped(photos, tmp_path, monkeypatch, capsys):
     (photos / "cat" / "aa.jpg").write_text("text")
     monkeypatch.setattr(progress, "has_terminal", lambda: True)
     for shown in (True, False, True):
@@ -142,7 +140,7 @@ def test_a_program_packs_without_bars_and_reads_what_was_skipped(
     assert (problem.name, "not an image" in problem.reason) == (str(photos / "cat" / "aa.jpg"), True)
 
 
-def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_has_a_cap(photos, monkeypatch):
     for number in range(3):
         (photos / "cat" / f"bad{number}.jpg").write_text("text")
     skip = ("--on-error", "skip", "--size", "8")
@@ -156,7 +154,7 @@ def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> No
     refused(photos, "--max-skipped is 0", *skip, "--max-skipped", "0")
 
 
-def test_problems_of_the_listing_count_too(photos: Path) -> None:
+def test_problems_of_the_listing_count_too(photos):
     for name in ("emu", "fox"):
         (photos / name).mkdir()
     skip = ("--on-error", "skip", "--max-skipped")
@@ -166,7 +164,7 @@ def test_problems_of_the_listing_count_too(photos: Path) -> None:
     refused(photos, r"photos/emu is a class folder without images \(it is empty\) \(and 1 more\): fix it")
 
 
-def test_nothing_left_after_skipping(photos: Path) -> None:
+def test_nothing_left_after_skipping(photos):
     for path in (photos / "cat").iterdir():
         path.write_text("text")
     refused(photos, r"no image of class cat could be used, 2 skipped; the first: .*a\.png", "--on-error", "skip")
@@ -176,7 +174,7 @@ def test_nothing_left_after_skipping(photos: Path) -> None:
     refused(photos, "no image could be used, 4 skipped", "--on-error", "skip", "--size", "8")
 
 
-def test_pyramid(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pyramid(photos, capsys):
     reader = packed(photos, "--size", "32", "--pyramid", "8")
     assert reader.meta.resolutions == [8, 16, 32]
     assert reader.meta.resize_filter == "centre-crop+lanczos+2x2-mean"
@@ -189,7 +187,7 @@ def test_pyramid(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (whole.resolutions, whole.resize_filter) == ([8], "none")
 
 
-def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
+def test_classes_of_another_file(photos, tmp_path):
     pack(open_source(str(photos)), tmp_path / "train.lmdb", duplicates=False)
     against = ("--against", str(tmp_path / "train.lmdb"))
     assert packed(photos, *against).classes == ["cat", "dog"]
@@ -222,11 +220,11 @@ def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, c
         *((f"--pyramid {n}", rf"--pyramid {n}: 8 px must be {n} px times") for n in (3, 5, 16, 0, -8)),
     ],
 )
-def test_options_that_do_not_fit(photos: Path, options: str, message: str) -> None:
+def test_options_that_do_not_fit(photos, options, message):
     refused(photos, message, *options.split())
 
 
-def test_sources_and_targets_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
+def test_sources_and_targets_that_do_not_fit(photos, tmp_path):
     refused(tmp_path / "nowhere", "no such folder or zip file")
     assert_raises(UserError, "is a folder: DEST is one file", main, [str(photos), str(tmp_path)])
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
@@ -241,7 +239,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
-def test_command_line(photos: Path, tmp_path: Path) -> None:
+def test_command_line(photos, tmp_path):
     command: list[Any] = ["-m", "data.pack", photos, tmp_path / "x.lmdb"]
     done = run(*command, "--on_error", "skip", "--workers", "auto", "--no-duplicates")
     assert done.returncode == 0, done.stderr

@@ -104,7 +104,7 @@ def test_fault_of_a_worker_ends_packing(tmp_path, error, raised, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_few_pieces_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pieces_are_under_way(monkeypatch):
     """Also while all wait for an earlier one."""
     monkeypatch.setattr(records, "CHUNK_IMAGES", 2)
     taken = []
@@ -121,7 +121,7 @@ def test_few_pieces_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done, len(taken)) == (119, 120)
 
 
-def test_what_is_read_in_order_is_read_by_one_thread() -> None:
+def test_what_is_read_in_order_is_read_by_one_thread():
     def before(index: int) -> None:
         assert threading.current_thread() is threading.main_thread()
 
@@ -145,7 +145,7 @@ def test_number_of_threads(monkeypatch, source, cores, workers, expected):
     assert thread_count(source, workers) == expected
 
 
-def test_packing_imports_no_torch() -> None:
+def test_packing_imports_no_torch():
     code = "import sys, duetgan.data.packing.pack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -164,7 +164,7 @@ sys.exit(run_cli(lambda argv: pack(Numbers(1000, before), "x.lmdb", size=8, chan
 """
 
 
-def test_ctrl_c_is_quick_and_quiet(tmp_path: Path) -> None:
+def test_ctrl_c_is_quick_and_quiet(tmp_path):
     how: dict[str, Any] = {
         "cwd": tmp_path,
         "env": {**os.environ, "PYTHONPATH": str(ROOT)},
@@ -192,7 +192,7 @@ def fingerprint_of(images: Iterable[tuple[int, bytes]]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_fingerprint_is_of_the_source_alone_or_of_images_in_memory(tmp_path: Path) -> None:
+def test_fingerprint_is_of_the_source_alone_or_of_images_in_memory(tmp_path):
     images = RNG.integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
     source = ArraySource("arrays", images, np.array([1, 0, 1]), ["a", "b"])
     expected = fingerprint_of(zip((1, 0, 1), (b"8x8x1" + one.tobytes() for one in images), strict=True))
@@ -246,7 +246,7 @@ def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused):
 
 
 @pytest.mark.parametrize("module", ["data.pack", "data.inspect"])
-def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
+def test_h18_no_room_at_all(photos, tmp_path, module):
     """Not even for the first page; what is seen of a full disk before packing begins, and of a grid that fails."""
     succeed(main, photos, tmp_path / "x.lmdb", "--size", "64")
     before = sorted(tmp_path.iterdir())
@@ -273,13 +273,13 @@ def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
     ],
     ids=["link", "pipe", "deep"],
 )
-def test_h19_h23_dataset_json_that_is_none(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
+def test_h19_h23_dataset_json_that_is_none(tmp_path, make, message):
     save(tmp_path / "a.png")
     make(tmp_path / "dataset.json")
     assert_raises(UserError, rf"dataset\.json {message}", open_source, str(tmp_path))
 
 
-def test_h25_all_skipped_files_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_h25_all_skipped_files_are_listed(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     bad = [tmp_path / "in" / f"bad{number:02d}.png" for number in range(12)]
     for path in bad:

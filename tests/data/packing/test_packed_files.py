@@ -30,18 +30,18 @@ SAME = ("count", "classes", "histogram", "fingerprint", "content_hash", "resize_
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv(packed_files.CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "folders"
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     return image_folders(tmp_path / "photos", 20, 0)
 
 
 @pytest.fixture
-def shards(photos: Path, tmp_path: Path) -> Path:
+def shards(photos, tmp_path):
     """Three tars of files of sizes of their own, labelled by `cls`; returns their folder."""
     files = sorted(photos.rglob("*.*"), key=lambda file: file.name)
     for number, start in enumerate(range(0, len(files), 7)):
@@ -53,7 +53,7 @@ def shards(photos: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip", "tars"])
-def test_the_images_are_those_of_the_packed_file(photos: Path, shards: Path, tmp_path: Path, kind: str) -> None:
+def test_the_images_are_those_of_the_packed_file(photos, shards, tmp_path, kind):
     """Hash and fingerprint too: a run may go on with the one where the other was."""
     place = {"folder": photos, "zip": tmp_path / "photos.zip", "tars": shards}[kind]
     forms: list[Any] = [place]
@@ -73,9 +73,7 @@ def test_the_images_are_those_of_the_packed_file(photos: Path, shards: Path, tmp
             assert [getattr(direct.meta, name) for name in SAME] == [getattr(packed.meta, name) for name in SAME]
 
 
-def test_the_copy_is_made_anew_when_the_folder_has_changed(
-    photos: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_copy_is_made_anew_when_the_folder_has_changed(photos, own_cache, capsys):
     open_dataset(photos)
     (first,) = own_cache.glob("*.lmdb")
     assert f"photos: packed once into {first}" in capsys.readouterr().err
@@ -120,7 +118,7 @@ def test_the_copy_of_tars_is_made_once_and_anew_when_a_tar_has_changed(shards, o
     assert_raises(UserError, "file/folders: Not a directory; it is kept there: set", open_dataset, shards)
 
 
-def test_a_broken_image_is_refused_and_nothing_is_left(photos: Path, own_cache: Path) -> None:
+def test_a_broken_image_is_refused_and_nothing_is_left(photos, own_cache):
     broken = next(photos.rglob("*.png"))
     broken.write_bytes(broken.read_bytes()[:60])
     with pytest.raises(UserError, match=rf"{broken.name} is truncated or damaged .*duet pack --on-error skip"):
@@ -128,7 +126,7 @@ def test_a_broken_image_is_refused_and_nothing_is_left(photos: Path, own_cache: 
     assert list(own_cache.glob("*.lmdb")) == []
 
 
-def test_train_and_evaluate_take_folders(command: Command, photos: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_train_and_evaluate_take_folders(command, photos, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     train = ["train.py", "--config", "classifier_64_cpu", "--data.path", photos, "--data.val-path", photos]
     train += ["--data.resolution", "16", "--model.input-size", "null", "--steps", "1", "--batch-size", "4"]
@@ -190,7 +188,7 @@ def test_what_cannot_be_read_is_one_line(how, said, tmp_path, own_cache, refused
     assert [*own_cache.glob("*.lmdb*"), *own_cache.glob(".*")] == []
 
 
-def test_braces_and_patterns_that_name_nothing_or_too_much(tmp_path: Path) -> None:
+def test_braces_and_patterns_that_name_nothing_or_too_much(tmp_path):
     names = {"a-{08..10}.tar": ["a-08.tar", "a-09.tar", "a-10.tar"], "{x,y}/{1..2}": ["x/1", "x/2", "y/1", "y/2"]}
     names |= {"plain": ["plain"], "{2..1}": [], "{}{": ["{"]}
     assert {pattern: expand_braces(pattern) for pattern in names} == names

@@ -32,7 +32,7 @@ QUARTER: dict[str, Any] = {"val_share": "0.25", "overwrite": True}
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), SHARES)
-def test_quotas_are_the_largest_remainders(counts: list[int], share: Fraction) -> None:
+def test_quotas_are_the_largest_remainders(counts, share):
     found = quotas(counts, share)
     splittable = [count if count > 1 else 0 for count in counts]
     ideal = [share * count for count in splittable]
@@ -46,7 +46,7 @@ def test_quotas_are_the_largest_remainders(counts: list[int], share: Fraction) -
     assert not raised or not lowered or min(raised) >= max(lowered)
 
 
-def test_quotas_by_hand_and_shares_that_are_none() -> None:
+def test_quotas_by_hand_and_shares_that_are_none():
     assert quotas([1000, 1000], TENTH) == [100, 100]
     assert quotas([14, 16, 20], TENTH) == [1, 2, 2]  # 1.4, 1.6, 2.0
     assert quotas([5, 5, 5, 5], TENTH) == [1, 1, 1, 1]  # 0.5 each: two by the remainders, then one at least
@@ -65,7 +65,7 @@ def contents(count: int) -> list[bytes]:
     return [b"image %d" % number for number in range(count)]
 
 
-def test_the_draw_is_the_smallest_keys_and_images_that_are_added_move_few() -> None:
+def test_the_draw_is_the_smallest_keys_and_images_that_are_added_move_few():
     few, many = (draw(alone(n), np.zeros(n, int), contents(n), TENTH, 0) for n in (1000, 1100))
     assert (few.sum(), many.sum()) == (100, 110)
     assert (few != many[:1000]).sum() <= 12  # of 1,100; another seed moves 180 of 1,000
@@ -81,7 +81,7 @@ GROUPINGS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=2
 
 @settings(deadline=None)
 @given(GROUPINGS, SHARES)
-def test_groups_are_never_divided(records: list[tuple[int, int]], share: Fraction) -> None:
+def test_groups_are_never_divided(records, share):
     numbers, labels = (np.array(column) for column in zip(*records, strict=True))
     groups = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
     held = draw(groups, labels, contents(len(labels)), share, 0)
@@ -96,7 +96,7 @@ def test_groups_are_never_divided(records: list[tuple[int, int]], share: Fractio
 
 
 @pytest.fixture
-def pets(tmp_path: Path) -> Path:
+def pets(tmp_path):
     """20 cats and 12 dogs; cats 0 and 1 with a copy and a JPEG of theirs under other names, dog 11 a copy of dog 10."""
     everything = photo_like(32, side=32).transpose(0, 2, 3, 1)
     names = {f"cat/{number:02d}.png": number for number in range(20)}
@@ -113,10 +113,10 @@ def halves(dest: Path) -> tuple[LMDBReader, LMDBReader]:
 
 
 @pytest.mark.parametrize("options", [{}, {"encoding": "png"}, {"encoding": "source"}, {"smallest": 8}])
-def test_two_files_hold_every_image_once(pets: Path, tmp_path: Path, options: dict[str, object]) -> None:
+def test_two_files_hold_every_image_once(pets, tmp_path, options):
     source = source_at(pets)
-    whole = pack(source, tmp_path / "whole.lmdb", **options).meta  # type: ignore[arg-type]
-    summary = pack(source, tmp_path / "x.lmdb", val_share=0.25, **options)  # type: ignore[arg-type]
+    whole = pack(source, tmp_path / "whole.lmdb", **options).meta
+    summary = pack(source, tmp_path / "x.lmdb", val_share=0.25, **options)
     training, held_out = halves(tmp_path / "x.lmdb")
     assert (summary.meta, summary.held_out) == (training.meta, held_out.meta)
     assert not verify(training)
@@ -138,7 +138,7 @@ def test_two_files_hold_every_image_once(pets: Path, tmp_path: Path, options: di
     assert sorted(item.name for item in tmp_path.iterdir()) == ["pets", "whole.lmdb", "x-val.lmdb", "x.lmdb"]
 
 
-def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
+def test_no_look_alike_is_on_both_sides(pets, tmp_path):
     for seed in range(4):
         pack(source_at(pets), tmp_path / "x.lmdb", val_share=0.4, seed=seed, overwrite=True, duplicates=False)
         training, held_out = halves(tmp_path / "x.lmdb")
@@ -154,7 +154,7 @@ def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
     assert report.near == []
 
 
-def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
+def test_the_split_is_recorded_and_keyed(pets, tmp_path):
     source = source_at(pets)
     whole = pack(source, tmp_path / "whole.lmdb").meta
     first = pack(source, tmp_path / "x.lmdb", workers=0, **QUARTER)
@@ -176,7 +176,7 @@ def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
     assert renamed == {Path(name).name for name in names}
 
 
-def test_command_line(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(pets, tmp_path, refused, capsys):
     save(pets / "emu" / "only.png", side=32)
     command = [str(pets), str(tmp_path / "new" / "x.lmdb"), "--val-share", "0.1"]
     succeed(main, *command)
@@ -196,7 +196,7 @@ def test_command_line(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.C
     assert "--val-dest is for --val-share" in refused(main, pets, tmp_path / "y.lmdb", "--val-dest", "z.lmdb")
 
 
-def test_refusals(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(pets, tmp_path, refused, capsys):
     alike, noise = photo_like(1, side=32).repeat(5, axis=0), sample_images(8)
     pictures = {"alone": {"cat/0": noise[0], "dog/0": noise[1]}, "same": {str(n): one for n, one in enumerate(alike)}}
     pictures["splits"] = {f"{('train', 'test')[n // 4]}/{n}": one for n, one in enumerate(noise)}

@@ -75,7 +75,7 @@ def scaled(pixels: np.ndarray, side: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path, channels: int) -> None:
+def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path, channels):
     path = tmp_path / "pyramid.lmdb"
     images = np.stack([smooth(32, 32, seed) for seed in range(5)]).transpose(0, 3, 1, 2)[:, :channels]
     pack_arrays(path, images, smallest=8)
@@ -95,7 +95,7 @@ def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path
             np.testing.assert_array_equal(dataset.read(range(5))[0], expected)
 
 
-def test_sizes_of_their_own_are_cropped_in_the_middle_and_a_model_says_the_side(tmp_path: Path) -> None:
+def test_sizes_of_their_own_are_cropped_in_the_middle_and_a_model_says_the_side(tmp_path):
     pixels = own_sizes(tmp_path / "x.lmdb")
     dataset = Dataset(tmp_path / "x.lmdb", resolution=20, workers=2)
     images, labels = dataset.read([8, 0, 5])
@@ -122,7 +122,7 @@ def keys(epochs: int | list[int], count: int = 9, seed: int = 3) -> SampleKeys:
 
 @pytest.mark.parametrize("encoding", ["source", "raw", "png"])
 @pytest.mark.parametrize("workers", [0, 3])
-def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path: Path, encoding: str, workers: int) -> None:
+def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path, encoding, workers):
     """In whatever place of a batch, and in another process; without keys the middle is taken."""
     path, crop = tmp_path / "x.lmdb", RandomCrop(area=(0.3, 1.0))
     if encoding == "source":
@@ -143,7 +143,7 @@ def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path: Path, encoding: st
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_order_memory_and_bounds(tmp_path: Path, encoding: str) -> None:
+def test_order_memory_and_bounds(tmp_path, encoding):
     dataset = Dataset(pack_shards(tmp_path, encoding), workers=2)
     images, _ = dataset.read([21, 3, 9])
     np.testing.assert_array_equal(images, sample_images(COUNT)[[21, 3, 9]])
@@ -171,7 +171,7 @@ def pack_shards(folder: Path, encoding: str = "raw") -> list[Path]:
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_shards_are_one_data_set(tmp_path: Path, encoding: str, workers: int) -> None:
+def test_shards_are_one_data_set(tmp_path, encoding, workers):
     paths = pack_shards(tmp_path, encoding)
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(COUNT), 2))
     patterns: list[str | Path] = [str(tmp_path / "part-[01].lmdb"), paths[2]]
@@ -188,7 +188,7 @@ def test_shards_are_one_data_set(tmp_path: Path, encoding: str, workers: int) ->
         np.testing.assert_array_equal(parts.read([0, 12])[0], sample_images(COUNT)[[10, 0]])
 
 
-def test_shards_pool_their_metadata(tmp_path: Path) -> None:
+def test_shards_pool_their_metadata(tmp_path):
     paths = pack_shards(tmp_path)
     whole, parts = Dataset(tmp_path / "whole.lmdb"), Dataset(paths)
     for name in ("classes", "histogram", "channels", "resolutions", "encoding", "count"):
@@ -204,7 +204,7 @@ def test_shards_pool_their_metadata(tmp_path: Path) -> None:
     assert (dataset.classes, dataset.meta.histogram, dataset.labels().tolist()) == ([], [], [0] * 6)
 
 
-def test_shards_that_do_not_fit_and_patterns_without_files_are_named(tmp_path: Path) -> None:
+def test_shards_that_do_not_fit_and_patterns_without_files_are_named(tmp_path):
     first = tmp_path / "first.lmdb"
     how: dict[str, Any] = {"images": sample_images(4), "labels": [0, 1, 1, 0], "classes": CLASSES}
     pack_arrays(first, **how)
@@ -239,7 +239,7 @@ def batches(dataset: Dataset, **options: object) -> list[list[torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
-def test_torch_data_loader(tmp_path: Path) -> None:
+def test_torch_data_loader(tmp_path):
     """Its workers are processes, however they are started; also with decoding threads in them."""
     dataset = Dataset(pack_shards(tmp_path, "png"), workers=2)
     image, label = dataset[4]
@@ -253,7 +253,7 @@ def test_torch_data_loader(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_threads_decode_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_decode_side_by_side(tmp_path, monkeypatch):
     pack_shards(tmp_path, "png")
     together, before = threading.Barrier(3), set(threading.enumerate())
 
@@ -269,7 +269,7 @@ def test_threads_decode_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_what_is_being_read_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+def test_what_is_being_read_stays_open(tmp_path, monkeypatch, encoding):
     """Where another thread closes the data set meanwhile: reading an unmapped file would end the process."""
     pack_shards(tmp_path, encoding)
     dataset = Dataset(tmp_path / "whole.lmdb")
@@ -289,7 +289,7 @@ def test_what_is_being_read_stays_open(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_many_readers_of_one_file(tmp_path: Path, encoding: str) -> None:
+def test_many_readers_of_one_file(tmp_path, encoding):
     pack_shards(tmp_path, encoding)
     whole = tmp_path / "whole.lmdb"
     shared = Dataset(whole, workers=2)

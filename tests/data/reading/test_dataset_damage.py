@@ -1,7 +1,7 @@
 """Damaged records of a Dataset: reading stops and names them."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ from tests.data.conftest import CLASSES, change, flip, sample_images, stored
 pytestmark = pytest.mark.usefixtures("small_blocks")
 ENCODINGS = ["raw", "png", "source"]
 COUNT = 14
-Packer = Callable[..., Path]
 
 
 @pytest.fixture
-def pack(tmp_path: Path) -> Packer:
+def pack(tmp_path):
     """Pack random images of 8 px and flip a bit in some: record i has label i % 3."""
 
     def packed(encoding: str, damaged: Sequence[int] = (), count: int = COUNT, name: str = "x.lmdb") -> Path:
@@ -69,7 +68,7 @@ def test_reading_stops_at_a_damaged_record_and_counts_over_all_shards(pack, enco
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_damaged_index_stops(pack: Packer, encoding: str) -> None:
+def test_a_damaged_index_stops(pack, encoding):
     """It holds the labels."""
     paths = [pack(encoding, name=f"{name}.lmdb") for name in "ab"]
     side = 0 if encoding == "source" else 8
@@ -81,7 +80,7 @@ def test_a_damaged_index_stops(pack: Packer, encoding: str) -> None:
         assert list(caught.value.records) == [COUNT + record for record in (4, 5, 6, 7)]
 
 
-def test_lost_blocks_signatures_and_images(pack: Packer) -> None:
+def test_lost_blocks_signatures_and_images(pack):
     """Signatures count over all shards; the last image's bytes are whole, but no image."""
     paths = [pack("raw", name=f"{name}.lmdb") for name in "ab"]
     change(paths[0], b"pixels/00000001/00008", None)
@@ -114,7 +113,7 @@ def test_loader_keeps_its_position_when_a_read_raised(pack, prefetch, monkeypatc
     broken.close()
 
 
-def test_torch_data_loader_names_the_record_and_its_error_travels_between_processes(pack: Packer) -> None:
+def test_torch_data_loader_names_the_record_and_its_error_travels_between_processes(pack):
     dataset = open_dataset(pack("png", [5]))
     with pytest.raises(DamageError, match="record 5 "):
         list(torch.utils.data.DataLoader(dataset, batch_size=4))  # type: ignore[arg-type]

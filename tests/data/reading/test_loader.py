@@ -36,7 +36,7 @@ def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("data-loader")]
 
 
-def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
+def test_thread_ends_with_close_and_with_the_loader(packed):
     straight, loader = unstaged(packed, 0), unstaged(packed, 2)
     for _ in range(4):  # it goes on where it was closed
         torch.testing.assert_close(next(straight).images, next(loader).images, rtol=0, atol=0)
@@ -52,7 +52,7 @@ def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
     assert loader_threads() == []
 
 
-def test_waiting_is_measured_and_batches_go_to_a_device(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_measured_and_batches_go_to_a_device(packed, monkeypatch):
     loader = unstaged(packed, 0)
     read = loader.dataset.read
 
@@ -72,7 +72,7 @@ def test_waiting_is_measured_and_batches_go_to_a_device(packed: Path, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_on_an_accelerator(packed: Path, prefetch: int) -> None:
+def test_batches_on_an_accelerator(packed, prefetch):
     device = str(torch.accelerator.current_accelerator())
     here, there = unstaged(packed, 0), unstaged(packed, prefetch, device=device)
     for _ in range(50):
@@ -86,7 +86,7 @@ def test_batches_on_an_accelerator(packed: Path, prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed: Path, prefetch: int) -> None:
+def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed, prefetch):
     """On any number of ranks; half of the images, by the seed, are mirrored first."""
     samplers = [GlobalSampler(20, batch_size=4, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
     how: dict[str, Any] = {"device": "cpu", "prefetch": prefetch, "alternating": True}
@@ -125,7 +125,7 @@ def halved(images: np.ndarray, side: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grown(tmp_path_factory):
     """20 raw RGB images at 8, 16 and 32 px; record i has label i % 3."""
     path = tmp_path_factory.mktemp("staged") / "grown.lmdb"
     pack_arrays(path, sample_images(COUNT, side=SIDE), np.arange(COUNT) % 3, CLASSES, smallest=8)
@@ -159,7 +159,7 @@ def same(batch: Batch, records: np.ndarray, images: np.ndarray) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(data=st.data())
-def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject) -> None:
+def test_interrupted_is_straight(grown, prefetch, data):
     """Stopped after any numbers of batches and gone on with 1, 2 and 4 ranks, anew or in the same process."""
     per_step = data.draw(st.sampled_from([1, 2]))
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
@@ -191,7 +191,7 @@ def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject
         assert (state["step"], state["batch"]) == divmod(total, per_step)
 
 
-def test_one_span_is_the_infinite_loader_and_spans_may_change(grown: Path) -> None:
+def test_one_span_is_the_infinite_loader_and_spans_may_change(grown):
     staged = make(grown, [(0, 32, 6)])
     plain = InfiniteLoader(Dataset(grown), GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=0)
     next(staged)
@@ -208,7 +208,7 @@ def test_one_span_is_the_infinite_loader_and_spans_may_change(grown: Path) -> No
     same(next(again), records, sample_images(COUNT, side=SIDE)[records])
 
 
-def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Path) -> None:
+def test_state_is_plain_and_counts_what_was_handed_out(grown, tmp_path):
     loader = make(grown, prefetch=3, batches_per_step=2)
     for _ in range(7):  # in the middle of the step in which the second stage begins
         next(loader)
@@ -220,7 +220,7 @@ def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Pa
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
 
 
-def test_states_and_spans_that_do_not_fit_are_refused(grown: Path) -> None:
+def test_states_and_spans_that_do_not_fit_are_refused(grown):
     loader = make(grown)
     next(loader)
     state = loader.state_dict()
@@ -235,7 +235,7 @@ def test_states_and_spans_that_do_not_fit_are_refused(grown: Path) -> None:
     next(loader)
 
 
-def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_open_when_needed_and_close_behind(grown, monkeypatch):
     events: list[tuple[str, int]] = []
 
     def noting(name: str) -> None:
@@ -263,7 +263,7 @@ def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pyte
     loader.close()
 
 
-def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_while_training_is_refused(tmp_path):
     path = tmp_path / "p.lmdb"
     pack_arrays(path, sample_images(COUNT, side=SIDE), smallest=8)
     loader = make(path)
@@ -273,7 +273,7 @@ def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> No
     assert_raises(UserError, "was changed during the training", next, loader)
 
 
-def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
+def test_a_level_reads_as_the_full_resolution_does(tmp_path):
     pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png", smallest=16)
     crop = RandomCrop(area=(0.5, 0.9))
     reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2)
@@ -286,7 +286,7 @@ def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
     assert len(at_resolution(Dataset([tmp_path / "p.lmdb", tmp_path / "p.lmdb"]), 16)) == 2 * COUNT
 
 
-def test_levels_that_are_not_stored_are_scaled_as_the_plan_says(tmp_path: Path) -> None:
+def test_levels_that_are_not_stored_are_scaled_as_the_plan_says(tmp_path):
     whole = sample_images(COUNT, side=SIDE)
     pack_arrays(tmp_path / "p.lmdb", whole)
     records = next(expected(1))[0]

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from duetgan.data.errors import DamageError
 from duetgan.data.images.decode import RandomCrop
@@ -16,7 +15,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
-from duetgan.data.reading.weighted_sampling import balanced_weights
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, flip, sample_images
@@ -38,7 +36,7 @@ def batches(sampler: GlobalSampler, count: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_the_share_is_exact_and_both_orders_are_their_own_and_whole(share: str) -> None:
+def test_the_share_is_exact_and_both_orders_are_their_own_and_whole(share):
     """Real images come as without a mixture, synthetic ones in whole epochs of another order."""
     wanted, seen, mixed_batches = Fraction(share), 0, batches(sampler_of(share), 100)
     for number, indices in enumerate(mixed_batches, 1):
@@ -57,19 +55,7 @@ def test_the_share_is_exact_and_both_orders_are_their_own_and_whole(share: str) 
     assert not np.array_equal(epochs.order(0), epochs.order(1))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("share", SHARES)
-def test_ranks_together_are_one_process(share: str, world: int) -> None:
-    weights = balanced_weights(np.array([0] * 15 + [1] * 5), ["a", "b"])
-    whole = sampler_of(share, weights=weights)
-    ranks = [sampler_of(share, rank=rank, world=world, weights=weights) for rank in range(world)]
-    for (indices, keys), *parts in zip(*(batches_of(sampler, 40) for sampler in (whole, *ranks)), strict=True):
-        np.testing.assert_array_equal(indices, np.concatenate([part for part, _ in parts]))
-        np.testing.assert_array_equal(keys.epochs, np.concatenate([part.epochs for _, part in parts]))
-        np.testing.assert_array_equal(keys.repeats, np.concatenate([part.repeats for _, part in parts]))
-
-
-def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
+def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs():
     masks = np.stack([indices >= REAL for indices in batches(sampler_of("1/4"), 200)])
     assert len(np.unique(masks, axis=0)) > 100
     assert (masks.mean(0) > 0.12).all()
@@ -86,7 +72,7 @@ def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
     assert keys._replace(synthetic=True).of(0, 9) == (3, "synthetic", "augment", 4, 9)
 
 
-def test_the_order_goes_on_from_its_state_with_other_batches() -> None:
+def test_the_order_goes_on_from_its_state_with_other_batches():
     straight, larger = sampler_of("0.37"), sampler_of("0.37", batch=24)
     position = Position()
     for _ in range(8):
@@ -98,7 +84,7 @@ def test_the_order_goes_on_from_its_state_with_other_batches() -> None:
     assert drawn == 10 * 12 * 37 // 100 - 8 * 12 * 37 // 100
 
 
-def test_another_order_is_refused() -> None:
+def test_another_order_is_refused():
     plain, state = GlobalSampler(REAL, batch_size=12, seed=3), sampler_of().state_at(Position())
     for sampler, other, message in (
         (plain, state, r"trained with data\.synthetic; use the same, or a new run folder"),
@@ -110,7 +96,7 @@ def test_another_order_is_refused() -> None:
 
 
 @pytest.fixture
-def second(tmp_path: Path) -> Path:
+def second(tmp_path):
     """7 images of another seed; record i has label i % 3."""
     path = tmp_path / "second.lmdb"
     pack_arrays(path, sample_images(DRAWN, seed=1), np.arange(DRAWN) % 3, CLASSES)
@@ -128,7 +114,7 @@ def loader_of(packed: Path, second: Path, sampler: MixedSampler, prefetch: int =
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_hold_the_images_and_say_which_are_synthetic(packed: Path, second: Path, prefetch: int) -> None:
+def test_batches_hold_the_images_and_say_which_are_synthetic(packed, second, prefetch):
     pixels = np.concatenate([sample_images(REAL), sample_images(DRAWN, seed=1)])
     labels = np.concatenate([np.arange(REAL) % 3, np.arange(DRAWN) % 3])
     loader, sampler = loader_of(packed, second, sampler_of("1/3", until=6), prefetch), sampler_of("1/3", until=6)
@@ -142,7 +128,7 @@ def test_batches_hold_the_images_and_say_which_are_synthetic(packed: Path, secon
     loader.close()
 
 
-def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed: Path, second: Path) -> None:
+def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed, second):
     dataset = mixed(packed, second)
     assert (len(dataset), dataset.meta.count, len(dataset.labels())) == (REAL, REAL, REAL)
     images, labels = dataset.read([REAL, REAL + 4])  # no real one
@@ -160,25 +146,7 @@ def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed
     np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("before", [1, 5, 8])
-def test_a_loader_resumes_in_the_middle_of_both_epochs(packed: Path, second: Path, prefetch: int, before: int) -> None:
-    straight = loader_of(packed, second, sampler_of("0.37", until=7), prefetch)
-    for _ in range(before):
-        next(straight)
-    state = straight.state_dict()
-    resumed = loader_of(packed, second, sampler_of("0.37", until=7), prefetch)
-    next(resumed)
-    resumed.load_state_dict(state)
-    for _ in range(6):
-        expected, found = next(straight), next(resumed)
-        assert torch.equal(expected.images, found.images)
-        np.testing.assert_array_equal(expected.synthetic, found.synthetic)
-    straight.close()
-    resumed.close()
-
-
-def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: Path) -> None:
+def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed, second):
     """The loop goes back in steps and on in samples (`training.engine.loop`)."""
     loader = loader_of(packed, second, sampler_of("1/4", until=8), batches_per_step=2)
     then = loader.state_dict()
@@ -189,7 +157,7 @@ def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: 
     assert counts == [3] * 8 + [0] * 2
 
 
-def test_damage_of_the_second_file_is_named(packed: Path, second: Path) -> None:
+def test_damage_of_the_second_file_is_named(packed, second):
     flip(second, sample_images(DRAWN, seed=1)[2].tobytes())
     loader = loader_of(packed, second, sampler_of("1/2"))
     assert_raises(DamageError, r"second\.lmdb: record 2 is damaged", deque, loader, maxlen=0)

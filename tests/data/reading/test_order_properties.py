@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ def shares_of(weights: list[float]) -> list[Fraction]:
 
 @settings(derandomize=True, deadline=None)
 @given(count=sizes, batch=st.integers(1, 50), seed=st.integers(0, 5), shuffle=st.booleans())
-def test_every_epoch_holds_every_sample_once(count: int, batch: int, seed: int, shuffle: bool) -> None:
+def test_every_epoch_holds_every_sample_once(count, batch, seed, shuffle):
     batches = -(-3 * count // batch)
     sequence = take(GlobalSampler(count, batch_size=batch, seed=seed, shuffle=shuffle), batches).reshape(-1)
     for epoch in range(3):
@@ -58,7 +57,7 @@ def test_every_epoch_holds_every_sample_once(count: int, batch: int, seed: int, 
 
 @settings(derandomize=True, deadline=None)
 @given(count=sizes, share=shares, world=worlds, seed=st.integers(0, 9), before=st.integers(0, 9))
-def test_no_two_draws_of_an_epoch_have_one_key(count: int, share: int, world: int, seed: int, before: int) -> None:
+def test_no_two_draws_of_an_epoch_have_one_key(count, share, world, seed, before):
     """With weights a sample may come several times in an epoch: each time it is augmented anew."""
     weights = 0.1 + np.random.default_rng(seed).random(count) ** 4
     options: dict[str, Any] = {"batch_size": share * world, "seed": seed, "weights": weights}
@@ -101,7 +100,7 @@ def test_weighted_epochs_round_every_share_down_or_up(weights, seed, groups, bit
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(samples=labelled.filter(lambda samples: any(weight for weight, _ in samples)), seed=st.integers(0, 3))
-def test_groups_keep_class_totals_within_one(samples: list[tuple[float, int]], seed: int) -> None:
+def test_groups_keep_class_totals_within_one(samples, seed):
     weights, labels = [weight for weight, _ in samples], np.array([label for _, label in samples])
     shares = shares_of(weights)
     sampler = weighted(weights, seed, labels)
@@ -114,11 +113,10 @@ def test_groups_keep_class_totals_within_one(samples: list[tuple[float, int]], s
 COUNTS = (1, 5, 16, 37)  # sizes of the packed sets
 # How batches are read: the file's encoding, decoding threads, batches read ahead.
 READERS = [("raw", 0, 0), ("raw", 0, 2), ("png", 0, 0), ("png", 1, 2), ("png", 3, 0), ("png", 3, 2)]
-Packs = dict[tuple[str, int], Path]
 
 
 @pytest.fixture(scope="module")
-def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
+def packs(tmp_path_factory):
     """Files by encoding and size, 4 px, one channel: label and every pixel of record i are i."""
     folder = tmp_path_factory.mktemp("order")
     files = {(encoding, count): folder / f"{encoding}-{count}.lmdb" for encoding in ("raw", "png") for count in COUNTS}
@@ -189,7 +187,7 @@ def test_loaders_read_one_order_whatever_reads_it(packs, encoding, workers, pref
 
 
 @pytest.fixture(scope="module")
-def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crops(tmp_path_factory):
     """Seven random images of 8 px."""
     path = tmp_path_factory.mktemp("crops") / "crops.lmdb"
     pack_arrays(path, sample_images(7), encoding="png")

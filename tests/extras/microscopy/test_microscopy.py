@@ -3,8 +3,6 @@
 import re
 import sys
 import tracemalloc
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from tests.data.images.values_files import NUMBERS, png
 from tests.extras.microscopy.tiff_files import ODD, pages
 
 
-def test_without_tifffile_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tifffile_its_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "stack.tif").write_bytes(pages(np.zeros((2, 8, 8), np.uint16)))
     monkeypatch.setitem(sys.modules, "tifffile", None)
     with source_at(tmp_path) as source:
@@ -29,7 +27,7 @@ def test_without_tifffile_its_package_is_named(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("shape", [(2, 8, 10), (5, 8, 10), (3, 12, 6)])
 @pytest.mark.parametrize("kind", ["uint16", "float32"])
-def test_pages_of_a_file_in_a_folder_are_channels(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
+def test_pages_of_a_file_in_a_folder_are_channels(tmp_path, shape, kind):
     image = np.random.default_rng(0).integers(0, 4000, shape).astype(kind)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.tif").write_bytes(pages(image))
@@ -42,7 +40,7 @@ def test_pages_of_a_file_in_a_folder_are_channels(tmp_path: Path, shape: tuple[i
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_files_are_refused_in_one_line(name: str, tmp_path: Path, refused: Any) -> None:
+def test_odd_files_are_refused_in_one_line(name, tmp_path, refused):
     make, told = ODD[name]
     content = make()
     folder = tmp_path / "images"

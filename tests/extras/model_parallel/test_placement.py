@@ -76,7 +76,7 @@ def part_of(module: str) -> str:
         (2, {"split": "auto", "activation_checkpointing": True}),
     ],
 )
-def test_every_activation_and_gradient_is_where_its_part_is(devices: int, config: dict[str, Any]) -> None:
+def test_every_activation_and_gradient_is_where_its_part_is(devices, config):
     model = build(**config)
     names = list(model.state_dict())
     with faked():
@@ -107,7 +107,7 @@ def test_every_activation_and_gradient_is_where_its_part_is(devices: int, config
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-def test_reduced_precision_crosses_the_cut_as_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduced_precision_crosses_the_cut_as_it_is(dtype, monkeypatch):
     """cpu:1 and cpu:2 are devices to a faked tensor, and autocast knows their type."""
     model = build(split="auto").to(memory_format=torch.channels_last)
     cut_at_layer3(monkeypatch, model)
@@ -125,7 +125,7 @@ def test_reduced_precision_crosses_the_cut_as_it_is(dtype: torch.dtype, monkeypa
     assert {str(p.grad.device) for p in model.parameters() if p.grad is not None} == {"cpu:1", "cpu:2"}
 
 
-def test_where_each_device_begins_and_moved_as_a_whole_it_works_there() -> None:
+def test_where_each_device_begins_and_moved_as_a_whole_it_works_there():
     model = build(split="auto")
     split.place(model, [CPU, CPU], samples=4)
     copied = copy.deepcopy(model)
@@ -143,7 +143,7 @@ def test_where_each_device_begins_and_moved_as_a_whole_it_works_there() -> None:
     ("name", "checkpointing", "samples"),
     [("resnet18", False, 1), ("resnet50", False, 64), ("resnet50", True, 8), ("resnet101", True, 64)],
 )
-def test_the_largest_share_is_the_smallest_possible(name: str, checkpointing: bool, samples: int) -> None:
+def test_the_largest_share_is_the_smallest_possible(name, checkpointing, samples):
     with torch.device("meta"):
         config = ModelConfig(name=name, activation_checkpointing=checkpointing)
         model = Classifier(config, channels=3, classes=1000, resolution=224)
@@ -167,7 +167,7 @@ def test_the_largest_share_is_the_smallest_possible(name: str, checkpointing: bo
 @pytest.mark.parametrize(
     "config", [{}, {"stem": "small"}, {"name": "resnet50"}, {"inplace": False, "head": "hidden", "input_size": 48}]
 )
-def test_what_is_measured_is_what_a_real_pass_keeps(config: dict[str, Any]) -> None:
+def test_what_is_measured_is_what_a_real_pass_keeps(config):
     state = torch.get_rng_state()
     model = build(**config)
     blocks = split.measure(model, 2)
@@ -185,7 +185,7 @@ def test_what_is_measured_is_what_a_real_pass_keeps(config: dict[str, Any]) -> N
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
+def test_recomputation_keeps_stage_inputs_and_one_stage():
     def block(name: str, kept: int, entering: int) -> split.Block:
         return split.Block(name, weights=1, entering=entering, saved=kept)
 
@@ -199,7 +199,7 @@ def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
     assert again(0, 3) == 5 * 3 + 100 + (1 + 2 + 8)  # the next stage's input stays where it was made
 
 
-def test_one_device_is_refused() -> None:
+def test_one_device_is_refused():
     with pytest.raises(UserError, match=r"auto: needs two devices or more, but this process has one \(cpu\)"):
         split.place(build(split="auto"), [CPU], samples=2)
 

@@ -32,7 +32,7 @@ def small(name: str, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def counted() -> Count:
+def counted():
     """The quickstart's GAN with batches of eight."""
     return count(small("quickstart_gan"), reader(), 8)
 
@@ -40,7 +40,7 @@ def counted() -> Count:
 # --- against what others say and against hand counts
 
 
-def test_resnet_50_has_its_published_size_and_arithmetic() -> None:
+def test_resnet_50_has_its_published_size_and_arithmetic():
     """25.56M parameters and 4.09 GMAC at 224 px: torchvision's table of weights; 3 times that with the backward pass,
     but for the images' own gradient.
     """
@@ -56,7 +56,7 @@ def test_resnet_50_has_its_published_size_and_arithmetic() -> None:
     assert sum(operation.flop for operation in ledger.operations) == pytest.approx(3 * forward - first, rel=1e-6)
 
 
-def test_a_small_networks_bytes_and_arithmetic_are_those_of_a_hand_count() -> None:
+def test_a_small_networks_bytes_and_arithmetic_are_those_of_a_hand_count():
     """conv 3 -> 8, ReLU, conv 8 -> 4 (4 groups), at 6 x 6, batch 5."""
     first, second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 4, 1, groups=4, bias=False)
     with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
@@ -77,13 +77,13 @@ def test_a_small_networks_bytes_and_arithmetic_are_those_of_a_hand_count() -> No
     assert relu.kind == "single"
 
 
-def test_views_and_bare_allocations_are_no_work() -> None:
+def test_views_and_bare_allocations_are_no_work():
     with FakeTensorMode(), Ledger() as ledger:
         torch.empty(4, 4).t().expand(3, 4, 4).add_(1)
     assert [operation.bytes for operation in ledger.operations] == [2 * 4 * 16]  # of what is expanded its storage
 
 
-def test_the_time_is_the_slower_of_arithmetic_and_memory_and_an_overhead() -> None:
+def test_the_time_is_the_slower_of_arithmetic_and_memory_and_an_overhead():
     gpu = Gpu("one", half=4e3, convolution=2e3, single=1e3, bandwidth=100.0)
     bound = [Operation("", "half", 4e3, 10), Operation("", "single", 4e3, 10), Operation("", "half", 4e3, 500)]
     task: Any = None
@@ -97,7 +97,7 @@ def test_the_time_is_the_slower_of_arithmetic_and_memory_and_an_overhead() -> No
     assert quick.seconds(gpu, graphs=True) == pytest.approx(4 * on_paper.LAUNCH)
 
 
-def test_fused_kernels_are_one_operation_that_reads_and_writes_an_image_once() -> None:
+def test_fused_kernels_are_one_operation_that_reads_and_writes_an_image_once():
     with FakeTensorMode(), Ledger() as ledger:
         kernels = on_paper.Kernels(ledger)
         x = torch.zeros(2, 3, 8, 8, dtype=torch.float16)
@@ -113,7 +113,7 @@ def test_fused_kernels_are_one_operation_that_reads_and_writes_an_image_once() -
 
 
 @pytest.mark.slow
-def test_a_gan_with_kernels_has_fewer_operations_bytes_and_no_more_memory() -> None:
+def test_a_gan_with_kernels_has_fewer_operations_bytes_and_no_more_memory():
     config = recipe("r3gan_small").changed(precision="bf16")
     plain, fused = (count(config, reader(), 8, kernels=on) for on in (False, True))
     assert fused.mean(lambda _: 1.0) < 0.9 * plain.mean(lambda _: 1.0)
@@ -147,27 +147,27 @@ def allocated(config: Any, samples: int, images: Images) -> int:
         *(pytest.param(*row, marks=pytest.mark.slow) for row in (("cifar10_gan", 32), ("r3gan_small", 16))),
     ],
 )
-def test_the_peak_is_that_of_a_real_step(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_that_of_a_real_step(name, samples, monkeypatch):
     monkeypatch.setattr("duetgan.training.classifier.network.fit_first_filters", lambda *_: None)  # there are no images
     config, images = small(name, augment=type(vars(recipe(name))["augment"])()), Images(16, 10, 3, 200)
     counted = count(config, reader(images), samples)
     assert counted.peak == pytest.approx(allocated(config, samples, images), rel=0.1)
 
 
-def test_what_stays_is_weights_average_moments_and_gradients(counted: Count) -> None:
+def test_what_stays_is_weights_average_moments_and_gradients(counted):
     generator, discriminator = (sum(p.nbytes for p in n.parameters()) for n, _ in counted.task.networks().values())
     assert counted.held == pytest.approx(5 * generator + 4 * discriminator, rel=0.01)
     assert counted.held < counted.peak
 
 
-def test_lazy_penalties_count_by_their_share_and_in_their_phase(counted: Count) -> None:
+def test_lazy_penalties_count_by_their_share_and_in_their_phase(counted):
     assert sorted(share for share, _ in counted.kinds) == [1 / 16, 15 / 16]
     phases = [{operation.phase for operation in operations} for _, operations in counted.kinds]
     assert ["discriminator/penalty" in each for each in phases] == [False, True]
     assert counted.phase in phases[1]
 
 
-def test_the_largest_batch_lies_on_the_line_through_two_counts() -> None:
+def test_the_largest_batch_lies_on_the_line_through_two_counts():
     """At 3 GiB and 0.25 GiB a sample."""
     no_task: Any = None
     small, large = (Count(n, no_task, 0, int((3 + 0.25 * n) * GIB), "", []) for n in (8, 16))
@@ -177,7 +177,7 @@ def test_the_largest_batch_lies_on_the_line_through_two_counts() -> None:
 # --- the dry run
 
 
-def test_a_dry_run_tells_of_gpus_where_it_is_asked(tmp_path, packed, capsys) -> None:
+def test_a_dry_run_tells_of_gpus_where_it_is_asked(tmp_path, packed, capsys):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     options = ["--dry-run", "gpu", "--batch-size", "16", "--micro-batch", "8"]
     assert train_in_process(config, tmp_path / "run", *options) == 0

@@ -32,7 +32,7 @@ FAMILIES = (
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """torch's cache of downloads, empty, and no network."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
@@ -48,7 +48,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def resnet18() -> torch.nn.Module:
+def resnet18():
     torch.manual_seed(0)
     return torchvision.models.resnet18().eval()
 

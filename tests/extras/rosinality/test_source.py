@@ -21,7 +21,7 @@ def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, 
 
 
 @pytest.mark.parametrize("subdir", [True, False])
-def test_rosinality(tmp_path: Path, subdir: bool) -> None:
+def test_rosinality(tmp_path, subdir):
     path = rosinality(tmp_path / "faces", (8, 128, 1024, 16), subdir=subdir)
     with source_at(path) as source:
         assert (source.name, source.classes, source.spec) == ("faces", [], None)
@@ -34,13 +34,13 @@ def test_rosinality(tmp_path: Path, subdir: bool) -> None:
     refused(path, "has no splits: leave --split out", split="test")
 
 
-def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
+def test_rosinality_beyond_five_digits(tmp_path):
     with source_at(rosinality(tmp_path / "x", (8,), 100_001)) as source:
         assert source.content(100_000) == b"8 100000"
         assert source.content(99_999) == b"8 99999"
 
 
-def test_rosinality_damage(tmp_path: Path) -> None:
+def test_rosinality_damage(tmp_path):
     path = rosinality(tmp_path / "x", subdir=False)
     change(path, b"16-00001", None)
     with source_at(path) as source, pytest.raises(ImageError, match="is missing"):

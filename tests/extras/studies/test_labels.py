@@ -90,7 +90,7 @@ def test_a_tiny_study_from_images_to_verdicts(tmp_path, tiny):
     assert found["choices"]["2 labels, best without"].endswith("(1 of 1 seeds)")
 
 
-def test_each_class_keeps_as_many_labels_by_its_key() -> None:
+def test_each_class_keeps_as_many_labels_by_its_key():
     labels = np.arange(90) % 3
     found = few_labels(labels, 4, seed=5)
     assert found.tolist() == sorted(set(found.tolist()))

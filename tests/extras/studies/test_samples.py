@@ -36,7 +36,7 @@ from tests.metrics.conftest import CLASSES
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return gan_run(tmp_path_factory.mktemp("study") / "gan", styled())
 
 
@@ -47,7 +47,7 @@ def drawn(run: Path, out: Path, counts: list[int]) -> tuple[Tensor, np.ndarray]:
         return read_batch(reader, np.arange(len(reader))).images, reader.labels().copy()
 
 
-def test_samples_are_those_of_generate(run: Path, tmp_path: Path) -> None:
+def test_samples_are_those_of_generate(run, tmp_path):
     images, labels = drawn(run, tmp_path / "x.lmdb", [67, 0, 5])
     assert np.bincount(labels).tolist() == [67, 0, 5]
     generator = generator_from(load(resolve(run)))
@@ -61,7 +61,7 @@ def test_samples_are_those_of_generate(run: Path, tmp_path: Path) -> None:
     assert torch.equal(again, images)
 
 
-def test_a_smaller_file_is_the_beginning_of_a_larger_one(run: Path, tmp_path: Path) -> None:
+def test_a_smaller_file_is_the_beginning_of_a_larger_one(run, tmp_path):
     everything, _ = drawn(run, tmp_path / "all.lmdb", [0, 40, 0])
     for counts in ([0, 3, 1], [2, 1, 0]):
         images, labels = drawn(run, tmp_path / "some.lmdb", counts)

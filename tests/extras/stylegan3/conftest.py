@@ -36,7 +36,7 @@ def write(path: Path, case: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="package")
-def donors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def donors(tmp_path_factory):
     """Run folders of the converted files by case."""
     folder = tmp_path_factory.mktemp("stylegan3")
     runs = {}

@@ -49,7 +49,7 @@ class Kept:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
+def kept(monkeypatch):
     """In wandb's place."""
     monkeypatch.setattr(Kept, "runs", {}, raising=False)
     monkeypatch.setattr(Kept, "opened", [], raising=False)
@@ -74,7 +74,7 @@ def save(folder: Path, step: int) -> None:
     (folder / "checkpoints" / f"step-{step:08d}.pt").touch()
 
 
-def test_rows_up_to_the_last_checkpoint_are_sent_once(tmp_path: Path, kept: type[Kept]) -> None:
+def test_rows_up_to_the_last_checkpoint_are_sent_once(tmp_path, kept):
     run = made(tmp_path / "run", saved=4)
     tracker = track.Tracker(run, "wandb")
     assert (tracker.send(), tracker.send()) == (3, 0)
@@ -91,7 +91,7 @@ def test_rows_up_to_the_last_checkpoint_are_sent_once(tmp_path: Path, kept: type
     assert kept.opened == [None, "id0"]
 
 
-def test_each_tracker_has_its_own_place(tmp_path: Path, kept: type[Kept]) -> None:
+def test_each_tracker_has_its_own_place(tmp_path, kept):
     """A damaged note of what was sent begins anew."""
     run = made(tmp_path / "run", saved=4)
     assert [track.Tracker(run, name).send() for name in ("wandb", "trackio", "wandb")] == [3, 3, 0]
@@ -105,7 +105,7 @@ def test_each_tracker_has_its_own_place(tmp_path: Path, kept: type[Kept]) -> Non
     assert kept.opened[4:] == [None] * 4
 
 
-def test_the_command(tmp_path: Path, kept: type[Kept], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, kept, capsys):
     run = made(tmp_path / "run", saved=6)
     kept.down = True
     assert run_cli(track.main, [str(run), "--to", "wandb"]) == 2
@@ -119,13 +119,13 @@ def test_the_command(tmp_path: Path, kept: type[Kept], capsys: pytest.CaptureFix
 
 
 @pytest.fixture
-def options(tmp_path: Path, packed: Path, slim: None) -> list[str]:
+def options(tmp_path, packed, slim):
     """Of a short training in tmp_path / "run" that sends its rows."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     return ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--log.tracker", "wandb"]
 
 
-def test_a_training_that_stops_and_goes_on_sends_its_rows(tmp_path: Path, options: list[str], kept: type[Kept]) -> None:
+def test_a_training_that_stops_and_goes_on_sends_its_rows(tmp_path, options, kept):
     assert run_cli(train, [*options, "--max-steps", "4"]) == 0
     assert run_cli(train, options) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -133,9 +133,7 @@ def test_a_training_that_stops_and_goes_on_sends_its_rows(tmp_path: Path, option
     assert kept.runs == {"id0": as_sent(rows)}
 
 
-def test_a_tracker_that_fails_costs_its_rows_only(
-    tmp_path: Path, options: list[str], kept: type[Kept], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_fails_costs_its_rows_only(tmp_path, options, kept, capsys):
     kept.down = True
     run = tmp_path / "run"
     assert run_cli(train, options) == 0
@@ -148,7 +146,7 @@ def test_a_tracker_that_fails_costs_its_rows_only(
     ]
 
 
-def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
     (tmp_path / "trackio").mkdir()  # where a tracker keeps its runs, and no package
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     importlib.invalidate_caches()
@@ -157,7 +155,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_what_a_trackers_package_is_called_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_a_trackers_package_is_called_with(tmp_path, monkeypatch, name):
     """In two sessions, the second of which resumes the first; wandb stays offline."""
     package = MagicMock()
     monkeypatch.setitem(sys.modules, name, package)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from duetgan.data.images import encode
-from duetgan.data.images.decode import RandomCrop
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.records import add_image, pack_arrays
@@ -59,16 +58,6 @@ def opened(config: RunConfig) -> Any:
 
 
 # --- opening
-
-
-def test_every_option_reaches_the_data_set(folder):
-    plain = data.open_training(config_of(folder).data)
-    assert (plain.crop, plain.resolution) == (None, 8)
-    options: dict[str, Any] = {"crop": "random", "crop_area": (0.5, 0.9), "crop_aspect": (0.8, 1.25)}
-    config = config_of(folder, name="own.lmdb", resolution=6, workers=3, **options)
-    dataset = data.open_training(config.data)
-    assert dataset.crop == RandomCrop(area=(0.5, 0.9), aspect=(0.8, 1.25))
-    assert (dataset.workers, dataset.resolution) == (3, 6)
 
 
 def test_held_out_images_are_whole_and_at_the_same_size(folder):

@@ -46,7 +46,7 @@ TREE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("labels")
     for split, count in (("train", 20), ("test", 10)):
         images, labels, _ = sample_images(split, count)
@@ -66,7 +66,7 @@ def config_of(place: Path, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def run(folder) -> Path:
+def run(folder):
     train(config_of(folder), folder / "run")
     return folder / "run"
 

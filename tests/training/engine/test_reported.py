@@ -144,7 +144,7 @@ class Record:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Images of 16 px, three classes of different sizes; no count is a multiple of a batch."""
     path, rng = tmp_path_factory.mktemp("reported"), np.random.default_rng(0)
     for name, count in (("data", 61), ("held-out", 29), ("unlabelled", 37)):
@@ -155,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=TREES)
-def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slim: None) -> Record:
+def record(request, monkeypatch, slim):
     """An observer of the runs in this process, whose every pause takes seconds of its own."""
     record, task = Record(request.param), TASKS[request.param].task
     now: Any = dict.fromkeys(("perf_counter", "monotonic", "time"), lambda: record.now)
@@ -313,7 +313,7 @@ def check_report(record: Record, run: Path, rows: list[dict[str, Any]]) -> None:
         assert "".join(f"<td>{cell}</td>" for cell in cells) in page
 
 
-def test_every_reported_value(record: Record, folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_every_reported_value(record, folder, tmp_path, capsys):
     tree, run, config = COMMON | TREES[record.task], tmp_path / "run", tmp_path / "recipe.yaml"
     if record.task == "gan":
         untrained_classifier(tmp_path / "classifier")

@@ -1,8 +1,6 @@
 """The threads of a run's steps: the record of a run, and what other programs take (faked)."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +47,7 @@ def test_a_resume_goes_on_with_the_runs_record(setting, first, kept, expected):
 
 
 @pytest.fixture
-def recipe(packed, tmp_path) -> Callable[[str], Path]:
+def recipe(packed, tmp_path):
     return lambda task: write_config(tmp_path / f"{task}.yaml", task, packed)
 
 

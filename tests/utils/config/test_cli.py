@@ -160,7 +160,7 @@ RIGHT = {"count": 3, "classes": ["a"], "encoding": "raw"}
         ({"seed": 2**63}, "seed 9223372036854775808: must be less than 9223372036854775808"),
     ],
 )
-def test_what_does_not_fit_a_stored_document_is_named(wrong: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_a_stored_document_is_named(wrong, message):
     with pytest.raises(ValueError, match=r"must be|is missing") as error:
         Document.read({**RIGHT, **wrong})
     assert str(error.value) == message
@@ -169,7 +169,7 @@ def test_what_does_not_fit_a_stored_document_is_named(wrong: dict[str, Any], mes
     assert str(error.value) == f"header.{message}"
 
 
-def test_a_document_may_hold_more_than_is_read() -> None:
+def test_a_document_may_hold_more_than_is_read():
     document = Document.read({**RIGHT, "mean": [1], "later": object(), "shards": [{"path": "a", "size": 3, "x": 1}]})
     assert (document.count, document.mean, document.seed) == (3, [1.0], 0)
     assert document.shards == [Shard(path="a", size=3)]

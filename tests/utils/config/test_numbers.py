@@ -50,7 +50,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "told"), WRONG)
-def test_a_number_out_of_its_range_is_refused_wherever_it_comes_from(wrong: dict[str, Any], told: str) -> None:
+def test_a_number_out_of_its_range_is_refused_wherever_it_comes_from(wrong, told):
     with pytest.raises(UserError) as error:
         Part(**wrong)
     assert str(error.value) == told
@@ -59,7 +59,7 @@ def test_a_number_out_of_its_range_is_refused_wherever_it_comes_from(wrong: dict
     assert str(error.value) == f"configuration: part.{told}"
 
 
-def test_numbers_in_their_ranges_stay_plain_and_the_message_has_the_key() -> None:
+def test_numbers_in_their_ranges_stay_plain_and_the_message_has_the_key():
     right = Part(rate=1e-30, count=2, pair=(0.0, 0.99), steps=[1], shares={"a": 0.0, "b": 1.0}, lengths={8: 0.1})
     assert build(Part, to_tree(right)) == right
     assert Part(count="auto").count == "auto"
@@ -95,7 +95,7 @@ NUMBERS = [math.nan, math.inf, -math.inf, 2**63, -(2**63)]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=["nan", "inf", "-inf", "2^63", "-2^63"])
-def test_no_key_of_any_config_takes_what_is_no_number_of_this_world(number: Any) -> None:
+def test_no_key_of_any_config_takes_what_is_no_number_of_this_world(number):
     """H6 (`optimizer.lr: .nan` trained and ruined the weights) and H22: in every field of every config dataclass,
     whether it is built in Python or from a tree.
     """
@@ -124,11 +124,11 @@ def test_no_key_of_any_config_takes_what_is_no_number_of_this_world(number: Any)
         ),
     ],
 )
-def test_counts_that_no_machine_has_are_refused(tree: dict[str, Any], told: str) -> None:
+def test_counts_that_no_machine_has_are_refused(tree, told):
     """H12: a billion mapping layers took minutes, which Ctrl-C did not end, and then all memory."""
     assert_raises(UserError, f"^configuration: {re.escape(told)}", build, GanConfig, tree)
 
 
 @pytest.mark.parametrize("given", [[], {}, None, ["stylegan2"]])
-def test_an_architecture_is_a_name(given: Any) -> None:
+def test_an_architecture_is_a_name(given):
     assert_raises(UserError, "architecture", build_run_config, {"task": "gan", "architecture": given}, [], "x.yaml")

@@ -2,7 +2,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -31,7 +30,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_out_of_bounds_is_refused_in_seconds(tmp_path: Path, text: str) -> None:
+def test_what_is_out_of_bounds_is_refused_in_seconds(tmp_path, text):
     path, began = tmp_path / "recipe.yaml", time.monotonic()
     path.write_text(text)
     with pytest.raises(UserError) as error:
@@ -41,7 +40,7 @@ def test_what_is_out_of_bounds_is_refused_in_seconds(tmp_path: Path, text: str) 
 
 
 @pytest.mark.parametrize("text", ["[" * 30_000, "{a: 1, a: 2}", "&a [*a]", LAUGHS])
-def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(text: str) -> None:
+def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(text):
     """Deep lists there ended the process: PyYAML.s parser is recursive."""
     bounds = r"data.class_rates: .*(given twice|levels|alias)"
     for tokens in (["--data.class_rates", text], [f"--data.class_rates={text}"]):
@@ -61,7 +60,7 @@ def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(tex
         "just words",
     ],
 )
-def test_what_is_within_bounds_is_read_as_ever(text: str) -> None:
+def test_what_is_within_bounds_is_read_as_ever(text):
     assert yaml_files.load(text) == yaml.safe_load(text)
 
 

@@ -95,7 +95,7 @@ def test_devices():
 
 
 @pytest.fixture
-def sent(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def sent(sent, monkeypatch):
     monkeypatch.setattr(gradients, "BUCKET_ELEMENTS", 4)
     return sent
 
@@ -113,14 +113,14 @@ def test_one_process_sends_nothing():
     assert parameter.grad.tolist() == [1, 1]
 
 
-def test_buckets_begin_with_the_last_parameter(sent: list[int]):
+def test_buckets_begin_with_the_last_parameter(sent):
     """A2: every gradient is sent once, in few pieces."""
     frozen = torch.ones(100)
     found = buckets_of([frozen, *parameters(1, 3, 5, 2, 3)])
     assert [[len(p) for p in bucket] for bucket in found] == [[3, 2], [5], [3, 1]]
 
 
-def test_complete_buckets_are_sent_while_the_last_backward_pass_goes_on(sent: list[int]):
+def test_complete_buckets_are_sent_while_the_last_backward_pass_goes_on(sent):
     first, second, third = parameters(4, 4, 5)
     exchange = GradientExchange([first, second, third])
     (first.sum() + second.sum() + third.sum()).backward()  # a pass before the last
@@ -141,7 +141,7 @@ def test_complete_buckets_are_sent_while_the_last_backward_pass_goes_on(sent: li
     assert sent == [5, 4, 4] * 2
 
 
-def test_without_a_gradient_parameters_are_left_out(sent: list[int]):
+def test_without_a_gradient_parameters_are_left_out(sent):
     first, second, third = parameters(1, 1, 5)
     exchange = GradientExchange([first, second, third], missing="skip")
     exchange.overlap()

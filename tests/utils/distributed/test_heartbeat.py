@@ -53,7 +53,7 @@ time.sleep(60)
 """
 
 
-def test_it_stops_where_its_file_is_gone(tmp_path: Path) -> None:
+def test_it_stops_where_its_file_is_gone(tmp_path):
     beat = Heartbeat(tmp_path, 3, interval=60)
     beat.start()
     (tmp_path / "heartbeat" / "rank-3.json").unlink()
@@ -61,7 +61,7 @@ def test_it_stops_where_its_file_is_gone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_beats_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_it_beats_and_leaves_nothing_behind(tmp_path):
     beat = beating(tmp_path, 3, step=5)
     sign = json.loads((tmp_path / "heartbeat" / "rank-3.json").read_text())
     assert (sign["rank"], sign["pid"], sign["step"], sign["left"]) == (3, os.getpid(), 5, None)
@@ -71,7 +71,7 @@ def test_it_beats_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_it_left_is_left(tmp_path: Path) -> None:
+def test_why_it_left_is_left(tmp_path):
     beat = beating(tmp_path, 1, step=9)
     beat.stop("MemoryError: no more")
     assert told(tmp_path, 2) == [(1, True, "rank 1 has left in step 9: MemoryError: no more")]
@@ -79,7 +79,7 @@ def test_why_it_left_is_left(tmp_path: Path) -> None:
     assert told(tmp_path, 2) == []  # no cause is looked for there
 
 
-def test_a_missing_file_means_a_rank_that_has_left(tmp_path: Path) -> None:
+def test_a_missing_file_means_a_rank_that_has_left(tmp_path):
     write(tmp_path, 0)
     assert told(tmp_path, 2, own=0) == [(1, True, "rank 1 has left")]
     for content in ("{half a", "{}", "[1]", '{"pid": 1}'):
@@ -88,7 +88,7 @@ def test_a_missing_file_means_a_rank_that_has_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "word"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])
-def test_processes_of_this_machine_are_known_at_once(tmp_path: Path, signum: int, word: str) -> None:
+def test_processes_of_this_machine_are_known_at_once(tmp_path, signum, word):
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=REPOSITORY) as process:
         wait_for((tmp_path / "heartbeat" / "rank-2.json").exists)
         write(tmp_path, 1)
@@ -99,7 +99,7 @@ def test_processes_of_this_machine_are_known_at_once(tmp_path: Path, signum: int
     assert f"rank 2 is {word} (process {process.pid}" in found[0].reason
 
 
-def test_who_does_not_beat_is_silent(tmp_path: Path) -> None:
+def test_who_does_not_beat_is_silent(tmp_path):
     write(tmp_path, 1)
     beat = beating(tmp_path, 2)
     found = told(tmp_path, 3, patience=1.0)
@@ -107,7 +107,7 @@ def test_who_does_not_beat_is_silent(tmp_path: Path) -> None:
     assert found == [(1, False, "rank 1 gives no sign of life (host elsewhere, last seen in step 7)")]
 
 
-def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_end_the_process(tmp_path):
     (tmp_path / "heartbeat").write_text("a file in the way")
     beat = beating(tmp_path, 0)
     time.sleep(0.1)
@@ -115,7 +115,7 @@ def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
     beat._stopped.set()
 
 
-def test_a_full_disk_does_not_look_like_a_rank_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_look_like_a_rank_that_is_gone(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -127,7 +127,7 @@ def test_a_full_disk_does_not_look_like_a_rank_that_is_gone(tmp_path: Path, monk
     beat.stop()
 
 
-def test_what_an_earlier_start_has_left_is_cleared(tmp_path: Path) -> None:
+def test_what_an_earlier_start_has_left_is_cleared(tmp_path):
     clear(tmp_path)
     for rank in range(3):
         write(tmp_path, rank)
@@ -136,7 +136,7 @@ def test_what_an_earlier_start_has_left_is_cleared(tmp_path: Path) -> None:
     assert list((tmp_path / "heartbeat").iterdir()) == []
 
 
-def test_an_orphan_ends_itself(tmp_path: Path) -> None:
+def test_an_orphan_ends_itself(tmp_path):
     """A process whose launcher is gone leaves; here the launcher is not the parent of what is started."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(os.getppid())]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=50, check=False)
@@ -147,7 +147,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 @pytest.fixture
-def store() -> dist.TCPStore:
+def store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
@@ -169,24 +169,24 @@ def start_of(store: dist.TCPStore, world_size: int, *, late: int | None = None) 
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_every_start_has_a_word_of_its_own(store: dist.TCPStore, late: int) -> None:
+def test_every_start_has_a_word_of_its_own(store, late):
     words = [start_of(store, world_size, late=late) for world_size in (3, 3, 2, 4)]
     assert [len(found) for found in words] == [1, 1, 1, 1]
     assert len(set.union(*words)) == 4
 
 
-def test_a_rank_that_was_killed_while_it_waited_is_not_in_the_way(store: dist.TCPStore) -> None:
+def test_a_rank_that_was_killed_while_it_waited_is_not_in_the_way(store):
     store.set("duet/hello/1", "a word of the dead")
     assert len(start_of(store, 2, late=1)) == 1
     assert store.check(["duet/answer/a word of the dead"])  # nobody reads it
 
 
-def test_rank_0_does_not_wait_for_ever(store: dist.TCPStore) -> None:
+def test_rank_0_does_not_wait_for_ever(store):
     with pytest.raises(dist.DistStoreError, match="rank 1 has not come"):
         rendezvous.meet(store, 0, 2, timedelta(seconds=0.2))
 
 
-def test_keys_of_an_earlier_start_are_not_seen(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_an_earlier_start_are_not_seen(store, monkeypatch):
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -30,20 +30,18 @@ def script(*command: str | Path, streams: str = "", path: str = "", **options: o
 @pytest.mark.parametrize(
     ("streams", "code", "told"), [(">/dev/full", 2, FULL), (">/dev/full 2>/dev/full", 2, ""), ("2>/dev/full", 0, "")]
 )
-def test_results_that_cannot_be_printed_are_one_line_and_an_exit_code(
-    packed: Path, streams: str, code: int, told: str
-) -> None:
+def test_results_that_cannot_be_printed_are_one_line_and_an_exit_code(packed, streams, code, told):
     found = script("-m", "data.inspect", packed / "test.lmdb", "--json", streams=streams)
     assert (found[0], found[2]) == (code, told)
     assert bool(found[1]) == (code == 0)
 
 
-def test_help_too_and_a_refusal_keeps_its_exit_code() -> None:
+def test_help_too_and_a_refusal_keeps_its_exit_code():
     assert script("train.py", "--help", streams=">/dev/full") == (2, "", FULL)
     assert script("train.py", "--config", "nowhere.yaml", streams=">/dev/full 2>/dev/full") == (2, "", "")
 
 
-def test_training_goes_on_where_the_terminal_is_gone(tmp_path: Path, packed: Path) -> None:
+def test_training_goes_on_where_the_terminal_is_gone(tmp_path, packed):
     recipe, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     ours, theirs = pty.openpty()
     command = [sys.executable, "train.py", "--config", str(recipe), "--run-dir", str(run), "--device", "cpu"]
@@ -59,9 +57,7 @@ def test_training_goes_on_where_the_terminal_is_gone(tmp_path: Path, packed: Pat
 @pytest.mark.parametrize(
     "command", ["-m data.pack", "-m data.inspect", "-m data.duplicates", "quickstart.py"], ids=lambda c: c.split()[-1]
 )
-def test_an_interruption_while_a_script_imports_is_one_line(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_while_a_script_imports_is_one_line(tmp_path, command, monkeypatch):
     monkeypatch.setenv("DUET_RUNS", str(tmp_path))
     slow = tmp_path / "numpy" / "__init__.py"
     slow.parent.mkdir()
@@ -79,7 +75,7 @@ def test_an_interruption_while_a_script_imports_is_one_line(
         ("SIGTERM", 3, "stopped: SIGTERM; nothing was lost, the same command resumes\n"),
     ],
 )
-def test_a_signal_while_cpp_is_imported_aborts_nothing(tmp_path: Path, signum: str, expected: int, line: str) -> None:
+def test_a_signal_while_cpp_is_imported_aborts_nothing(tmp_path, signum, expected, line):
     """An exception that a signal handler raises below C++ is std::terminate: torch's import ended in SIGABRT so."""
     stub = tmp_path / "torch" / "__init__.py"
     stub.parent.mkdir()
@@ -90,7 +86,7 @@ def test_a_signal_while_cpp_is_imported_aborts_nothing(tmp_path: Path, signum: s
     assert found == (expected, "", line)
 
 
-def test_others_processes_keep_their_own_ways(tmp_path: Path) -> None:
+def test_others_processes_keep_their_own_ways(tmp_path):
     """torch.hub.load and notebooks import a part of this project."""
     code = "import sys, utils.errors; assert sys.excepthook is sys.__excepthook__; assert sys.stdout is sys.__stdout__"
     assert script("-c", code) == (0, "", "")

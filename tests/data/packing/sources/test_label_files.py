@@ -5,7 +5,6 @@ each is read as it is meant, or refused with the option that settles it.
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +127,7 @@ def read(source: Source) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_label_files(tmp_path: Path, case: str) -> None:
+def test_label_files(tmp_path, case):
     file, text, images, options, expected, said = CASES[case]
     for name in images.split():
         save(tmp_path / name)
@@ -158,9 +157,7 @@ IMAGES = {"image": cells(1, 2, 3)}
         ({"file": ["c.png", "s\\a.png"], "label": [7, 0], "Usage": ["Test", "Train"]}, {"split": "test"}, "7"),
     ],
 )
-def test_parquet_and_tars_have_the_same_rules(
-    tmp_path: Path, columns: dict[str, list[Any]], options: dict[str, str], expected: str
-) -> None:
+def test_parquet_and_tars_have_the_same_rules(tmp_path, columns, options, expected):
     save(tmp_path / "c.png")
     save(tmp_path / "s" / "a.png")
     notes = {name: values for name, values in columns.items() if name != "image"}
@@ -221,7 +218,7 @@ PLACES: list[tuple[str, dict[str, str], dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize("case", range(len(PLACES)))
-def test_places_of_labels_and_names(tmp_path: Path, case: int) -> None:
+def test_places_of_labels_and_names(tmp_path, case):
     """D1, D7, D9 and D10: `dataset.json` below the root, tables beside folders, dots and backslashes in names."""
     kind, files, options, expected = PLACES[case]
     where = arranged(tmp_path / "x", kind, files)
@@ -234,9 +231,7 @@ def test_places_of_labels_and_names(tmp_path: Path, case: int) -> None:
         assert isinstance(source.content(0), bytes)
 
 
-def test_d6_images_that_are_not_read_are_the_last_thing_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_d6_images_that_are_not_read_are_the_last_thing_said(tmp_path, capsys):
     where = arranged(tmp_path / "x", "folder", {"a.avif": "", "b.jxl": "x", "c.dng": "x", "d.jxl": "x", "e.txt": "x"})
     save(where / "a.avif")
     succeed(main, where, tmp_path / "x.lmdb")

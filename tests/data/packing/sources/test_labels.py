@@ -15,7 +15,7 @@ from tests.data.packing.sources.test_sources import zipped
 from tests.data.packing.sources.test_tars import tar
 
 
-def test_what_looks_like_labels() -> None:
+def test_what_looks_like_labels():
     assert looks_like_labels("x", {"id": Counter("abcdefgh"), "same": Counter("aaaaaaaa")}) == []
     assert len(looks_like_labels("x", {"id": Counter("abcdefgh"), "kind": Counter("aabbccdd")})) == 1
     assert looks_like_labels("x", {"kind": Counter("aabbccde")}) == []  # more than one of two is another
@@ -35,7 +35,7 @@ def folder(place: Path, *names: str) -> Path:
         *[("training_set", "test-set"), ("train", "Validation")],
     ],
 )
-def test_split_folders_under_other_names(tmp_path: Path, kind: str, train: str, test: str) -> None:
+def test_split_folders_under_other_names(tmp_path, kind, train, test):
     where = folder(tmp_path / "x", f"{train}/cat/a.png", f"{train}/dog/b.png", f"{test}/cat/c.png", f"{test}/dog/d.png")
     where = where if kind == "folder" else zipped(where, tmp_path / "x.zip")
     for split, part, names in ((None, train, "ab"), ("train", train, "ab"), ("test", test, "cd"), ("val", test, "cd")):
@@ -46,7 +46,7 @@ def test_split_folders_under_other_names(tmp_path: Path, kind: str, train: str, 
         assert source.remarks == []
 
 
-def test_val_is_val_and_other_folders_beside_splits_are_left_out_and_told(tmp_path: Path) -> None:
+def test_val_is_val_and_other_folders_beside_splits_are_left_out_and_told(tmp_path):
     three = str(folder(tmp_path / "three", "train/cat/a.png", "test/cat/b.png", "val/cat/c.png"))
     assert [open_source(three, split=split).stored_name(0)[:4] for split in ("test", "val")] == ["test", "val/"]
     where = folder(tmp_path / "x", "train/cat/a.png", "test/cat/b.png", "sample_submission/c.png")
@@ -60,7 +60,7 @@ def test_val_is_val_and_other_folders_beside_splits_are_left_out_and_told(tmp_pa
     assert source_at(folder(tmp_path / "y", "train/cat/a.png", "extra.txt/.keep.png")).classes == ["cat"]
 
 
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+def test_a_class_may_be_called_train(tmp_path):
     where = str(folder(tmp_path / "x", "train/a.png", "bus/b.png", "car/c.png"))
     for split in (None, "train"):
         source = open_source(where, split=split)
@@ -68,7 +68,7 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     refused(where, r"has no split folders: leave --split out .* or add --val-share 0\.1", split="test")
 
 
-def test_folders_beside_splits_are_classes_if_asked_for(tmp_path: Path) -> None:
+def test_folders_beside_splits_are_classes_if_asked_for(tmp_path):
     where = folder(tmp_path / "x", "train/e.png", "test/f.png", "extra/g.png")
     with source_at(where) as source:
         assert (source.classes, len(source)) == ([], 1)
@@ -77,7 +77,7 @@ def test_folders_beside_splits_are_classes_if_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_class_folders_below_every_folder_are_asked_for(tmp_path: Path, kind: str) -> None:
+def test_class_folders_below_every_folder_are_asked_for(tmp_path, kind):
     where = folder(tmp_path / "x", *(f"{year}/{label}/{year}.png" for year in (2020, 2021) for label in ("cat", "dog")))
     where = where if kind == "folder" else zipped(where, tmp_path / "x.zip")
     message = (
@@ -90,7 +90,7 @@ def test_class_folders_below_every_folder_are_asked_for(tmp_path: Path, kind: st
         assert (source.classes, source.labels().tolist()) == (classes, labels)
 
 
-def test_class_folders_below_a_split_are_asked_for_too_but_not_one_in_each_class(tmp_path: Path) -> None:
+def test_class_folders_below_a_split_are_asked_for_too_but_not_one_in_each_class(tmp_path):
     names = ["/".join(parts) for parts in itertools.product(("train", "test"), "xy", ("cat", "dog"), ["a.png"])]
     refused(folder(tmp_path / "x", *names), r"below every folder \(train/x/cat, ")
     source = source_at(tmp_path / "x", split="test", classes_from="parent")
@@ -103,7 +103,7 @@ def test_class_folders_below_a_split_are_asked_for_too_but_not_one_in_each_class
 
 
 @pytest.mark.parametrize("column", ["class", "category", "target", "label_name", "Labels"])
-def test_label_columns_under_other_names(tmp_path: Path, column: str) -> None:
+def test_label_columns_under_other_names(tmp_path, column):
     where = manifest(tmp_path, f"path,{column}\na.png,dog\nb.png,cat\ndeep/c.png,dog\n")
     source = open_source(where)
     assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
@@ -112,7 +112,7 @@ def test_label_columns_under_other_names(tmp_path: Path, column: str) -> None:
     assert (source.classes, source.remarks) == ([], [])
 
 
-def test_several_label_columns_are_asked_for(tmp_path: Path, photos: Path) -> None:
+def test_several_label_columns_are_asked_for(tmp_path, photos):
     where = manifest(tmp_path, "path,target,class\na.png,0,dog\nb.png,1,cat\n")
     refused(where, r"class and target could be labels: pass --label-column class, .*path, target, c")
     assert open_source(where, label_column="class").classes == ["cat", "dog"]
@@ -125,7 +125,7 @@ def test_several_label_columns_are_asked_for(tmp_path: Path, photos: Path) -> No
     assert open_source("sample").splits == ("test", "train")
 
 
-def test_a_column_that_looks_like_labels_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_that_looks_like_labels_is_a_warning(tmp_path, capsys):
     save(tmp_path / "d.png")
     where = manifest(tmp_path, "path,breed,size\na.png,x,0\nb.png,y,1\ndeep/c.png,x,7\nd.png,y,9\n")
     message = (
@@ -140,7 +140,7 @@ def test_a_column_that_looks_like_labels_is_a_warning(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("names", [("train/a.png", "test/b.png"), ("images/a.png", "images/b.png")])
-def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path, names):
     where = folder(tmp_path / "x", *names)
     (where / "labels.csv").write_text("id,breed")
     for place in (where, zipped(where, tmp_path / "x.zip")):
@@ -154,7 +154,7 @@ def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path: Path, names: tu
     assert source_at(where).remarks == []
 
 
-def test_parquet_labels_under_other_names(tmp_path: Path) -> None:
+def test_parquet_labels_under_other_names(tmp_path):
     image = cells(1, 2, 3, 4)
     table = {"image": image, "breed": [1, 0, 1, 1], "size": [1, 1, 2, 2]}
     named = str(parquet(tmp_path / "b.parquet", table, names=["pug", "lab"], columns=["breed"]))
@@ -170,7 +170,7 @@ def test_parquet_labels_under_other_names(tmp_path: Path) -> None:
     refused(two, "fine and coarse could be labels: pass --label-column fine")
 
 
-def test_classes_in_the_names_of_files(tmp_path: Path) -> None:
+def test_classes_in_the_names_of_files(tmp_path):
     names = ("cat.0.jpg", "cat.1.jpg", "guinea_pig_12.png", "guinea_pig_7.png", "dog (3).png", "dog-4.png")
     where = folder(tmp_path / "x", *names)
     (remark,) = source_at(where).remarks
@@ -190,7 +190,7 @@ def test_classes_in_the_names_of_files(tmp_path: Path) -> None:
         assert source_at(plain).remarks == []
 
 
-def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
+def test_h15_two_spellings_of_a_name_are_one_class(tmp_path):
     """As macOS writes names, and as others do: they look the same, and were two classes."""
     one, two = "caf\u00e9", "cafe\u0301"
     for folder in (one, two, "tea"):
@@ -209,7 +209,7 @@ def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
 @pytest.mark.parametrize("name", ["unlabelled", "Unlabeled"])
 @pytest.mark.parametrize("above", ["", "photos/", "train/"])
-def test_a_folder_of_images_without_labels_is_no_class(tmp_path: Path, kind: str, name: str, above: str) -> None:
+def test_a_folder_of_images_without_labels_is_no_class(tmp_path, kind, name, above):
     names = [f"{above}cat/a.png", f"{above}dog/b.png", f"{name}/c.png", f"{name}/deep/d.png"]
     names += ["test/cat/e.png", "test/dog/f.png"] if above == "train/" else []
     where = folder(tmp_path / "x", *names)
@@ -232,7 +232,7 @@ def test_a_folder_of_images_without_labels_is_no_class(tmp_path: Path, kind: str
             assert (source.classes, source.unlabelled, source.remarks) == (sorted(classes), 0, [])
 
 
-def test_images_without_labels_alone_are_a_flat_set_and_beside_loose_ones_still_unclear(tmp_path: Path) -> None:
+def test_images_without_labels_alone_are_a_flat_set_and_beside_loose_ones_still_unclear(tmp_path):
     where = folder(tmp_path / "x", "unlabelled/a.png", "unlabelled/b.png")
     for place, classes in ((where / "unlabelled", []), (where, ["unlabelled"])):
         source = source_at(place)

@@ -31,7 +31,7 @@ LABELS = np.arange(12, dtype=np.uint8) % 4
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_idx_files(tmp_path: Path, suffix: str) -> None:
+def test_idx_files(tmp_path, suffix):
     write_idx(tmp_path, "train", IMAGES, LABELS, suffix)
     write_idx(tmp_path, "t10k", IMAGES[:5], LABELS[:5], suffix)
     for source in (open_source(str(tmp_path)), open_source("idx", root=tmp_path)):
@@ -42,14 +42,14 @@ def test_idx_files(tmp_path: Path, suffix: str) -> None:
     assert len(open_source(str(tmp_path), split="test")) == 5
 
 
-def test_root_must_exist_and_fit(photos: Path, tmp_path: Path) -> None:
+def test_root_must_exist_and_fit(photos, tmp_path):
     refused("fashion-mnist", "no such folder", root=tmp_path / "typo")
     refused(photos, "--root does not apply", root=tmp_path)
     refused("sample", "--root does not apply", root=tmp_path)
 
 
 @pytest.fixture
-def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def downloads(tmp_path, monkeypatch):
     """The folders into which torchvision's data set was downloaded: what stands for it writes four idx files."""
     roots: list[str] = []
 
@@ -135,7 +135,7 @@ def test_cifar10_formats(tmp_path, monkeypatch, write, inner):
             np.testing.assert_array_equal([source.content(i) for i in range(len(source))], COLOUR[rows])
 
 
-def test_cifar10_damage(tmp_path: Path) -> None:
+def test_cifar10_damage(tmp_path):
     write_npm(tmp_path)
     for labels, told in (("[1, 2]", "cannot reshape"), ("[1, 2, 3, 4, 10]", "other than 0 to 9"), ("{}", "")):
         (tmp_path / "test_lables.json").write_text(labels)
@@ -144,7 +144,7 @@ def test_cifar10_damage(tmp_path: Path) -> None:
     refused("cifar10", r"test_batch\.png cannot be read", split="test", root=tmp_path)
 
 
-def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_pickle_cannot_run_code(tmp_path, monkeypatch):
     """Files of another MD5 than the published ones are not unpickled."""
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", lambda *_, **__: None)
     write_python(tmp_path)
@@ -157,7 +157,7 @@ def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "was-here").exists()
 
 
-def test_idx_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
+def test_idx_files_that_are_missing_or_wrong(tmp_path):
     assert find_idx(tmp_path, "train") is None
     write_idx(tmp_path, "train", IMAGES, LABELS)
     assert find_idx(tmp_path, "train") is not None
@@ -179,7 +179,7 @@ def test_idx_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 10_000), ("test", 2_000)])
-def test_class_balance(split: str, count: int) -> None:
+def test_class_balance(split, count):
     source = open_source("sample", split=split)
     assert (len(source), source.spec) == (count, ImageSpec(1, 28, 28))
     assert np.bincount(source.labels()).tolist() == [count // 10] * 10
@@ -187,7 +187,7 @@ def test_class_balance(split: str, count: int) -> None:
     assert (np.diff(source.labels()) < 0).any()  # in the set's order, not sorted by class
 
 
-def test_size_and_licence() -> None:
+def test_size_and_licence():
     assert sum(path.stat().st_size for path in SAMPLE.iterdir()) <= 6_000_000
     licence = (SAMPLE / "LICENSE").read_text()
     assert "Zalando SE" in licence
@@ -196,7 +196,7 @@ def test_size_and_licence() -> None:
 
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
-def test_files_are_what_the_script_makes() -> None:
+def test_files_are_what_the_script_makes():
     files = sample_files(None)
     assert len(files) == 4
     for name, content in files.items():

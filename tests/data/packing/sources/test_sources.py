@@ -37,7 +37,7 @@ def entries(source: Source) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_class_folders(photos: Path, tmp_path: Path, kind: str) -> None:
+def test_class_folders(photos, tmp_path, kind):
     save(photos / "dog" / "deep" / "er.JPG")
     (photos / "dog" / "notes.txt").write_text("not an image")
     save(photos / ".thumbnails" / "x.png")
@@ -54,7 +54,7 @@ def test_class_folders(photos: Path, tmp_path: Path, kind: str) -> None:
             assert source.content(index) == (photos / name).read_bytes()
 
 
-def test_flat_is_unlabelled(tmp_path: Path) -> None:
+def test_flat_is_unlabelled(tmp_path):
     for name in ("b.png", "a.png", "x.grid.png"):  # the last one as data.inspect draws it
         save(tmp_path / "photos" / name)
     for where in (tmp_path / "photos", zipped(tmp_path / "photos", tmp_path / "photos.zip")):
@@ -63,7 +63,7 @@ def test_flat_is_unlabelled(tmp_path: Path) -> None:
             assert [(name[-5:], label) for name, label in entries(source)] == [("a.png", 0), ("b.png", 0)]
 
 
-def test_wrapping_and_linked_folders_and_splits_that_are_not_there(photos: Path, tmp_path: Path) -> None:
+def test_wrapping_and_linked_folders_and_splits_that_are_not_there(photos, tmp_path):
     with source_at(zipped(tmp_path, tmp_path.parent / f"{tmp_path.name}.zip")) as source:
         assert source.classes == ["cat", "dog"]
     assert photos.is_dir()
@@ -84,7 +84,7 @@ def test_wrapping_and_linked_folders_and_splits_that_are_not_there(photos: Path,
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_empty_class_folder_is_a_problem(photos: Path, tmp_path: Path, kind: str) -> None:
+def test_empty_class_folder_is_a_problem(photos, tmp_path, kind):
     (photos / "emu").mkdir()
     (photos / "fox").mkdir()
     (photos / "fox" / "readme.txt").write_text("soon")
@@ -96,7 +96,7 @@ def test_empty_class_folder_is_a_problem(photos: Path, tmp_path: Path, kind: str
         assert fox == f"{where}/fox is a class folder without images (only 1 .txt)"
 
 
-def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
+def test_what_is_no_source(photos, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(empty, r"empty holds no images \(it is empty\)")
@@ -113,7 +113,7 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     refused(photos, r"both at the top \(loose.png\) and in sub-folders")
 
 
-def test_own_readers_take_files_and_folders_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_readers_take_files_and_folders_of_them(tmp_path, monkeypatch):
     def arrays(path: Path, options: SourceOptions) -> ArraySource:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         return ArraySource(str(path), np.stack([np.load(file) for file in files]), np.zeros(len(files)), [])
@@ -133,7 +133,7 @@ def dataset_json(labels: object) -> dict[str, bytes]:
     return {"dataset.json": json.dumps({"labels": labels}).encode()}
 
 
-def test_stylegan_zip(tmp_path: Path) -> None:
+def test_stylegan_zip(tmp_path):
     for number in range(3):
         save(tmp_path / "x" / "00000" / f"img{number}.png", shade=number)
     labels = [[f"00000/img{number}.png", label] for number, label in ((2, 1), (0, 1), (1, 0), (0, 1))]
@@ -156,12 +156,12 @@ def test_stylegan_zip(tmp_path: Path) -> None:
         (dataset_json([["img.png", -1]])["dataset.json"], "img.png: label -1; labels are names, or whole"),
     ],
 )
-def test_wrong_manifest(tmp_path: Path, content: bytes, message: str) -> None:
+def test_wrong_manifest(tmp_path, content, message):
     save(tmp_path / "x" / "img.png")
     refused(zipped(tmp_path / "x", tmp_path / "x.zip", {"dataset.json": content}), message)
 
 
-def test_damaged_zips_and_a_member_larger_than_it_says(photos: Path, tmp_path: Path) -> None:
+def test_damaged_zips_and_a_member_larger_than_it_says(photos, tmp_path):
     path = zipped(photos, tmp_path / "photos.zip")
     content = path.read_bytes()
     image = (photos / "cat" / "b.png").read_bytes()
@@ -185,7 +185,7 @@ def test_damaged_zips_and_a_member_larger_than_it_says(photos: Path, tmp_path: P
         tracemalloc.stop()
 
 
-def test_zip_members_never_touch_the_disk(tmp_path: Path) -> None:
+def test_zip_members_never_touch_the_disk(tmp_path):
     save(tmp_path / "a.png")
     path = tmp_path / "in" / "evil.zip"
     path.parent.mkdir()
@@ -231,7 +231,7 @@ def test_zip_members_that_are_refused(tmp_path, monkeypatch, member, method, pat
         source.content(0)
 
 
-def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed: Path, tmp_path: Path) -> None:
+def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed, tmp_path):
     with source_at(packed) as source:
         assert (source.classes, source.spec) == (CLASSES, ImageSpec(3, 8, 8))
         assert source.labels().tolist() == [index % 3 for index in range(20)]
@@ -247,7 +247,7 @@ def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed: Path, tmp
             assert contents(source)[2].shape == (side, side, 3)
 
 
-def test_damaged_packed_image_is_named(tmp_path: Path) -> None:
+def test_damaged_packed_image_is_named(tmp_path):
     images = sample_images(5)
     pack_arrays(tmp_path / "x.lmdb", images)
     flip(tmp_path / "x.lmdb", images[2].tobytes())
@@ -259,7 +259,7 @@ def test_damaged_packed_image_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_manifest(tmp_path: Path, delimiter: str, encoding: str) -> None:
+def test_manifest(tmp_path, delimiter, encoding):
     text = f'Label,PATH,note\r\nübel,deep/c.png,x\r\n\r\n"a ""b""",{tmp_path}/a.png,\r\nübel,b.png,y\r\n'
     where = manifest(tmp_path, text.replace(",", delimiter), encoding)
     with open_source(where) as source:
@@ -272,7 +272,7 @@ def test_manifest(tmp_path: Path, delimiter: str, encoding: str) -> None:
         item_refused(source, 2, "cannot be read")
 
 
-def test_manifest_labels_and_split(tmp_path: Path) -> None:
+def test_manifest_labels_and_split(tmp_path):
     assert open_source(manifest(tmp_path, "path\na.png\n")).classes == []
     source = open_source(manifest(tmp_path, "path,label\na.png,2\nb.png,0\ndeep/c.png,1\n"))
     assert (source.classes, source.labels().tolist()) == (["0", "1", "2"], [2, 0, 1])
@@ -302,7 +302,7 @@ def test_manifest_labels_and_split(tmp_path: Path) -> None:
         ('"b\n.png",x\ngone.png,x', r"line 5 of list"),
     ],
 )
-def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
+def test_manifest_problems(tmp_path, rows, problem):
     source = open_source(manifest(tmp_path, f"path,label\na.png,x\n{rows}\n"))
     assert len(source) == 1
     assert re.search(problem, str(source.problems[-1]))
@@ -326,12 +326,12 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
         ("path,label\na.png,ü\n", "save it as CSV in UTF-8"),
     ],
 )
-def test_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_csv(tmp_path, text, message):
     refused(manifest(tmp_path, text, "latin-1"), message)
 
 
 @pytest.mark.parametrize("column", ["path", "file", "filename", "image", "file_name"])
-def test_the_usual_names_of_the_column_of_paths(tmp_path: Path, column: str) -> None:
+def test_the_usual_names_of_the_column_of_paths(tmp_path, column):
     """J30: `path` alone was known."""
     with open_source(manifest(tmp_path, f"{column};label\ndeep/c.png;dog\nb.png;cat\n")) as source:
         assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0])

@@ -11,7 +11,6 @@ import sys
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ pa = pytest.importorskip("pyarrow")
 REPOSITORY = Path(__file__).parents[4]
 
 
-def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "IMAGE_ROWS", 2)
     table = {"image": cells(*range(9)), "label": [0, 1, 1] * 3}
     path = parquet(tmp_path / "x.parquet", table, names=["b", "a"], rows=5)
@@ -42,7 +41,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pack(source, tmp_path / "x.lmdb").meta.histogram == [3, 6]
 
 
-def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_path: Path) -> None:
+def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_path):
     table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["dog", "cat", "dog"], "n": [1, 2, 3]}
     with source_at(parquet(tmp_path / "x.parquet", table)) as source:
         assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
@@ -58,7 +57,7 @@ def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_pat
     assert (meta.classes, meta.histogram) == (["bee", "dog"], [1, 2])
 
 
-def test_parquet_shards(tmp_path: Path) -> None:
+def test_parquet_shards(tmp_path):
     folder = tmp_path / "pets"
     shards = {"train-00001-of-00002": {4: "b", 5: "c"}, "train-00000-of-00002": {1: "c", 2: "a", 3: "c"}}
     for name, labels in {**shards, "validation-00000-of-00001": {6: "a"}}.items():
@@ -80,7 +79,7 @@ def test_parquet_shards(tmp_path: Path) -> None:
     assert source_at(folder).classes == ["cat"]  # a folder of images with Parquet files beside them
 
 
-def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None:
+def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path):
     parquet(tmp_path / "x" / "train.parquet", {"image": cells(1)})
     refused(tmp_path / "x", "has no test split, only train", split="test")
     path = parquet(tmp_path / "y.parquet", {"image": cells(1)})
@@ -106,12 +105,12 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None
         ({"image": [b"1"], "label": [-1]}, "no row has an image and label"),
     ],
 )
-def test_wrong_parquet(tmp_path: Path, table: dict[str, Any], message: str) -> None:
+def test_wrong_parquet(tmp_path, table, message):
     refused(parquet(tmp_path / "x.parquet", table), message)
 
 
 @pytest.mark.parametrize("labels", [[0, None, 1, -1, 0], ["a", None, "b", "", "a"]])
-def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]) -> None:
+def test_parquet_without_some_labels_and_bytes(tmp_path, labels):
     rows = [*cells(1, 2, 3, 4), {"bytes": None, "path": "elsewhere.png"}]
     source = source_at(parquet(tmp_path / "x.parquet", {"image": rows, "label": labels}))
     assert [str(problem)[-22:] for problem in source.problems] == [f"et: row {row} has no label" for row in (1, 3)]
@@ -122,7 +121,7 @@ def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Callable[..., Path]:
+def plain(tmp_path):
     """Four images whose bytes stand in the file as they are; a bit of the third is flipped."""
 
     def write(**options: Any) -> Path:
@@ -134,7 +133,7 @@ def plain(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_damaged_parquet(plain: Callable[..., Path]) -> None:
+def test_damaged_parquet(plain):
     path = plain()
     source = source_at(path)
     assert source.content(1) == content_of(1)
@@ -148,7 +147,7 @@ def test_damaged_parquet(plain: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("rows", [1000, 10])
-def test_parquet_memory_is_flat(tmp_path: Path, rows: int) -> None:
+def test_parquet_memory_is_flat(tmp_path, rows):
     noise = np.random.default_rng(0).integers(0, 256, (1000, 20_000), dtype=np.uint8)
     # Small pages: a page is the least that can be read.
     path = parquet(tmp_path / "x.parquet", {"image": [row.tobytes() for row in noise]}, rows=rows, write_batch_size=16)
@@ -161,14 +160,14 @@ def test_parquet_memory_is_flat(tmp_path: Path, rows: int) -> None:
     assert most < 6 << 20  # the file holds 20 MB
 
 
-def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     for module in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, module, None)
     refused(tmp_path / "x.parquet", "Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow")
 
 
-def test_a_saved_data_set(tmp_path: Path) -> None:
+def test_a_saved_data_set(tmp_path):
     """Folders of `Dataset.save_to_disk`: one, and one for each split of a dictionary."""
     shards = [{"image": cells(*range(5)), "label": [0, 1, 1, 0, 0]}, {"image": cells(5, 6), "label": [1, 0]}]
     folder = tmp_path / "pets" / "train"
@@ -190,7 +189,7 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     refused(folder, r"data-00001-of-00002\.arrow is missing beside")
 
 
-def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
+def test_single_files_and_columns_of_bytes(tmp_path):
     table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["cafe\u0301", "caf\u00e9", "b"]}
     path = arrow(tmp_path / "x.arrow", table)
     with source_at(path) as source:
@@ -207,7 +206,7 @@ def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
     assert source_at(tmp_path / "cache").splits == ("train", "validation")
 
 
-def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_fill_the_memory_is_refused(tmp_path, monkeypatch):
     nulls = arrow(tmp_path / "nulls.arrow", {"image": pa.array([b"x"] * 9), "n": pa.nulls(9)})
     nulls.write_bytes(nulls.read_bytes().replace(struct.pack("<q", 2), struct.pack("<q", 1 << 40)))
     refused(nulls, r"cannot be read|says that it holds")
@@ -218,7 +217,7 @@ def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pyte
         assert source.content(1) == b"x"
 
 
-def test_the_limit_of_memory_is_lifted_after_blocks_of_two_threads() -> None:
+def test_the_limit_of_memory_is_lifted_after_blocks_of_two_threads():
     from duetgan.data.packing.sources.table_files import limited
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -247,7 +246,7 @@ open_source(sys.argv[1])
 """
 
 
-def test_compressed_batches(tmp_path: Path) -> None:
+def test_compressed_batches(tmp_path):
     """They are read; one that unpacks to more than half of the available memory is refused."""
     table = {"image": cells(1, 2), "label": pa.array(["b", "a"]).dictionary_encode()}
     with source_at(arrow(tmp_path / "x.arrow", table, compression="zstd")) as source:
@@ -264,7 +263,7 @@ def test_compressed_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
-def test_damage_never_ends_the_process(tmp_path: Path, count: int) -> None:
+def test_damage_never_ends_the_process(tmp_path, count):
     """Offsets that lead out of a batch are found before they are followed; the files are read in another process."""
     command = [sys.executable, "-m", "tests.data.packing.sources.test_tables", str(tmp_path), str(count)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

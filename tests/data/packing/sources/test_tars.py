@@ -37,7 +37,7 @@ def samples(*labels: object, first: int = 0, suffix: str = "cls") -> dict[str, b
     return found
 
 
-def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
+def test_webdataset_shards_of_a_split(tmp_path):
     tar(tmp_path / "set" / "birds-train-000001.tar", samples(0, 2, first=3))
     tar(tmp_path / "set" / "birds-train-000000.tar", samples(1, 0, 1))
     tar(tmp_path / "set" / "birds-val-000000.tar", samples(2, 1, 0, first=9))
@@ -69,7 +69,7 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
         (["cafe\u0301", "caf\u00e9", "cafe\u0301", "b"], "cls", ["b", "caf\u00e9"], None),
     ],
 )
-def test_labels(tmp_path: Path, told: list[object], suffix: str, classes: list[str], remark: str | None) -> None:
+def test_labels(tmp_path, told, suffix, classes, remark):
     with source_at(tar(tmp_path / "x.tar", samples(*told, suffix=suffix))) as source:
         assert source.classes == classes
         assert len(source) == 4
@@ -79,7 +79,7 @@ def test_labels(tmp_path: Path, told: list[object], suffix: str, classes: list[s
             assert [int(classes[label]) for label in source.labels()] == told
 
 
-def test_labels_that_are_asked_for(tmp_path: Path) -> None:
+def test_labels_that_are_asked_for(tmp_path):
     members = samples(0, 1, 0)
     for number, name in enumerate(("wren", "owl", "wren")):
         members[f"{number:06d}.json"] = json.dumps({"class_name": name, "cls": 7})
@@ -95,7 +95,7 @@ def test_labels_that_are_asked_for(tmp_path: Path) -> None:
     refused(tar(tmp_path / "y.tar", samples(0, -9)), "000001.jpg: label -9; labels are names, or whole numbers from 0")
 
 
-def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
+def test_samples_that_are_none_are_named(tmp_path):
     members: dict[str, bytes | str] = samples(0, 1) | {"2.cls": "1"}
     members |= {"3.jpg": content_of(3), "3.PNG": content_of(4), "3.cls": "0"}
     members |= {"dir/4.jpg": content_of(5), "dir/4.seg.png": content_of(9), "dir/4.cls": "1"}
@@ -114,7 +114,7 @@ def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
+def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path):
     names = ("train/b/x.png", "train/a/x.png", "val/a/y.png")
     members = {f"./set/{name}": content_of(number) for number, name in enumerate(names)}
     path = str(tar(tmp_path / "x.tar", members))
@@ -127,7 +127,7 @@ def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
     assert source_at(flat, classes_from="name").classes == ["cat"]
 
 
-def test_links_and_special_members_are_not_followed(tmp_path: Path) -> None:
+def test_links_and_special_members_are_not_followed(tmp_path):
     secret = tmp_path / "secret.jpg"
     secret.write_bytes(content_of(99))
     with tarfile.open(tar(tmp_path / "x.tar", samples(0)), "a") as archive:
@@ -176,7 +176,7 @@ def test_damage_is_one_line_and_loses_nothing_in_silence(tmp_path, how, refused)
             assert len(source) >= 20
 
 
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits(tmp_path, monkeypatch):
     path = tar(tmp_path / "x.tar", samples(0, 1) | {"9.cls": "1" * (tars.NOTE_BYTES + 1)})
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     noise = np.random.default_rng(0).bytes(2 << 20)

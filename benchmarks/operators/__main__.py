@@ -1,4 +1,4 @@
-"""Operators that a training step dispatches: `python -m tests.training.operators [RECIPE ...]` prints the table's rows.
+"""Operators that a training step dispatches: `python -m benchmarks.operators [RECIPE ...]` prints the table's rows.
 
 A GPU waits for the host where a step has many small operators: each takes 10 to 40 microseconds, whatever its size. The
 number depends on the code only, so it is counted on the CPU, with narrow networks and small batches. Forward, backward,
