@@ -75,7 +75,6 @@ def write_report(run_dir: str | Path) -> Path:
         commands += text.strip().splitlines()
     return write_page(
         run.folder / "report.html",
-        "report.html.j2",
         title=f"Run {run.name} ({run.task})" if run.task else f"Run {run.name}",
         headline=headline(run),
         choices=(),
@@ -107,7 +106,6 @@ def write_quickstart_report(
         tiles.append((duration(seconds), "all steps together", ""))
     return write_page(
         folder / "report.html",
-        "report.html.j2",
         title="Duet quickstart",
         headline=tiles,
         choices=notes,
@@ -117,25 +115,15 @@ def write_quickstart_report(
     )
 
 
-def write_page(path: Path, template: str | Path, **values: object) -> Path:
-    """Write a page from a template and `values`, and return its path. The template also gets the
-    page's folder and the versions of the environment.
+def write_page(path: Path, **values: object) -> Path:
+    """Write the page of `values`, which are escaped, and of the versions of the environment; return
+    its path.
     """
-    page = render(template, folder=path.parent, versions=environment(), **values)
-    write_atomic(path, page.encode(errors="replace"))
-    return path
-
-
-def render(template: str | Path, **values: object) -> str:
-    """Return the HTML of a template, a path or a name in this folder; `values` are escaped."""
     # This import is here so that the start of a training does not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = Path(__file__).parent
-    file = folder / template
-    loader = FileSystemLoader([folder, file.parent])
     page = Environment(
-        loader=loader,
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -144,7 +132,9 @@ def render(template: str | Path, **values: object) -> str:
     page.globals.update(
         figures=figures, metric_tables=tables, pictures=pictures, report=sys.modules[__name__]
     )
-    return page.get_template(file.name).render(**values)
+    text = page.get_template("report.html.j2").render(versions=environment(), **values)
+    write_atomic(path, text.encode(errors="replace"))
+    return path
 
 
 def charts(run: Run) -> list[Chart | str]:
@@ -160,6 +150,3 @@ def charts(run: Run) -> list[Chart | str]:
         else:
             result.append(f"{', '.join(keys)}: not one finite value.")
     return result
-
-
-VERDICT_CLASSES = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # CSS classes
