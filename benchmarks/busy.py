@@ -24,7 +24,8 @@ from benchmarks.classifying.images import make
 from benchmarks.harness import parser_of, show
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.config import RunConfig
-from duetgan.training.engine import speed
+from duetgan.training.engine.hardware import settle
+from duetgan.training.engine.speed import Trial
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils import machine
 from duetgan.utils.config.cli import positive
@@ -41,16 +42,16 @@ class Task:
 
     def __init__(self, config: RunConfig, reader: Dataset, seconds: float) -> None:
         self.config, self.reader, self.seconds = config, reader, seconds
-        self.trial = speed.Trial(config, config.batch_size, reader, CPU)
+        self.trial = Trial(config, config.batch_size, reader, CPU)
         self.precision: Any = "fp32"
         self.auto: list[str] = []  # what it chose, `bf16 x 1`
 
     def rate(self, contender: int | str) -> float:
         """Images/s of so many threads, or of `auto`."""
         if contender == "auto":
-            choice = speed.choose(self.config, self.reader, CPU, always=True)
-            self.precision = choice.precision
-            self.auto.append(f"{choice.precision} x {choice.threads}")
+            config, _ = settle(self.config, {}, CPU)
+            self.precision = config.precision
+            self.auto.append(f"{config.precision} x {config.threads}")
         else:
             torch.set_num_threads(int(contender))
         self.trial.seconds(self.precision)

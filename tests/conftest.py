@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).parents[1]
 # Tests outside tests/extras that use extras -> which; they are left out where one of these has been deleted.
 DOCUMENTED = ("audit", "editing", "explorer", "influence", "official", "paper", "pseudo_labels", "studies", "trackers")
 USES_EXTRAS = {
-    "benchmarks": ("editing", "pace", "paper", "robustness", "studies"),
+    "benchmarks": ("editing", "paper", "robustness", "studies"),
     "end_to_end/test_documented_commands.py": DOCUMENTED,
     "test_docs.py": DOCUMENTED,
 }

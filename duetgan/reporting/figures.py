@@ -99,7 +99,5 @@ def data_tables(run: Run) -> list[Table]:
     if not rows:
         return []
     tables: list[Table] = [(["data", "file", "images", "size", "groups"], rows)]
-    if history := as_dict(run.data.get("history")):
-        tables.append((["from", "training images"], [[*map(str, row)] for row in history.items()]))
     by_class_table = joined(counts)
     return [*tables, by_class_table] if by_class_table[1] else tables

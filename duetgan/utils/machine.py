@@ -117,8 +117,11 @@ def ran_out(error: BaseException) -> bool:
 
 
 def native_precision(device: "torch.device") -> Fixed:
-    """Return bf16, or fp16 for an accelerator that only emulates bf16."""
+    """Return bf16; if the device only emulates it, fp32 for a CPU and fp16 for an accelerator."""
     import torch
+
+    if device.type == "cpu":
+        return "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
 
     # CUDA, ROCm and XPU have this function, MPS does not.
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)

@@ -60,7 +60,7 @@ def test_unknown_keys_of_the_file(command, tmp_path, refused, wrong, right):
         (["--device", "cuda"], "no usable cuda device"),
         (["--profile", "2", "--dry-run"], "leave --dry-run and --max-steps out"),
         (["--profile", "0"], "at least 1"),
-        (["--profile", "6"], "6 to measure and 6 to trace, but 8 of 8 are left"),
+        (["--profile", "6"], "6 to trace, but 8 of 8 are left"),
         (["--lr-find", "--dry-run"], "leave --dry-run, --max-steps and --profile out"),
         (["--lr-find-to", "1"], "belong to --lr-find; add it"),
         (["--lr-find", "--lr-find-from", "20"], "must be positive and below the last"),
@@ -117,7 +117,7 @@ def test_folders_of_others_keep_everything(command, gan_run, tmp_path, packed, r
     pack_arrays(tmp_path / "other.lmdb", np.zeros((20, 1, 16, 16), np.uint8), np.arange(20) % 10, classes)
     line = refused(train.main, "--config", gan_run / "config.yaml", "--data.path", tmp_path / "other.lmdb")
     assert "was trained on other images (200 then, 20 in" in line
-    assert "add --new-data to continue with these" in line
+    assert "--init-from and this run" in line
     assert contents(gan_run) == before
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "chapter1.txt").write_text("years of work")

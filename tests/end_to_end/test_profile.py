@@ -24,7 +24,7 @@ def test_profiled_and_resumed_equals_straight(tmp_path, packed, task, capsys):
     out = capsys.readouterr()
     assert out.out == summary
 
-    assert status(profiled, "state", "step", "reason") == ("stopped", WARM_UP + 4, "profile")
+    assert status(profiled, "state", "step", "reason") == ("stopped", WARM_UP + 2, "profile")
     shares = {name: share for name, (_, share) in phases_of(summary).items()}
     assert shares.pop("step") == 100
     assert sum(shares.values()) == pytest.approx(100, abs=0.1 * len(shares))

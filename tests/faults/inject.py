@@ -57,10 +57,7 @@ def patch_loop(module: Any, put: Set) -> None:
 
         def step(batches: Any, number: int) -> Any:
             fire(number)
-            metrics = type(task).step(task, batches, number)
-            if due("spike", number):
-                metrics[loop.window.watched] = metrics[loop.window.watched] * 1e4 + 1e4
-            return metrics
+            return type(task).step(task, batches, number)
 
         task.step = step
         try:

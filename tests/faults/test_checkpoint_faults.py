@@ -73,20 +73,13 @@ def refused_by_a_full_disk(recipe: list[str], run: Path) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("refused", "setting"),
-    [
-        (refused_by_a_full_disk, "stop"),
-        *(pytest.param(refused_by_a_limit, setting, marks=SLOW) for setting in ("warn", "stop")),
-        pytest.param(refused_by_a_full_disk, "warn", marks=SLOW),
-    ],
-)
-def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused, setting):
+@pytest.mark.parametrize("refused", [refused_by_a_full_disk, pytest.param(refused_by_a_limit, marks=SLOW)])
+def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused):
     """H5: training goes on without a checkpoint, but a run that lacks its last one has not finished."""
     run, recipe = tmp_path / "run", [*gan_recipe, "--generator.mapping_layers", "8", "--generator.w_dim", "128", *QUIET]
     command(*recipe, "--max-steps", "4").success()
     before = {path: path.read_bytes() for path in newest_first(run / "checkpoints")}
-    more = ["--checkpoint.keep", "1", "--checkpoint.on-disk-full", setting, "--log.every", "1"]
+    more = ["--checkpoint.keep", "1", "--log.every", "1"]
     outcome = refused([*recipe, *more], run)
     why = "File too large" if refused is refused_by_a_limit else "No space left on device"
     assert f"warning: checkpoint of step 6 was not written ({why}); the previous one is kept" in outcome.err
@@ -94,11 +87,8 @@ def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused, setting):
     assert (checkpoints(run), last(run), strangers(run)) == ([4, 2], 4, [])
     lines = log_of(run)
     assert all(100 < line["memory_mib"] < 10_000 for line in lines if "images" in line)  # N12
-    if setting == "warn":
-        outcome.error("checkpoint of step 8 was not written", why, "it is the run's last; make room, then the same")
-        assert lines[-1]["step"] == 8
-    else:
-        outcome.error("checkpoint of step 6 was not written", why, "make room, then the same command resumes")
+    outcome.error("checkpoint of step 8 was not written", why, "it is the run's last; make room, then the same")
+    assert lines[-1]["step"] == 8
     assert (outcome.code, *status(run, "state", "exit_code")) == (4, "failed", 4)
     assert "was not written" in status(run)["reason"]
     again = command(*recipe, *more).success()

@@ -153,15 +153,6 @@ def test_what_is_compared(tmp_path):
     assert (prints != changed).tolist() == [True, False]
 
 
-def test_parameters_without_a_gradient_are_named():
-    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    updater = Updater(network, OptimizerConfig(name="sgd"), Precision("fp32", torch.device("cpu")), 10)
-    network[0](torch.ones(1, 2)).sum().backward()
-    assert health.unused_parameters({"x": updater}) == ""
-    updater.step(0)
-    assert "x: 1.weight, 1.bias" in health.unused_parameters({"x": updater})
-
-
 @pytest.mark.parametrize("task", ["classifier", "gan"])
 def test_deterministic_training_runs_on_this_device(train_here, run, tmp_path, task, fail_at):
     """With deterministic algorithms only the numbers are, on a CPU, those without."""

@@ -21,15 +21,13 @@ from tests.oracle.optimizer import Optimizer, in_updates
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {
-        **{"freeze": [], "unfreeze": {}, "freeze_at": {}, "unfreeze_by": "step", "freeze_bn": False, "stage_lr": {}},
-        **{"layer_decay": 1.0, "layer_decay_by": "block"},
+        **{"freeze": [], "unfreeze": {}, "freeze_at": {}, "freeze_bn": False, "stage_lr": {}},
+        "layer_decay": 1.0,
     },
     "loss": {
         "kind": "cross-entropy",
         "label_smoothing": 0.1,
-        "label_smoothing_final": None,
         "focal_gamma": 2.0,
-        "gce_q": 0.7,
         "class_weights": None,
         "logit_adjustment": 0.0,
         "teacher": None,
@@ -51,13 +49,10 @@ class ClassifierReference:
         self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
         self.batch, self.seed, self.augment = tree["batch_size"], tree["seed"], task.config.augment
         self.steps = tree["steps"]
-        self.synthetic_weight = tree["data"].get("synthetic", {}).get("weight", 1.0)
         self.model, self.average = copy.deepcopy(task.model), copy.deepcopy(task.ema.model)
-        epoch = len(task.dataset) / self.batch if self.tree["finetune"]["unfreeze_by"] == "epoch" else 1
         self.names = dict(self.model.named_parameters())
         given = self.tree["finetune"]
-        starts, ends = ({part: math.ceil(when * epoch) for part, when in given[key].items()}
-                        for key in ("unfreeze", "freeze_at"))  # fmt: skip
+        starts, ends = given["unfreeze"], given["freeze_at"]
         self.span = {
             name: (
                 math.inf if self.last(dict.fromkeys(given["freeze"], True), name, False)
@@ -66,8 +61,7 @@ class ClassifierReference:
             )
             for name in self.names
         }  # fmt: skip
-        head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
-        self.optimizer = Optimizer(self.names, self.tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
+        self.optimizer = Optimizer(self.names, self.tree["optimizer"], tree["steps"], self.batch, self.factors())
         self.teacher: Any = task.criterion.teacher
         frequencies = torch.tensor(label_frequencies(task.dataset, tree["data"]))
         self.prior = (frequencies / frequencies.max()).log()
@@ -89,8 +83,6 @@ class ClassifierReference:
     def factors(self) -> dict[str, float]:
         """Of the rate: a stage's own, and `layer_decay` for every layer further from the head."""
         given, layer = self.tree["finetune"], self.model.block_of
-        if given["layer_decay_by"] == "stage":
-            layer = {name: self.model.stage_of(name) for name in layer}
         depth = {each: number for number, each in enumerate(reversed(dict.fromkeys(layer.values())))}
         return {n: self.last(given["stage_lr"], n, 1.0) * given["layer_decay"] ** depth[layer[n]] for n in self.names}
 
@@ -136,8 +128,6 @@ class ClassifierReference:
         targets = F.one_hot(labels, self.model.classes).to(images)
         pairs: list[tuple[Any, Tensor]] = [(1.0, targets)]  # each label by its share
         counted = torch.ones(len(images))
-        if batch.synthetic is not None:
-            counted = torch.where(batch.synthetic, self.synthetic_weight, 1.0).to(images)
         if self.tree["augment"]["mixup"] or self.tree["augment"]["cutmix"]:
             size = (images.shape[2], images.shape[3])
             how: Any = {"seed": self.seed, "step": step, "start": 0, "count": len(images), "global_batch": self.batch}
@@ -157,9 +147,7 @@ class ClassifierReference:
             images, pairs = torch.cat([images, more]), [(1.0, torch.cat([targets, named]))]
             counted = torch.cat([counted, used])
         given = self.tree["loss"]
-        smoothing, end = given["label_smoothing"], given["label_smoothing_final"]
-        if end is not None:
-            smoothing = end + (smoothing - end) * (1 + math.cos(math.pi * step / self.steps)) / 2
+        smoothing = given["label_smoothing"]
         logits = plain = self.model(images)
         chosen = plain[: len(labels)].argmax(1)  # counts as right by its part of the label
         right = (part * label[torch.arange(len(labels)), chosen] for part, label in pairs)
@@ -174,8 +162,6 @@ class ClassifierReference:
                 loss = ((plain - smooth) ** 2).mean(1)
             elif given["kind"] == "focal":
                 loss = -(smooth * (1 - p) ** given["focal_gamma"] * p.log()).sum(1)
-            elif given["kind"] == "generalised-cross-entropy":
-                loss = (smooth * (1 - p ** given["gce_q"])).sum(1) / given["gce_q"]
             else:
                 loss = -(smooth * logits.log_softmax(1)).sum(1)
             losses = losses + part * (label @ self.weights) * loss

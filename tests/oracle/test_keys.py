@@ -17,7 +17,6 @@ from tests.oracle.test_classifier import folder as classifier_folder
 from tests.oracle.test_gan import folder as gan_folder
 
 __all__ = ["classifier_folder", "gan_folder"]  # fixtures
-FREE = {"name": "schedulefree-adamw", "schedule": "constant", "warmup_steps": 0}
 MUON = {"name": "muon", "lr": 0.02, "schedule": "constant", "warmup_steps": 0}
 PLAIN = {"name": "adam", "lr": 0.01, "betas": [0.5, 0.9], "schedule": "constant", "warmup_steps": 0}
 COSINE = PLAIN | {"schedule": "cosine"}
@@ -33,7 +32,7 @@ OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
         "weight_decay": (0.3, PLAIN),
         "clip_norm": (1e-3, PLAIN),
     },
-    **{"clip_value": (1e-4, PLAIN), "clip_adaptive": (1e-4, PLAIN), "warmup_steps": (5, PLAIN)},
+    **{"clip_value": (1e-4, PLAIN), "warmup_steps": (5, PLAIN)},
     **{"momentum": (0.2, PLAIN | {"name": "sgd"}), "schedule": ("linear", PLAIN), "hold": (0.5, COSINE)},
     **{"final_lr": (0.7, COSINE), "milestones": ([2], STEPPED), "gamma": (0.7, STEPPED)},
     **{"step_every": (1, PLAIN | {"schedule": "step", "step_every": 2}), "pct_start": (0.8, CYCLE)},
@@ -100,8 +99,8 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "imports": "tests/end_to_end/test_documented_commands.py",
     "init_from": "tests/end_to_end/test_transfer.py",
     "micro_batch": "no change: tests/oracle/test_gan.py",
-    **dict.fromkeys(("precision", "compile", "deterministic"), "tests/training/engine/test_speed.py"),
-    "threads": "tests/training/engine/test_speed.py",
+    **dict.fromkeys(("precision", "threads", "deterministic"), "tests/training/engine/test_hardware.py"),
+    "compile": "tests/training/engine/test_speed.py",
     "channels_last": "tests/training/classifier/test_frozen.py",
     "graphs": "tests/accelerator/test_graphs.py",
     "nonfinite_cap": "tests/end_to_end/test_train_kill_resume.py",
@@ -109,25 +108,20 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "data.val_path": "tests/training/base/test_data.py",
     "data.workers": "tests/training/base/test_data.py",
     "data.prefetch": "tests/data/reading/test_dataset_damage.py",
-    **dict.fromkeys(("data.synthetic.path", "data.synthetic.checkpoint"), "tests/training/base/test_generated.py"),
+    "data.synthetic.path": "tests/training/base/test_synthetic.py",
     "augment.own": "tests/data/augment/test_transforms.py",
     **dict.fromkeys((f"log.{key}" for key in ("every", "samples_every", "tensorboard")), "tests/end_to_end/helpers.py"),
     "log.tracker": "tests/extras/trackers/test_trackers.py",
     **dict.fromkeys(("log.layers", "log.layers_every"), "tests/training/engine/test_layer_log.py"),
     **dict.fromkeys(("checkpoint.every", "checkpoint.keep"), "tests/training/engine/test_checkpoints.py"),
     **dict.fromkeys(("checkpoint.keep_every", "checkpoint.asynchronous"), "tests/training/engine/test_checkpoints.py"),
-    "checkpoint.on_disk_full": "tests/training/engine/test_checkpoints.py",
     "evaluation.every": "tests/training/engine/test_tasks.py",
     **dict.fromkeys((f"evaluation.{key}" for key in ("n", "extractor", "batch_size")), "tests/oracle/test_gan.py"),
     "evaluation.weights": "test_an_evaluation_has_its_weights below",
-    **dict.fromkeys((f"early_stopping.{key}" for key in ("patience", "min_delta")),
-                     "tests/training/base/test_stopping.py"),
-    **dict.fromkeys((f"spikes.{key}" for key in ("action", "metric", "factor", "window", "limit")),
-                    "tests/training/engine/test_rollback.py"),
     "distributed.start_timeout": "tests/test_cluster.py",
     "distributed.timeout": "tests/faults/test_process_faults.py",
     "distributed.compress": "tests/accelerator/ranks/cases.py",
-    "distributed.check_every": "tests/training/engine/test_speed.py",
+    "distributed.check_every": "tests/training/classifier/test_probe.py",
 }  # fmt: skip
 GAN_ELSEWHERE = {  # keys that no step of a GAN reads, and why
     "loss.gradients_every": "looks at gradients and changes no update",
@@ -139,7 +133,7 @@ GAN_ELSEWHERE = {  # keys that no step of a GAN reads, and why
     **dict.fromkeys((f"data.{key}" for key in
                       ("resolution", "crop", "crop_area", "crop_aspect", "sampling", "class_rates")),
                     "one config for both tasks: the classifier's cases"),
-    **dict.fromkeys((f"data.synthetic.{key}" for key in ("share", "weight", "until", "balance")),
+    **dict.fromkeys((f"data.synthetic.{key}" for key in ("share", "until", "balance")),
                     "one config for both tasks: the classifier's cases"),
     **dict.fromkeys((key for key in keys_of(TASKS["gan"].config()) if key.startswith("watch.")),
                      "tests/training/gan/test_diagnostics.py"),
@@ -153,7 +147,7 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"optimizer.lr_batch_size": (32, "plain"), "optimizer.sgd_momentum": (0.1, "plain", MUON)},
     **{"optimizer.ns_steps": (1, "plain", MUON), "optimizer.unit_filters": (True, "plain", MUON)},
     **{"loss.kind": ("squared-error", "plain"), "loss.label_smoothing": (0.5, "plain")},
-    **{"loss.label_smoothing_final": (0.9, "plain"), "loss.focal_gamma": (0.5, "focal"), "loss.gce_q": (1.0, "gce")},
+    "loss.focal_gamma": (0.5, "focal"),
     **{
         "loss.logit_adjustment": (1.0, "plain"),
         "loss.class_weights": ("balanced", "plain"),
@@ -168,26 +162,24 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
         "finetune.freeze": (["stem"], "fine-tuning"),
         "finetune.unfreeze": ({"head": 0, "backbone": 1}, "fine-tuning"),
     },
-    **{"finetune.freeze_at": ({"head": 1}, "fine-tuning"), "finetune.unfreeze_by": ("epoch", "fine-tuning")},
+    "finetune.freeze_at": ({"head": 1}, "fine-tuning"),
     **{"finetune.freeze_bn": (True, "plain"), "finetune.stage_lr": ({"head": 0.1}, "fine-tuning")},
     **{"unlabelled.ratio": (2, "unlabelled"), "unlabelled.weight": (0.2, "unlabelled")},
     **{"unlabelled.spread": (0.9, "unlabelled")},
     **{"unlabelled.threshold": (1.0, "sure"), "unlabelled.adaptive": (False, "unlabelled")},
-    **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
+    "finetune.layer_decay": (0.2, "fine-tuning"),
 }
 WATCHED = ("patience", "margin_high", "diversity_fall", "norm_factor", "memorised")
 GAN_ELSEWHERE |= {f"watch.{key}": "a warning, which no test gives another threshold yet" for key in WATCHED}
 SHARED = {"path": "synthetic.lmdb", "share": 0.4}
 RANDOM = {"crop": "random"}
 MIXING = {"mixup": 0.7, "cutmix": 1.0}
-SMALLER = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2}
 CLASSIFIER |= {
     **{"data.resolution": (8, "plain"), "data.crop": ("random", "plain")},
     "data.crop_area": ([0.2, 0.3], "plain", RANDOM),
     **{"data.crop_aspect": ([1.0, 3.0], "plain", RANDOM), "data.sampling": ("balanced", "plain")},
-    **{"data.class_rates": ({"b": 9.0}, "plain"), "data.synthetic.share": (0.8, "weighed")},
-    **{"data.synthetic.weight": (0.9, "weighed")},
-    **{"data.synthetic.balance": ("fill", "weighed"), "seed": (6, "plain"), "batch_size": (4, "plain")},
+    **{"data.class_rates": ({"b": 9.0}, "plain"), "data.synthetic.share": (0.8, "synthetic")},
+    **{"data.synthetic.balance": ("fill", "synthetic"), "seed": (6, "plain"), "batch_size": (4, "plain")},
     **{"steps": (5, "plain"), "model.name": ("convnext_tiny", "plain"), "model.stem": ("small", "plain")},
     **{"model.head": ("hidden", "plain"), "model.normalise": ("imagenet", "plain")},
     **{"model.head_width": (7, "plain", {"head": "hidden"}), "model.input_size": (32, "plain")},
@@ -198,11 +190,9 @@ CLASSIFIER |= {
     **{"augment.erase": (0.9, "plain"), "augment.mixup": (0.2, "plain", MIXING)},
     "augment.cutmix": (0.2, "plain", MIXING),
     "augment.mix_prob": (0.5, "plain", MIXING),
-    **{f"resizing.{key}": (value, "plain", SMALLER)
-       for key, value in (("initial_scale", 1.0), ("delay_fraction", 0.0), ("finetune_fraction", 0.8))},
 }  # fmt: skip
 CLASSIFIER_ELSEWHERE = {
-    "sync_bn": "tests/training/classifier/test_micro_batch.py",
+    "sync_bn": "tests/distributed/worker.py",
     "model.he_strides": "tests/models/test_backbones.py",
     "model.inplace": "tests/models/test_classifier.py",
     "model.activation_checkpointing": "tests/models/test_activation_checkpointing.py",

@@ -192,8 +192,7 @@ class ThisMachine(Machine):
             data = ["--data.path", str(noise), "--data.val-path", "null"]
             if "--model.weights" in overrides:  # The speed does not depend on the weights.
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
-            measured = measure_recipe(config, [*overrides, *data])
-            speed = Speed(measured.precision, measured.images_per_second)
+            speed = Speed(*measure_recipe(config, [*overrides, *data]))
             self._speeds[key] = speed
             text = f"training at {speed.images_per_second:,.0f} images/s in {speed.precision}"
             print(f"  {Path(config).stem}, {side} px: {text}", flush=True)

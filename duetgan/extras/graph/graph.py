@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from duetgan.training.base.config import RunConfig
 from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.run import CALLBACKS
-from duetgan.training.engine.speed import ThreadCount
 from duetgan.utils.runlog.run_log import Events
 
 
@@ -45,7 +44,7 @@ class Graph(Callback):
             draw(events, loop.task.networks())
 
 
-def callbacks(config: RunConfig, device: torch.device, count: ThreadCount) -> list[Callback]:
+def callbacks(config: RunConfig, device: torch.device) -> list[Callback]:
     return [Graph()]
 
 

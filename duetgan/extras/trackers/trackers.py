@@ -23,7 +23,6 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.run import CALLBACKS
-from duetgan.training.engine.speed import ThreadCount
 from duetgan.utils import checkpoint, files
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.model import NonNegativeInt, Stored
@@ -188,7 +187,7 @@ class Tracking(Callback):
             self._tracker = None
 
 
-def callbacks(config: RunConfig, device: torch.device, count: ThreadCount) -> list[Callback]:
+def callbacks(config: RunConfig, device: torch.device) -> list[Callback]:
     """Return the callback of `log.tracker`. Raises UserError if the tracker is not installed."""
     if config.log.tracker == "none" or not collectives.is_main():
         return []

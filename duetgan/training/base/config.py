@@ -6,10 +6,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Interval
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from duetgan.training.base.graphs import GraphSetting
-from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from duetgan.utils.config.model import (
     Config,
     NonNegativeFloat,
@@ -44,11 +43,6 @@ Updates = Annotated[
 Imports = Annotated[
     dict[str, str], BeforeValidator(dict, json_schema_input_type=list[str] | dict[str, str])
 ]
-Threads = Annotated[
-    PositiveInt | Literal["auto"] | dict[NonNegativeInt, PositiveInt],
-    # Runs of older versions may have "adapt".
-    BeforeValidator(lambda value: "auto" if value == "adapt" else value),
-]
 Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 # channels, classes, resolution: the arguments from which networks are built
@@ -58,13 +52,12 @@ Shape = dict[str, Any]
 class SyntheticConfig(Config):
     """Synthetic images that training mixes with those of data.path."""
 
+    old_keys = {"checkpoint": None, "weight": 1.0}
+
     # LMDB of samples, made by `generate.py dataset` or duet pack; null: none
     path: str | None = None
-    # instead of path: a GAN's run or checkpoint; new samples are drawn from it in every epoch
-    checkpoint: str | None = None
     # fraction of each global batch that is synthetic; null: computed, with balance fill
     share: PositiveFraction | None = None
-    weight: NonNegativeFloat = 1.0  # weight of a synthetic image's loss (real: 1); classifiers only
     # end of the synthetic images: a fraction of the steps, or a step if above 1
     until: PositiveFloat = 1.0
     # fill: only samples of rare classes, until all classes are as frequent as the largest
@@ -81,10 +74,6 @@ class SyntheticConfig(Config):
                 "has settings but no images; give data.synthetic.path FILE",
             ),
             (
-                self.path is not None and self.checkpoint is not None,
-                "path and checkpoint are both set; give a file or a generator",
-            ),
-            (
                 self.until > 1 and self.until != int(self.until),
                 f"until {self.until}: give a share of the steps, up to 1, or a whole step",
             ),
@@ -93,7 +82,7 @@ class SyntheticConfig(Config):
     @property
     def on(self) -> bool:
         """Return True if there are synthetic images."""
-        return self.path is not None or self.checkpoint is not None
+        return self.path is not None
 
     def last_step(self, steps: int) -> int | None:
         """Return the step from which a training of `steps` steps uses real images alone.
@@ -104,12 +93,10 @@ class SyntheticConfig(Config):
         return end if end < steps else None
 
 
-# keys of older versions with their defaults, which were written to checkpoints and run folders
-OLD_KEYS = [("cache", "off"), ("on_damage", "stop"), ("sample_weights", None)]
-
-
 class DataConfig(Config):
     """Location of the images and settings for reading them."""
+
+    old_keys = {"cache": "off", "on_damage": "stop", "sample_weights": None}
 
     # LMDB made by `duet pack`, a folder or zip of images, or webdataset's tar files: a file, a
     # folder of tar files, or a pattern for several as one data set: "train-*.lmdb",
@@ -131,14 +118,6 @@ class DataConfig(Config):
     class_rates: dict[str, NonNegativeFloat] = {}
     prefetch: Annotated[int, Interval(ge=0, le=1024)] = 2  # batches prepared ahead on accelerators
     synthetic: SyntheticConfig = SyntheticConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_old_keys(cls, values: object) -> object:
-        """Accept configs of older versions, which had further keys, if these have their defaults."""
-        if not isinstance(values, dict):
-            return values
-        return {key: values[key] for key in values if (key, values[key]) not in OLD_KEYS}
 
     def check(self) -> None:
         for name, (low, high) in (("crop_area", self.crop_area), ("crop_aspect", self.crop_aspect)):
@@ -169,14 +148,14 @@ class LogConfig(Config):
 class CheckpointConfig(Config):
     """Saving of checkpoints. The last step is always saved."""
 
+    old_keys = {"on_disk_full": "warn"}
+
     every: PositiveInt = 500  # steps between two checkpoints
     keep: PositiveInt = 2  # number of newest checkpoints that are kept, in addition to the best
     # checkpoints at multiples of this step are never deleted; null: no such checkpoints
     keep_every: PositiveInt | None = None
     # write in a thread while training continues; the files are the same
     asynchronous: bool = True
-    # stop: a checkpoint that cannot be written ends the run with exit code 4
-    on_disk_full: Literal["warn", "stop"] = "warn"
 
     def check(self) -> None:
         if self.keep_every is not None and self.keep_every % self.every:
@@ -223,6 +202,11 @@ class DistributedConfig(Config):
 class RunConfig(Config):
     """The config keys that every task has."""
 
+    old_keys = {
+        "threads": "adapt",
+        "early_stopping": {"patience": None, "min_delta": 0.0},
+        "spikes": {"action": "warn", "metric": None, "factor": 20.0, "window": 200, "limit": 3},
+    }
     # True if the task can split its micro-batches when memory runs out
     can_halve: ClassVar[bool] = False
 
@@ -239,12 +223,11 @@ class RunConfig(Config):
     # largest number of samples in a forward pass of a process; null: its whole part of the batch;
     # auto: its whole part, halved until a step fits into memory
     micro_batch: PositiveInt | Literal["auto"] | None = None
-    # precision of convolutions and matrix products; weights stay in fp32. auto: the fastest on a
-    # CPU, the native one of an accelerator; a resumed run keeps its precision
+    # precision of convolutions and matrix products; weights stay in fp32. auto: bf16 if the device
+    # has instructions for it, else fp32 on a CPU, fp16 on an accelerator; a resumed run keeps its own
     precision: PrecisionName = "auto"
-    # number of threads on a CPU; auto: one per core that other programs leave free at the start;
-    # {0: 2, 120: 1}: 2 from step 0, 1 from step 120
-    threads: Threads = "auto"
+    # number of threads on a CPU; auto: one per core that other programs leave free at the start
+    threads: PositiveInt | Literal["auto"] = "auto"
     channels_last: bool = True  # memory layout of images; nearly always faster
     # use deterministic kernels only: runs on accelerators are equal to the bit, but slower
     deterministic: bool = False
@@ -256,8 +239,6 @@ class RunConfig(Config):
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
-    spikes: SpikesConfig = SpikesConfig()
     distributed: DistributedConfig = DistributedConfig()
 
     def check(self) -> None:
@@ -265,10 +246,6 @@ class RunConfig(Config):
             (
                 self.micro_batch == "auto" and not self.can_halve,
                 f"micro_batch auto is for classifiers; give a {self.task} a number that fits, or null",
-            ),
-            (
-                self.early_stopping.patience is not None and not self.evaluation.every,
-                "early_stopping.patience needs evaluations on the way; set evaluation.every, in steps",
             ),
         )
 
@@ -320,12 +297,7 @@ class RunConfig(Config):
             steps=self.steps + 1000,  # the measured steps lie beyond the run's
             init_from=None,
             evaluation=EvaluationConfig(),
-            early_stopping=EarlyStoppingConfig(),
         )
-
-    def batch_unit(self, world_size: int) -> int:
-        """Return the number that the size of the global batch must be a multiple of."""
-        return world_size
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of samples of the global batch that each process computes.

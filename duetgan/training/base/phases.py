@@ -40,7 +40,11 @@ class PhaseClock:
         self.open = [UNMARKED]  # the innermost phase last
         self._wait = wait
         self._now = now
-        self._since = now()
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave out the time since the last phase."""
+        self._since = self._now()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -11,7 +11,6 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import check_same_classes
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
-from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.config.model import Config, Decay
 from duetgan.utils.config.yaml_files import Tree
@@ -21,11 +20,7 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class ClassifierEmaConfig(Config):
-    """The moving average of the classifier: the network that is evaluated and used.
-
-    With a schedule-free optimizer this network has the optimizer's own average of the weights, and
-    only the statistics of BatchNorm are averaged here.
-    """
+    """The moving average of the classifier: the network that is evaluated and used."""
 
     decay: Decay = 0.999  # decay per step, at most (1 + step) / (10 + step)
 
@@ -33,6 +28,9 @@ class ClassifierEmaConfig(Config):
 class ClassifierConfig(RunConfig):
     """All settings of a classifier's training."""
 
+    old_keys = RunConfig.old_keys | {
+        "resizing": {"initial_scale": 1.0, "delay_fraction": 0.5, "finetune_fraction": 0.2}
+    }
     can_halve: ClassVar[bool] = True
 
     task: Literal["classifier"] = "classifier"
@@ -47,7 +45,6 @@ class ClassifierConfig(RunConfig):
     )
     ema: ClassifierEmaConfig = ClassifierEmaConfig()
     augment: MixingAugment = MixingAugment()
-    resizing: ResizingConfig = ResizingConfig()
 
     def check(self) -> None:
         super().check()
@@ -69,10 +66,6 @@ class ClassifierConfig(RunConfig):
             (
                 self.finetune.probe and not has_linear_head,
                 "finetune.probe fits a linear head with a bias: set model.head linear, or leave it out",
-            ),
-            (
-                model.head == "readout" and self.resizing != ResizingConfig(),
-                "model.head readout has as many inputs as its maps have parts: leave resizing out",
             ),
         )
 
@@ -106,9 +99,6 @@ class ClassifierConfig(RunConfig):
             super().for_trial(samples).changed(model=self.model.changed(weights=None, split="off"))
         )
 
-    def batch_unit(self, world_size: int) -> int:
-        return world_size * (2 if self.augment.mixes else 1)
-
     @property
     def several_devices(self) -> bool:
         return self.model.split != "off"
@@ -121,8 +111,6 @@ def check_run(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset |
     """
     check_classes(config, dataset, val_dataset)
     check_batches(config, collectives.world_size())
-    if config.early_stopping.patience is not None and val_dataset is None:
-        raise UserError("early_stopping.patience needs validation images; give data.val_path")
 
 
 def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
@@ -141,7 +129,7 @@ def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Datas
         ),
         (
             have_several and not config.loss.several,
-            f"{path}: its images may have several labels: set --loss.kind bce, or asymmetric where most are absent",
+            f"{path}: its images may have several labels: set --loss.kind bce",
         ),
         (
             config.loss.several and config.finetune.probe,
@@ -172,8 +160,8 @@ def check_batches(config: ClassifierConfig, world_size: int) -> None:
             f"batch_size a multiple of {2 * world_size}",
         ),
         (
-            config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto",
-            "micro_batch auto cannot cut up batches over which several processes synchronise BatchNorm: the one "
-            "without memory would leave the others waiting; give a number, or set sync_bn off",
+            config.micro_batch == "auto" and world_size > 1,
+            "micro_batch auto is for one process: the one without memory would leave the others waiting; give a "
+            "number",
         ),
     )

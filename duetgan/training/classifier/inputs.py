@@ -1,4 +1,4 @@
-"""From a batch to a network's inputs and targets: augmentation, mixing, weights, micro-batches."""
+"""From a batch to a network's inputs and targets: augmentation, mixing, micro-batches."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -20,7 +20,7 @@ from duetgan.training.base.monitors import Fields, State
 from duetgan.training.base.phases import phase
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.frozen import FrozenStages
-from duetgan.training.classifier.loss import Targets, sample_weights
+from duetgan.training.classifier.loss import Targets
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import TrainingHalted
 from duetgan.utils.machine import ran_out
@@ -55,14 +55,14 @@ class MicroBatchSize(Fields):
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def find(self, attempt: Callable[[], object]) -> None:
-        """Halve the size until all ranks have the memory for `attempt`, the work of a step.
+        """Halve the size until there is memory for `attempt`, the work of a step.
 
         Does nothing without `auto`, or if `is_stale` is False. Raises TrainingHalted if a single
         sample needs too much memory.
         """
         if not (self.auto and self.is_stale):
             return
-        while collectives.all_reduce_max(int(not fits(attempt))):
+        while not fits(attempt):
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
             self._halve()
@@ -173,15 +173,7 @@ class Inputs:
             )
             targets = Targets(labels, partners(labels), mixing.label_weights)
             samples = Samples(images, targets, mixing=mixing)
-        if batch.synthetic is None or config.data.synthetic.weight == 1:
-            return samples
-        weights = sample_weights(
-            batch.synthetic,
-            config.data.synthetic.weight,
-            partners(batch.synthetic) if samples.mixing else None,
-            samples.targets.fraction,
-        )
-        return samples._replace(targets=samples.targets._replace(weights=weights))
+        return samples
 
     def micro_batches(self, samples: Samples) -> Iterator[MicroBatch]:
         for rows in self.micro.slices():

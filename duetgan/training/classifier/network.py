@@ -21,8 +21,6 @@ from duetgan.utils.seeding import forked
 
 IMAGES = 5000  # largest number of images to which the first filters are fitted
 PART, PIXELS = 256, 1 << 22  # largest numbers of images and of pixels in memory at a time
-# The last filters are cached because the start of a training builds several tasks.
-_last_filters: dict[tuple[object, ...], list[float]] = {}
 
 
 def build_network(config: ClassifierConfig, dataset: Dataset, device: torch.device) -> Classifier:
@@ -72,25 +70,14 @@ def fit_first_filters(model: Classifier, dataset: Dataset) -> None:
         return
 
     def filters() -> list[float]:
-        key = (
-            dataset.meta.content_hash,
-            dataset.resolution,
-            dataset.crop is None,
-            model.config.name,
-            model.config.imagenet_normalised,
-            model.side,
+        rows = np.linspace(0, len(dataset) - 1, min(IMAGES, len(dataset))).astype(np.int64)
+        size = max(1, min(PART, PIXELS // max(*dataset.spec.size, model.side or 0) ** 2))
+        parts = (
+            read_batch(dataset, rows[start : start + size]).images
+            for start in range(0, len(rows), size)
         )
-        if key not in _last_filters:
-            rows = np.linspace(0, len(dataset) - 1, min(IMAGES, len(dataset))).astype(np.int64)
-            size = max(1, min(PART, PIXELS // max(*dataset.spec.size, model.side or 0) ** 2))
-            parts = (
-                read_batch(dataset, rows[start : start + size]).images
-                for start in range(0, len(rows), size)
-            )
-            inputs = (model.prepare(dataset.spec.to_float(part)) for part in parts)
-            _last_filters.clear()
-            _last_filters[key] = first_filters(inputs).flatten().tolist()
-        return _last_filters[key]
+        inputs = (model.prepare(dataset.spec.to_float(part)) for part in parts)
+        return first_filters(inputs).flatten().tolist()
 
     weight = model.network.get_submodule(model.backbone.first).weight
     weight.copy_(

@@ -8,8 +8,8 @@
 - Restoring: every start of a run calls `Loop.resume` (`_resume` in run.py), which calls
   `CheckpointManager.restore` on all ranks. Rank 0 finds the newest readable file, and each rank
   loads it; base/restoring.py checks it and calls `load_state_dict` of each object. The manager
-  itself restores the lineage and the step of the best checkpoint. A roll-back (rollback.py) calls
-  `restore` with `up_to`. Other programs build a network alone from a checkpoint, by
+  itself restores the lineage and the step of the best checkpoint. After a stop for
+  broken weights (rollback.py) it is the last healthy one. Other programs build a network alone from a checkpoint, by
   models/restore.py.
 
 utils/checkpoint writes and reads the files.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.restoring import ImageHistory, load_states
+from duetgan.training.base.restoring import check_images, load_states
 from duetgan.training.base.task import Stateful
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
@@ -44,7 +44,7 @@ class CheckpointManager:
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config = config
         self.folder = folder
-        self.images = ImageHistory(str(config.data.path), loader.dataset.meta)
+        self.meta = loader.dataset.meta
         self.lineage = Lineage.of()  # all data that the weights were trained on
         # The other run's checkpoint with which this run started (training.engine.transfer).
         self.origin: Mapping[str, object] | None = None
@@ -87,8 +87,12 @@ class CheckpointManager:
             "step": step,
             "config": to_tree(self.config),
             # empty for an unconditional generator, even if its images have classes
-            "classes": list(self.images.meta.classes)[: metadata["shape"]["classes"]],
-            "data": self.images.document(),
+            "classes": list(self.meta.classes)[: metadata["shape"]["classes"]],
+            "data": {
+                "content_hash": self.meta.content_hash,
+                "count": self.meta.count,
+                "resize_filter": self.meta.resize_filter,
+            },
             "lineage": self.lineage.document(),
             "versions": self._versions,
             "figure": evaluation or {},  # the file format's key for the evaluation
@@ -129,20 +133,13 @@ class CheckpointManager:
         if job is not None:
             job.result()
 
-    def check(self, *, last: int | None = None) -> None:
-        """Raise TrainingHalted on all ranks if a checkpoint that the run must have was not written.
-
-        The checkpoint of the `last` step is required, also if `on_disk_full` is warn.
-        """
-        stops = self.config.checkpoint.on_disk_full == "stop"
-        if not stops and last is None:
-            return
+    def check(self, last: int) -> None:
+        """Raise TrainingHalted on all ranks if the checkpoint of the `last` step was not written."""
         collectives.barrier()  # rank 0 may have waited for the disk
-        reason = "checkpoint.on_disk_full is stop" if stops else "it is the run's last"
-        problem = self._failure if stops or self.saved_step != last else ""
+        problem = self._failure if self.saved_step != last else ""
         if problem := collectives.broadcast_object(problem):
             raise TrainingHalted(
-                f"{problem} and {reason}; make room, then the same command resumes"
+                f"{problem} and it is the run's last; make room, then the same command resumes"
             )
 
     def steps_up_to(self, step: int) -> list[int]:
@@ -150,20 +147,17 @@ class CheckpointManager:
         steps = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
         return [saved for saved in steps if saved <= step]
 
-    def restore(
-        self, registry: Registry, *, up_to: int | None = None
-    ) -> checkpoints.Checkpoint | None:
+    def restore(self, registry: Registry) -> checkpoints.Checkpoint | None:
         """Load the newest readable checkpoint into the objects of `registry`; None without one.
 
-        With `up_to` checkpoints after this step are deleted. Raises UserError if the checkpoint
-        does not fit the data or the task.
+        Raises UserError if the checkpoint does not fit the data or the task.
         """
         self.wait()
-        path = collectives.from_main_process(lambda: self._find(up_to))
+        path = collectives.from_main_process(self._find)
         if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
-        self.images.restore(content, self.folder)
+        check_images(content, self.config.data.path, self.meta, self.folder.path)
         load_states(registry, content["state"], path)
         self.lineage = join(self.lineage, recorded(content))
         self.origin = content.get("origin")
@@ -177,22 +171,22 @@ class CheckpointManager:
                 self._point(Path(path), content.get("figure", {}), self.saved_step, is_best)
         return content
 
-    def _find(self, up_to: int | None) -> str | None:
-        """Delete checkpoints after step `up_to`; return the path of the newest readable one.
+    def _find(self) -> str | None:
+        """Return the path of the newest readable checkpoint.
 
-        Without `up_to`, the limit is the step of `last.json` if training broke after that step.
-        Called on rank 0.
+        If training broke after the step of `last.json`, later checkpoints are deleted first. Called
+        on rank 0.
         """
         folder = self.folder.checkpoints
         last = checkpoints.pointer(folder, "last")
-        if up_to is None and last is not None and "broken_until" in last:
-            up_to = checkpoints.find_step(last["file"])
+        if last is not None and "broken_until" in last:
+            healthy = checkpoints.find_step(last["file"])
             say(
-                f"going back to the checkpoint of step {up_to}: training broke after it and stopped "
+                f"going back to the checkpoint of step {healthy}: training broke after it and stopped "
                 f"at step {last['broken_until']}; checkpoints from between are deleted"
             )
-        if up_to is not None and not checkpoints.forget_after(folder, up_to):
-            return None
+            if not checkpoints.forget_after(folder, healthy):
+                return None
         newest = checkpoints.load_latest(folder, warn=say)
         return None if newest is None else str(newest[0])
 

@@ -22,8 +22,6 @@ from duetgan.utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
 from duetgan.utils.errors import Expected, TrainingHalted
 from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.runlog.run_log import say_main
-from duetgan.utils.text import listed
 
 
 def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
@@ -70,18 +68,15 @@ class EqualWeights(Callback):
 
 
 class FirstStep(Callback):
-    """Sets the shorter timeout after the first step, and warns of parameters without gradients."""
+    """Sets the shorter timeout after the first step."""
 
     def __init__(self) -> None:
         self.is_done = False
 
     def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
-        if self.is_done:
-            return
+        if not self.is_done:
+            collectives.set_timeout(loop.config.distributed.timeout)
         self.is_done = True
-        collectives.set_timeout(loop.config.distributed.timeout)
-        if unused := unused_parameters(loop.task.registry()):
-            say_main(f"warning: {unused}")
 
 
 class Beat(Callback):
@@ -92,20 +87,6 @@ class Beat(Callback):
 
     def before_step(self, loop: Loop) -> None:
         self.heartbeat.step = loop.step
-
-
-def unused_parameters(registry: Mapping[str, Stateful]) -> str:
-    """Return a warning of trainable parameters without a gradient in the first step, or ""."""
-    lists = []
-    for name, part in registry.items():
-        if unused := getattr(part, "unused", None):
-            lists.append(f"{name}: {listed(unused, 4)}")
-    if not lists:
-        return ""
-    return (
-        "no gradient reaches these parameters, so they stay as they are, but for weight decay "
-        f"({'; '.join(lists)}); freeze them (finetune.freeze) or use them"
-    )
 
 
 @contextmanager

@@ -4,19 +4,13 @@ It is independent of models; `training.base.task` is the interface to them. Opti
 take part as callbacks (`training.engine.run` lists them).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import (
-    EarlyStopping,
-    Fields,
-    MetricWindow,
-    State,
-    Stopwatch,
-    improvement,
-)
+from duetgan.training.base.monitors import Fields, MetricWindow, State, Stopwatch
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Stateful, Task
 from duetgan.training.engine.checkpoints import CheckpointManager, Evaluation
@@ -34,8 +28,7 @@ class Callback:
     """An option of a training. All ranks call its methods, which do nothing by default.
 
     `begin` prepares a new run. An iteration is a step, and then the row of metrics, the evaluation
-    and the checkpoint that are due; a callback may go back to a checkpoint in `after_row`.
-    `columns` adds to a row, `state_dict` to the loop's state.
+    and the checkpoint that are due. `columns` adds to a row, `state_dict` to the loop's state.
     """
 
     def begin(self, loop: "Loop") -> None: ...
@@ -83,11 +76,8 @@ class Loop(Fields):
         # training images of these updates, counted because a resume may change the batch size
         self.images = 0
         self.best: dict[str, float | int] = {}
-        self.window = MetricWindow(config.spikes.watched(task.loss_metric))
+        self.window = MetricWindow()
         self.stopwatch = Stopwatch()
-        self.stopping = EarlyStopping(
-            config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower
-        )
         self.log = RunLog(
             folder.path,
             active=collectives.is_main(),
@@ -102,14 +92,13 @@ class Loop(Fields):
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def state_dict(self) -> State:
-        state = super().state_dict() | {"stopping": self.stopping.state_dict()}
+        state = super().state_dict()
         for callback in self.callbacks:
             state |= callback.state_dict()
         return state
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self.stopping.load_state_dict(state["stopping"])
         for callback in self.callbacks:
             callback.load_state_dict(state)
 
@@ -120,7 +109,6 @@ class Loop(Fields):
             callback.before_save(self)
         metadata = {"shape": dict(self.task.shape), **self.task.provenance()}
         self.manager.save(self.step, self.registry(), metadata, evaluation, best)
-        self.manager.check()
 
     def resume(self) -> bool:
         """Load the newest readable checkpoint; return False if there is none."""
@@ -130,13 +118,13 @@ class Loop(Fields):
 
     @property
     def finished(self) -> bool:
-        """True if all steps are done or early stopping has ended the training."""
-        return self.step >= self.config.steps or self.stopping.reached
+        """True if all steps are done."""
+        return self.step >= self.config.steps
 
     def run(self, max_steps: int | None = None) -> None:
         """Train up to step `max_steps` (default: the config's steps)."""
         target = min(self.config.steps, max_steps or self.config.steps)
-        self.log.open(self.step, target, going_on=self.step < target and not self.stopping.reached)
+        self.log.open(self.step, target, going_on=self.step < target)
         try:
             if self.step == 0:
                 self._begin()
@@ -146,7 +134,7 @@ class Loop(Fields):
             self.off_the_clock(self.manager.wait)
             if self.stopwatch.step < self.step:  # `max_steps` lies between two rows
                 self.log.metrics(self.step, self._row(self.window), partial=True)
-            self.manager.check(last=self.step)
+            self.manager.check(self.step)
         finally:
             # Wait for checkpoints that are being written, also if the run failed.
             self.manager.wait()
@@ -180,13 +168,10 @@ class Loop(Fields):
 
     def _train_until(self, target: int) -> None:
         batches = self.batches()
-        while self.step < target and not self.stopping.reached:
+        while self.step < target:
             self.take_step(batches)
-            step = self.step
             if self.is_due(self.config.log.every):
                 self._write_row()
-            if self.step < step:  # a callback has gone back to a checkpoint
-                continue
             if self.is_due(self.config.evaluation.every):
                 self.off_the_clock(self._evaluate)
             elif self.is_due(self.config.checkpoint.every):
@@ -237,7 +222,6 @@ class Loop(Fields):
         self._log(row)
         self.loader.wait_seconds = 0.0
         self.stopwatch.restart(self.step)
-        self.manager.check()
         for callback in self.callbacks:
             callback.after_row(self, row, window)
 
@@ -265,11 +249,9 @@ class Loop(Fields):
             self.save()
             return
         value = metrics[metric]
-        is_best = improvement(value, self.best.get(metric), self.task.best_is_lower) > 0
+        sign = -1 if self.task.best_is_lower else 1
+        is_best = sign * value > sign * self.best.get(metric, -sign * math.inf)
         if is_best:
             self.best = {metric: value, "step": self.step}
-        self.stopping.see(value)
-        if self.stopping.reached and self.step < self.config.steps:
-            say_main(f"step {self.step}: {self.stopping.reason}")
         interval = list(self.task.best_interval or ())
         self.save({"metric": metric, "value": value, "interval": interval}, best=is_best)

@@ -61,7 +61,6 @@ class Curve:
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smoothed: list[float] = field(default_factory=list)
-    start_loss: float | None = None  # loss before the first update
     stopped: str = "all rates were tried"  # the reason why the sweep ended
 
     def steepest(self) -> float | None:
@@ -122,7 +121,6 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
             break
         losses.append(loss)
         if number == 0:
-            curve.start_loss = loss
             continue
         curve.rates.append(sweep.rate(number - 1))
         curve.losses.append(loss)
@@ -137,17 +135,15 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
 
 
 def draw(curve: Curve, steepest: float | None, path: Path) -> None:
-    """Write the curve as a PNG file, without the part where training diverges."""
+    """Write the curve as a PNG file."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
+    if curve.losses:
+        axes.set_yscale("log")
     axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
     axes.plot(curve.rates, curve.smoothed, color="C0", linewidth=2, label="smoothed")
     if steepest is not None:
         axes.axvline(steepest, color="C3", label=f"steepest {steepest:.2g}")
-    if curve.smoothed and curve.start_loss is not None:
-        low, high = min(curve.losses), max(curve.smoothed[0], curve.start_loss)
-        margin = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
-        axes.set_ylim(low - margin, high + 4 * margin)
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss of the next batch")
     axes.set_title(curve.stopped, fontsize=9)
     axes.legend(fontsize=8)

@@ -33,9 +33,8 @@ class StatusFile(Callback):
     def write(self, loop: Loop, state: str, reason: str = "", exit_code: int | None = None) -> None:
         if not collectives.is_main():
             return
-        threads = loop.state_dict().get("threads", {})
         try:
-            self.folder.write_status(state, loop.step, reason, exit_code, threads=threads)
+            self.folder.write_status(state, loop.step, reason, exit_code)
         except OSError as error:
             path = self.folder.path / "status.json"
             say(f"warning: {path}: cannot be written ({error.strerror})")

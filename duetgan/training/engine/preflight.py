@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.stages import stages_text
-from duetgan.training.base.config import RunConfig, Shape
+from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import data_text, mixture_text
 from duetgan.training.base.task import Outline, Task
-from duetgan.training.engine.speed import Choice, forecast
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
-from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.machine import (
-    MIB,
-    TOLERATED_LOAD,
-    load_text,
-    local_processes,
-    total_bytes,
-)
+from duetgan.utils.machine import MIB, local_processes, total_bytes
 from duetgan.utils.text import counted
 
 GIB = 2**30
@@ -54,15 +45,12 @@ def check_disk(folder: Path, task: Task, count: int) -> None:
 def check_memory(
     config: RunConfig,
     outline: Callable[[], Outline],  # builds the networks; called on the meta device
-    shape: Shape,  # of the images: channels, resolution
     device: torch.device,
-    images: int = sys.maxsize,  # of the data set; the message proposes no larger batch
 ) -> None:
-    """Raise UserError if weights and a batch of images alone exceed the memory."""
+    """Raise UserError if weights and what belongs to them alone exceed the memory."""
     processes = local_processes() if device.type == "cpu" else 1
     room = total_bytes(device, several=config.several_devices) // processes
     machine = "this machine" if device.type == "cpu" else "the GPU"
-    limit = f"{machine} has {room / GIB:,.1f} GiB for a process"
     needs = {}  # bytes of each network's weights and their copies, by section of the config
     with torch.device("meta"):
         for name, (network, copies) in outline().items():
@@ -72,22 +60,9 @@ def check_memory(
         largest = max(needs, key=lambda name: needs[name])
         raise UserError(
             f"{largest}: its weights and what belongs to each need {weights / GIB:,.1f} GiB or more, "
-            f"but {limit}: make the sizes in this section of the config smaller"
+            f"but {machine} has {room / GIB:,.1f} GiB for a process: make the sizes in this section "
+            "of the config smaller"
         )
-    world_size = collectives.world_size()
-    for _, side, batch_size in config.spans(shape["resolution"]):
-        rank_batch = max(1, batch_size // world_size)
-        micro = 1 if config.micro_batch == "auto" else config.micro_limit or rank_batch
-        spec = ImageSpec.read(shape).at(side)
-        # Images have 1 byte a value, and those of a forward pass 4 more as floats.
-        batch = (rank_batch + 4 * min(micro, rank_batch)) * spec.values
-        if weights + batch > room:
-            fits = min(images, int((room - weights) / batch * rank_batch) * world_size)
-            raise UserError(
-                f"batch_size {batch_size}: {rank_batch} images of {spec} need {batch / GIB:,.1f} GiB "
-                f"or more, but {limit}; a --batch-size of {fits} might be held, and training needs "
-                "room besides"
-            )
 
 
 def plan_rows(
@@ -95,20 +70,17 @@ def plan_rows(
     task: Task,
     dataset: Dataset,
     val_dataset: Dataset | None,
-    reading: str,
     device: torch.device,
-    choice: Choice,
+    precision: str,
 ) -> dict[str, str]:
-    """Return the table of the plan: label -> value; `reading` describes how images are read."""
+    """Return the table of the plan: label -> value; `precision` is given with its reason."""
     world_size, images = collectives.world_size(), task.images_at(config.steps)
     processes = "process" if world_size == 1 else "processes"
     place = f"{device} x {world_size} {processes}, {counted(torch.get_num_threads(), 'thread')}"
-    if choice.busy_cores > TOLERATED_LOAD:
-        place += f"; busy: {load_text(choice.busy_cores)}"
     rows = {
         "task": config.task,
         "device": place,
-        "precision": choice.text or config.precision,
+        "precision": precision,
         "training data": data_text(dataset),
     }
     if dataset.synthetic is not None:
@@ -116,12 +88,9 @@ def plan_rows(
     rows["held-out data"] = "none (data.val_path is not set)"
     if val_dataset:
         rows["held-out data"] = data_text(val_dataset)
-    rows["reading"] = reading
     rows |= _batch_rows(config, dataset)
     epochs = images / len(dataset)
     rows["length"] = f"{config.steps:,} steps = {images:,} images = {epochs:.1f} epochs"
-    if seconds := forecast(choice, images):
-        rows["time"] = seconds
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
             rows[name.replace("_", " ")] = schedule_text(
@@ -135,8 +104,6 @@ def plan_rows(
         f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps, {saving.keep} kept and "
         "the best"
     )
-    if saving.keep_every:
-        rows["checkpoint"] += f", and every {saving.keep_every} for good"
     return rows
 
 
@@ -153,15 +120,12 @@ def _batch_rows(config: RunConfig, dataset: Dataset) -> dict[str, str]:
         if config.micro_batch == "auto":
             rows["batch"] += ", halved where memory runs out"
     if max(size for _, _, size in spans) > len(dataset):
-        unit = config.batch_unit(world_size)
-        fits = max(unit, len(dataset) // unit * unit)
-        remedy = f"; make batch_size {fits}" if fits < config.batch_size else ""
-        rows["warning"] = f"batch larger than the data set: each batch holds repeats{remedy}"
+        rows["warning"] = "batch larger than the data set: each batch holds repeats"
     return rows
 
 
 def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
-    """Describe an optimizer's learning rates over `steps` steps, and its gradient clipping."""
+    """Describe an optimizer's learning rates over `steps` steps."""
     configured, config = config, config.for_batch(batch_size)
     text = f"{config.name}, lr {config.lr:g}"
     if configured.lr_batch_size is not None:
@@ -170,14 +134,7 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
         text += f" after {config.warmup_steps} warm-up steps"
     if config.warmup_steps >= steps:
         text += "; warning: the run ends within the warm-up: make warmup_steps smaller"
-    if config.schedule != "constant":
-        points = (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
-        rates = [f"{config.lr_at(step, steps):.2g} at {step}" for step in points]
-        text += f", {config.schedule}: {', '.join(rates)}"
-    for key in ("clip_norm", "clip_value", "clip_adaptive"):
-        if value := getattr(config, key):
-            text += f", {key} {value:g}"
-    return text
+    return f"{text}, {config.schedule}"
 
 
 def layers_text(task: Task, name: str) -> str:

@@ -1,12 +1,10 @@
-"""The profile of training steps, `train.py --profile N`: time by phase, memory, and operators.
+"""The profile of training steps, `train.py --profile N`: time by phase, and operators.
 
-After a warm-up a clock measures the phases of N steps. As torch.profiler slows steps down, it
-traces the N steps after these.
+torch.profiler traces N steps after a warm-up, while a clock measures their phases.
 """
 
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -18,7 +16,6 @@ from duetgan.training.engine.loop import Callback, Loop
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
-from duetgan.utils.machine import MIB, peak_bytes
 from duetgan.utils.text import columns
 
 WARM_UP = 3  # steps before the measured ones, to fill caches and allocate optimizer moments
@@ -27,7 +24,7 @@ TOP = 12  # number of rows in the table of operators
 
 
 class Profiler(Callback):
-    """Measures `count` steps of rank 0, traces as many after them, and writes RUN/profile/.
+    """Traces `count` steps of rank 0, and writes RUN/profile/.
 
     Raises UserError if too few steps are left.
     """
@@ -35,24 +32,21 @@ class Profiler(Callback):
     def __init__(self, loop: Loop, count: int) -> None:
         self.count = count
         self.first = loop.step + WARM_UP
-        self.last = self.first + 2 * count
+        self.last = self.first + count
         if self.last > loop.config.steps:
             remaining = loop.config.steps - loop.step
             raise UserError(
-                f"--profile {count}: needs {WARM_UP} steps to warm up, {count} to measure and {count} to trace, but "
+                f"--profile {count}: needs {WARM_UP} steps to warm up and {count} to trace, but "
                 f"{remaining} of {loop.config.steps} are left; give a smaller N, a larger --steps, or another "
                 "--run-dir"
             )
         self.device = loop.loader.device
-        self.peak = 0  # bytes of memory during the measured steps
-        self.measured: Counter[str] = Counter()  # seconds by phase
-        self.traced: Counter[str] = Counter()
         # Silence the profiler's errors about CUDA on machines without it.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         names = ("CPU", self.device.type.upper())
         activities = {kind for kind in supported_activities() if kind.name in names}
         self.profiler = profile(activities=activities, acc_events=True)
-        self._clock = PhaseClock(self._wait, time.perf_counter)
+        self.clock: PhaseClock | None = None
         self._step = ExitStack()
 
     def _wait(self) -> None:
@@ -62,10 +56,11 @@ class Profiler(Callback):
     def before_step(self, loop: Loop) -> None:
         if loop.step < self.first:
             return
-        if loop.step == self.first + self.count:
+        if self.clock is None:
             self.profiler.start()
-        self._clock = PhaseClock(self._wait, time.perf_counter)
-        self._step.enter_context(listening(self._clock))
+            self.clock = PhaseClock(self._wait, time.perf_counter)
+        self.clock.restart()
+        self._step.enter_context(listening(self.clock))
         self._step.enter_context(record_function("step"))
         self._step.enter_context(phase(UNMARKED))
 
@@ -73,37 +68,28 @@ class Profiler(Callback):
         if loop.step <= self.first:
             return
         self._step.close()
-        if loop.step <= self.first + self.count:
-            self.measured.update(self._clock.seconds)
-            self.peak = peak_bytes(self.device)
-        else:
-            self.traced.update(self._clock.seconds)
         if loop.step == self.last:
             self.profiler.stop()
             self._write(loop)
 
     def _write(self, loop: Loop) -> None:
+        assert self.clock is not None
         folder, processes = loop.folder.path / "profile", collectives.world_size()
         folder.mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(str(folder / TRACE))
-        images = loop.task.images_at(self.first + self.count) - loop.task.images_at(self.first)
+        images = loop.task.images_at(self.last) - loop.task.images_at(self.first)
         heading = (
-            f"{loop.config.task}: steps {self.first} to {self.first + self.count - 1}, "
+            f"{loop.config.task}: steps {self.first} to {self.last - 1}, "
             f"{images / self.count:g} images a step, {processes} processes, rank 0 measured "
             f"({self.device}, {torch.get_num_threads()} threads, {loop.config.precision})"
         )
-        seconds = {name: total / self.count for name, total in self.measured.items()}
-        overhead = self.traced.total() / self.measured.total() - 1
+        seconds = {name: total / self.count for name, total in self.clock.seconds.items()}
         key = "self_cpu_time_total" if self.device.type == "cpu" else "self_device_time_total"
         operators = self.profiler.key_averages().table(
             sort_by=key, row_limit=TOP, max_name_column_width=40
         )
-        location = (
-            f"trace of as many steps: {folder / TRACE} (open it at https://ui.perfetto.dev or in "
-            "chrome://tracing)"
-        )
-        memory = f"memory: {self.peak / MIB:.0f} MiB at most; torch.profiler cost {100 * overhead:+.0f} %"
-        text = "\n\n".join([heading, phase_table(seconds), memory, operators, location])
+        location = f"trace: {folder / TRACE} (open it at https://ui.perfetto.dev)"
+        text = "\n\n".join([heading, phase_table(seconds), operators, location])
         write_atomic(folder / SUMMARY, f"{text}\n".encode())
         print(text)
 

@@ -15,11 +15,11 @@ from duetgan.training.base import data
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.config import ClassifierConfig
-from duetgan.training.engine import health, lr_find, preflight, speed, transfer
+from duetgan.training.engine import hardware, health, lr_find, preflight, speed, transfer
 from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.outputs import Columns, LayerLog, SampleGrids, StatusFile
 from duetgan.training.engine.profile import Profiler
-from duetgan.training.engine.rollback import SkippedUpdates, SpikeRollback
+from duetgan.training.engine.rollback import SkippedUpdates
 from duetgan.training.engine.signals import StopSignals
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils import extras, seeding
@@ -34,31 +34,25 @@ from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.machine import tune_malloc
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.runlog.run_log import say, say_main, say_refused
-from duetgan.utils.text import columns
+from duetgan.utils.text import columns, duration
 
 # Functions that return callbacks of a run; extras add theirs.
-CALLBACKS: list[Callable[[RunConfig, torch.device, speed.ThreadCount], list[Callback]]] = []
+CALLBACKS: list[Callable[[RunConfig, torch.device], list[Callback]]] = []
 
 
 def callbacks(
     config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder
 ) -> list[Callback]:
     """Return the options of a training that take part in its loop, in the order of their turns."""
-    threads_used = speed.ThreadCount(config.threads, loader.device)
     result: list[Callback] = []
     for make in CALLBACKS:
-        result += make(config, loader.device, threads_used)
-    result += [threads_used, health.FirstStep(), StatusFile(folder), SampleGrids()]
+        result += make(config, loader.device)
+    result += [health.FirstStep(), StatusFile(folder), SampleGrids()]
     if config.distributed.check_every and collectives.world_size() > 1:
         result.append(health.EqualWeights(config.distributed.check_every))
     if config.log.layers:
         result.append(LayerLog(config.log, task.registry(), folder))
-    result += [
-        Columns(task, loader.device),
-        SkippedUpdates(config.nonfinite_cap),
-        SpikeRollback(config.spikes),
-    ]
-    return result
+    return [*result, Columns(task, loader.device), SkippedUpdates(config.nonfinite_cap)]
 
 
 def train(
@@ -72,7 +66,6 @@ def train(
     sweep: Mapping[str, Any] | None = None,
     dry_run: str | None = None,
     layers: bool = False,
-    new_data: bool = False,
 ) -> int:
     """Train or resume a run; or search a learning rate or print the plan, if requested.
 
@@ -81,7 +74,6 @@ def train(
         sweep: Options of `lr_find.Sweep` for a learning-rate search.
         dry_run: If not None, only print the plan; a module's name adds its predictions.
         layers: Print every layer in the plan.
-        new_data: Continue the run even if it was trained on other images than the present ones.
 
     Returns the exit code. Raises errors that `run_cli` prints.
     """
@@ -103,7 +95,6 @@ def train(
             torch_device,
             optional_weights="model.weights" not in given_keys(overrides),
         )
-        loop.manager.images.new_data = new_data
         if dry_run is not None:
             collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run))
             return 0
@@ -154,7 +145,7 @@ def prepare(
     saved = collectives.from_main_process(lambda: folder.saved_config() or {})
     if optional_weights and isinstance(config, ClassifierConfig):
         config = config.with_weights_at_hand(saved)
-    config = speed.resolve_auto(config, saved)
+    config, precision = hardware.settle(config, saved, device)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     task_class = TASKS[config.task].task
     with collectives.raising_together():  # Nodes may have different files.
@@ -165,16 +156,7 @@ def prepare(
     shape = config.shape(dataset)
     # This precedes any allocation of the configured sizes. Machines may differ.
     with collectives.raising_together():
-        preflight.check_memory(
-            config, partial(task_class.outline, config, shape), shape, device, len(dataset)
-        )
-    already_chosen = saved.get("precision") == config.precision
-    choice = speed.choose(config, dataset, device, already_chosen=already_chosen)
-    config = config.changed(precision=choice.precision)
-    if config.threads == "auto" and device.type == "cpu":
-        config = config.changed(threads=choice.threads)
-    if choice.warning:
-        say_main(f"warning: {choice.warning}")
+        preflight.check_memory(config, partial(task_class.outline, config, shape), device)
     # This sets config.init_from, which the task reads.
     donor = transfer.find_donor(config, folder)
     task: Task = task_class(config, dataset, val_dataset, device)
@@ -186,23 +168,24 @@ def prepare(
     if donor is not None:
         # empty for an unconditional network, even if its images have classes
         classes = dataset.meta.classes[: task.shape["classes"]]
-        transferred, donor_lineage = transfer.transfer(
-            donor["file"], task.registry(), resolution=dataset.resolution, classes=classes
-        )
+        transferred, donor_lineage = transfer.transfer(donor["file"], task.registry(), classes)
     loader = data.make_loader(config, dataset, device)
-    reading = data.reading_text(dataset)
-    rows = preflight.plan_rows(config, task, dataset, val_dataset, reading, device, choice)
+    rows = preflight.plan_rows(config, task, dataset, val_dataset, device, precision)
     say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
     if transferred is not None:
         say_main(transferred)
     loop = Loop(config, task, loader, folder, callbacks(config, task, loader, folder))
     loop.manager.origin = donor
-    loop.manager.images.adapt = transfer.NewImages(loop).adapt
-    loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
+    loop.manager.lineage = join(data.lineage(dataset), task.lineage(), donor_lineage)
     return loop
 
 
 def _print_plan(loop: Loop, layers: bool, predictions: str) -> None:
+    config, device = loop.config, loop.loader.device
+    if device.type == "cpu" and collectives.world_size() == 1:
+        seconds = speed.seconds_per_image(config, loop.loader.dataset, device)
+        total = duration(seconds * loop.task.images_at(config.steps))
+        print(f"time: about {total} here, {1 / seconds:,.3g} images/s")
     for name in loop.task.networks() if layers else ():
         print(preflight.layers_text(loop.task, name))
     if predictions:
@@ -232,11 +215,9 @@ def _resume(loop: Loop, activity: str) -> None:
 
     collectives.from_main_process(open_folder)
     resumed, steps = loop.resume(), loop.config.steps
-    # A run with new images must make at least one step on them.
-    least = loop.step + (loop.step == loop.manager.images.periods[-1].step > 0)
-    if least > steps:
+    if loop.step > steps:
         raise UserError(
-            f"--steps {steps}: the run has done {loop.step} already; give {least} or more"
+            f"--steps {steps}: the run has done {loop.step} already; give {loop.step} or more"
         )
     if resumed:
         say_main(f"{activity} step {loop.step} of {steps}")
@@ -259,9 +240,6 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train with a heartbeat of this process, and write the final status."""
     _resume(loop, "resumed at")
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
-    periods = loop.manager.images.periods
-    if len(periods) > 1:
-        facts["history"] = {f"step {images.step}": images.path for images in periods}
     status = StatusFile(folder)
     signals = StopSignals(status)
     loop.callbacks.append(signals)
@@ -297,7 +275,7 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         collectives.watch_while_waiting(None)
     reason = "max_steps" if profile_steps is None else "profile"
     if loop.finished:
-        reason = loop.stopping.reason if loop.step < loop.config.steps else ""
+        reason = ""
     status.write(loop, "finished" if loop.finished else "stopped", reason, 0)
     if collectives.is_main():
         _report(folder.path)

@@ -1,6 +1,5 @@
 """Configuration of a GAN's training."""
 
-import math
 from functools import cache
 from math import lcm
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -192,15 +191,6 @@ class GanConfig(RunConfig):
                 "optimizer muon is for classifiers: take adam or muon-adam for a GAN",
             ),
             (
-                self.generator_optimizer.schedule_free
-                or self.discriminator_optimizer.schedule_free,
-                "schedule-free optimizers are for classifiers: a GAN has an average of its own (ema)",
-            ),
-            (
-                self.data.synthetic.weight != 1,
-                "data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone",
-            ),
-            (
                 self.data.synthetic.on and self.progressive.start is not None,
                 "data.synthetic cannot be combined with growing: set progressive.start to null",
             ),
@@ -246,14 +236,6 @@ class GanConfig(RunConfig):
     def for_trial(self, samples: int) -> Self:
         """Return this config for measured steps of the full networks, without growth."""
         return super().for_trial(samples).changed(progressive=ProgressiveConfig())
-
-    def batch_unit(self, world_size: int) -> int:
-        groups = [self.discriminator.group]
-        if self.loss.feature_matching_weight:
-            groups.append(self.loss.feature_matching_group)
-        if self.loss.path_length_weight:
-            groups.append(2)
-        return world_size * math.lcm(*groups)
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError unless each stage's batch divides into ranks, micro-batches and groups."""

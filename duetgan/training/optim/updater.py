@@ -12,13 +12,13 @@ from torch.optim.optimizer import StateDict
 from duetgan.training.base.config import PrecisionName
 from duetgan.training.base.graphs import outside
 from duetgan.training.optim.config import OptimizerConfig
-from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer, clip_
+from duetgan.training.optim.optimizers import Group, build_optimizer, clip_
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError
 
 # Keys of a parameter group that are loaded from checkpoints; the others come from the config.
-STATE = {"params", "param_names", "lr", "counters"}
+STATE = {"params", "param_names", "lr"}
 
 
 class Precision:
@@ -31,7 +31,7 @@ class Precision:
     def switch(self, name: PrecisionName) -> None:
         """Change to another precision, with a new loss scale.
 
-        A training resolves "auto" before it builds its task (`training.engine.speed`). A task that
+        A training resolves "auto" before it builds its task (`training.engine.hardware`). A task that
         is built with "auto" uses fp32.
         """
         self.name = "fp32" if name == "auto" else name
@@ -104,7 +104,7 @@ class Updater:
         growing: bool = False,
         exchange: bool = True,  # False if DDP adds up the gradients
         compress: Compression = "off",  # compression of the exchanged gradients
-        # Parameters without adaptive clipping (2102.06171, section 4.1) and without Muon.
+        # Parameters without Muon.
         head: Iterable[Tensor] = (),
         # Parameter groups with their `lr_scale`; None for those of `parameter_groups`.
         groups: Sequence[Group] | None = None,
@@ -130,8 +130,6 @@ class Updater:
         self.exchange = GradientExchange(
             self.parameters if exchange else [], missing=missing, compress=compress
         )
-        # Names of trained parameters without a gradient in the first step of this process.
-        self.unused: list[str] | None = None
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -144,8 +142,6 @@ class Updater:
 
     def step(self, step: int) -> Update:
         """Apply update number `step` (from 0), unless the gradients are not finite."""
-        if self.unused is None:
-            self.unused = self._without_gradient()
         self.exchange.finish()
         gradients: list[Tensor] = []
         for parameter in self.parameters:
@@ -155,7 +151,7 @@ class Updater:
         self.precision.unscale(self.optimizer)
         # With several devices the norm is computed on the device of the first gradient.
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
-        clip_(self.parameters, self.config, norm, self.head)
+        clip_(self.parameters, self.config, norm)
         applied = norm < math.inf  # False for NaN, too
         skipped = applied.new_empty((), dtype=torch.float32)
         torch.logical_not(applied, out=skipped)
@@ -176,13 +172,6 @@ class Updater:
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.step()
 
-    def _without_gradient(self) -> list[str]:
-        """Return the names of the parameters that train but have no gradient; empty if `growing`."""
-        if self.growing:
-            return []
-        parameters = self.model.named_parameters()
-        return [name for name, p in parameters if p.requires_grad and p.grad is None]
-
     def _schedule(self, step: int) -> None:
         config = self.config
         rate = config.lr_at(step, self.steps) if self.rate is None else self.rate
@@ -196,12 +185,6 @@ class Updater:
                     group["momentum"] = momentum
                 else:
                     group["betas"] = (momentum, group["betas"][1])
-
-    def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the averaged weights of a schedule-free optimizer, for evaluation, else None."""
-        if isinstance(self.optimizer, ScheduleFree):
-            return self.optimizer.average(parameters)
-        return None
 
     def reset(self) -> None:
         """Build a new optimizer, with empty moments."""
@@ -223,13 +206,6 @@ class Updater:
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
         for group, saved_group in zip(current, saved, strict=True):
-            if isinstance(self.optimizer, ScheduleFree):
-                beta, saved_beta = group["betas"][0], saved_group["betas"][0]
-                if beta != saved_beta:
-                    raise UserError(
-                        f"the average of schedule-free weights was begun with a share of {saved_beta}, which a "
-                        "resume cannot change; give the same optimizer.momentum (schedulefree-adamw: betas)"
-                    )
             for key in STATE & saved_group.keys():
                 group[key] = saved_group[key]
         self.optimizer.load_state_dict({"state": state["state"], "param_groups": current})

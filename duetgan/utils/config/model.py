@@ -6,12 +6,13 @@ are accepted.
 
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    ClassVar,
     Literal,
     Self,
     Union,
@@ -213,6 +214,8 @@ class Config(_Strict):
     """
 
     model_config = ConfigDict(extra="forbid")
+    # Keys of earlier versions and their defaults. Saved configs may hold these values.
+    old_keys: ClassVar[Mapping[str, object]] = {}
 
     if not TYPE_CHECKING:  # so that type checkers see the fields as parameters
 
@@ -222,6 +225,14 @@ class Config(_Strict):
 
         # Nested sections are validated without it, so that their errors are reported together.
         __init__.__pydantic_base_init__ = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_old_keys(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        old = cls.old_keys
+        return {key: value for key, value in values.items() if key not in old or value != old[key]}
 
     @field_validator("*", mode="before")
     @classmethod

@@ -134,11 +134,12 @@ class RunFolder:
         Raises UserError if a difference would break the saved state (another task, model or seed).
 
         Args:
-            defaults: values of keys that an older version did not write.
+            defaults: values of keys that an older version did not write. Saved keys that are not
+                among them are ignored.
         """
         if (saved := self.saved_config()) is None:
             return []
-        changed = differences(_filled(saved, defaults or {}), config)
+        changed = differences(_aligned(saved, defaults or {}), config)
         breaking = []
         for key, (old, new) in changed.items():
             if BREAKING.match(key) and old != "auto":
@@ -168,7 +169,6 @@ class RunFolder:
         step: int,
         reason: str = "",
         exit_code: int | None = None,
-        **details: object,
     ) -> None:
         """Write `status.json`, with the seconds that all processes of the run took.
 
@@ -179,17 +179,21 @@ class RunFolder:
             "step": step,
             "reason": reason,
             "exit_code": exit_code,
-            **details,
         }
         status["seconds"] = round(self._earlier_seconds + time.monotonic() - self._opened, 1)
         status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         replace_file(self.path / "status.json", as_json(status))
 
 
-def _filled(tree: Tree, defaults: Tree) -> Tree:
-    """Return `tree` with the missing keys of `defaults`, in sections too."""
-    result = {**defaults, **tree}
+def _aligned(tree: Tree, defaults: Tree) -> Tree:
+    """Return `tree` with the keys of `defaults` alone, in sections too.
+
+    If `defaults` is empty, such as the default of a mapping, `tree` is returned.
+    """
+    if not defaults:
+        return tree
+    result = {key: tree.get(key, default) for key, default in defaults.items()}
     for key, value in defaults.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            result[key] = _filled(tree[key], value)
+        if isinstance(value, dict) and isinstance(result[key], dict):
+            result[key] = _aligned(result[key], value)
     return result

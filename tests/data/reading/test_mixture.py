@@ -146,17 +146,6 @@ def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed
     np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
 
 
-def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed, second):
-    """The loop goes back in steps and on in samples (`training.engine.loop`)."""
-    loader = loader_of(packed, second, sampler_of("1/4", until=8), batches_per_step=2)
-    then = loader.state_dict()
-    for _ in range(6):
-        next(loader)
-    loader.load_state_dict(loader.state_dict() | {key: then[key] for key in ("step", "batch")})
-    counts = [int(batch.synthetic.sum()) for batch in (next(loader) for _ in range(10)) if batch.synthetic is not None]
-    assert counts == [3] * 8 + [0] * 2
-
-
 def test_damage_of_the_second_file_is_named(packed, second):
     flip(second, sample_images(DRAWN, seed=1)[2].tobytes())
     loader = loader_of(packed, second, sampler_of("1/2"))

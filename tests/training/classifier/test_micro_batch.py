@@ -1,6 +1,4 @@
 import copy
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,22 +144,6 @@ def test_it_is_looked_for_again_where_other_parameters_train(packed):
     assert differing(state_of(task), state_of(smaller)) == []
 
 
-def test_gradients_of_an_attempt_are_not_sent(packed):
-    task, loader = build(packed, micro_batch="auto")
-    task.set_up(0)
-    no_sync: list[bool] = []
-
-    @contextmanager
-    def alone():
-        no_sync.append(True)
-        yield
-
-    task.replica._ddp = SimpleNamespace(no_sync=alone)
-    task.inputs.micro.size = 6
-    task.step(loader, 0)
-    assert len(no_sync) == 2 + 1
-
-
 def test_other_errors_are_not_memory(packed):
     task, loader = build(packed, micro_batch="auto")
     tried = full_above(task, 0, RuntimeError("shapes differ"))
@@ -172,8 +154,7 @@ def test_other_errors_are_not_memory(packed):
 def test_batches_that_processes_cannot_share():
     config = config_of(micro_batch="auto")
     check_batches(config, 1)
-    assert_raises(UserError, "set sync_bn off", check_batches, config, 2)
-    check_batches(config_of(micro_batch="auto", sync_bn="off"), 2)
+    assert_raises(UserError, "micro_batch auto is for one process", check_batches, config, 2)
     with pytest.raises(UserError, match="each process holds 3; make batch_size a multiple of 8"):
         check_batches(config_of(), 4)
     check_batches(config_of(augment={"flip": True}), 4)

@@ -1,5 +1,6 @@
 """The classifier's step with its settings on: resume to the bit, and what reaches what."""
 
+import math
 import re
 import sys
 from itertools import groupby
@@ -30,9 +31,8 @@ TREE: dict[str, Any] = {
     "checkpoint": {"every": 100},  # they are large: besides the evaluations only where a run ends
     "log": {"every": 4, "tensorboard": False, "samples_every": 0},
 }
-FREE: dict[str, Any] = {
-    "optimizer": {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},
-    "resizing": {"initial_scale": 0.5},
+OTHER: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},
     "micro_batch": "auto",
     "precision": "bf16",
     "loss": {"kind": "squared-error"},
@@ -54,26 +54,10 @@ def task_of(packed: Path, *overrides: str, **more: Any) -> Any:
     return ClassifierTask(config_of(packed, *overrides, **more), Dataset(packed / "train.lmdb"), None, CPU)
 
 
-def test_an_epoch_of_unfreezing_is_one_of_the_global_batch(packed, monkeypatch):
-    """A process of two computes half of each batch of 8."""
-    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
-    finetune = {"unfreeze": {"head": 0, "layer4": 2}, "unfreeze_by": "epoch"}
+def test_an_epoch_of_unfreezing_is_one_of_the_global_batch(packed):
+    finetune = {"unfreeze": {"head": 0, "layer4": "2ep"}}
     begins = task_of(packed, "--batch_size", "8", finetune=finetune).finetuning.begins
     assert {begin for name, begin in begins.items() if name.startswith("network.layer4")} == {2 * 200 // 8}
-
-
-def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
-    task = task_of(packed, **FREE)
-    loader = make_loader(task.config, task.dataset, CPU)
-    for step in range(3):
-        task.step(loader, step)
-    x = task.updater.average(task.model.parameters())
-    for found, expected, y in zip(task.ema.model.parameters(), x, task.model.parameters(), strict=True):
-        assert torch.equal(found, expected)
-        assert not torch.equal(found, y)
-    ours, theirs = task.ema.state_dict(), task.model.state_dict()
-    name = "network.bn1.running_mean"
-    assert not torch.equal(ours[name], theirs[name])  # these are averaged as ever
 
 
 def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
@@ -107,35 +91,13 @@ def test_the_step_is_that_of_the_documentation(packed):
     assert calls == expected
 
 
-@pytest.mark.parametrize("more", [{}, {"finetune": {"freeze": ["stem", "layer2"]}}, {"model": {"head": "hidden"}}])
-def test_weights_that_are_cast_together_give_the_bits_of_autocast(packed, more):
-    task = task_of(packed, "--batch_size", "4", precision="bf16", **more)
-    task.set_up(0)
-    images = torch.randn(4, 1, 32, 32, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    results = []
-    for network in (task.replica, task.model):
-        task.updater.zero_grad()
-        with task.precision.autocast():
-            logits = network(images)
-        logits.float().square().sum().backward()
-        results.append([logits.detach(), *(p.grad for p in task.model.parameters() if p.grad is not None)])
-    assert len(results[0]) == len(results[1]) > 10
-    for together, alone in zip(*results, strict=True):
-        assert together.dtype == alone.dtype
-        assert torch.equal(together, alone)
-    assert not any(vars(module).keys() & module._parameters.keys() for module in task.model.modules())  # all are back
-
-
 def test_batches_are_counted_once_a_pass_unless_the_update_is_masked(packed):
     task = task_of(packed, "--batch_size", "4", micro_batch=2, augment={})
     counter = task.model.network.bn1.num_batches_tracked
     loader = make_loader(task.config, task.dataset, CPU)
-    with patch.object(torch, "_foreach_add_", wraps=torch._foreach_add_) as added:
-        task.step(loader, 0)
-    counted = [call.args for call in added.call_args_list if any(part is counter for part in call.args[0])]
-    assert [number.dtype for _, number in counted] == [torch.int64]  # of another dtype it would be slow on CUDA
+    task.step(loader, 0)
     assert (counter, task.ema.model.network.bn1.num_batches_tracked) == (2, 2)
-    with patch.object(task.criterion, "smoothing", torch.tensor(float("nan"))):
+    with patch.object(task, "criterion", lambda logits, *_: logits.sum() * math.nan):
         assert task.step(loader, 1)["skipped_updates/classifier"] == 1
     assert counter == 2
     task.model(torch.zeros(2, 1, 32, 32))  # outside of a step the layer counts

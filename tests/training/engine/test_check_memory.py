@@ -15,7 +15,6 @@ from duetgan.training.engine.health import explain
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.config.recipes import STUDIES
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.machine import total_bytes
 from tests.end_to_end.helpers import write_config
@@ -24,24 +23,21 @@ CPU = torch.device("cpu")
 RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not path.name.startswith(STUDIES))
 
 
-def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_size: int = 1, **more: Any) -> None:
+def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32) -> None:
     """`check_memory` on a machine of so much memory."""
     config = build_run_config(dict(tree), [], "x.yaml")
     shape = {"channels": 3, "classes": 10, "resolution": resolution}
     outline = partial(TASKS[config.task].task.outline, config, shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight, "total_bytes", lambda *_, **__: int(gib * 2**30))
-        patch.setattr(collectives, "world_size", lambda: world_size)
-        preflight.check_memory(config, outline, shape, CPU, **more)
+        preflight.check_memory(config, outline, CPU)
 
 
 @pytest.mark.parametrize(
     ("task", "options", "told"),
     [
-        ("gan", ["--batch-size", "1000000000"], r"batch_size 1000000000: 1000000000 images of 16 px need 1,192.\d GiB"),
         ("gan", ["--generator.z_dim", "1000000000"], r"generator: .* sizes in this section of the config smaller$"),
         ("gan", ["--discriminator.channel_max=99999999", "--discriminator.channel_base=999999999"], "discriminator"),
-        ("classifier", ["--batch-size", "1000000000"], "images of 16 px need .* GiB or more, but this machine has "),
         ("classifier", ["--model.head", "hidden", "--model.head-width", str(10**12)], "make the sizes in this section"),
         ("classifier", ["--model.input-size", "1000000000"], "model.input_size 1000000000: must be less than"),
     ],
@@ -65,21 +61,6 @@ def test_recipes_fit_where_they_are_meant_for(recipe):
     check(tree, gib=16, resolution=tree.get("data", {}).get("resolution") or 32)
 
 
-def test_the_batch_that_is_named_fits():
-    tree = {"task": "classifier", "batch_size": 1_000_000}
-    with pytest.raises(UserError, match=r"1000000 images of 32 px need 14\.3 GiB or more") as error:
-        check(tree, gib=8)
-    fits = int(str(error.value).split("a --batch-size of ")[1].split()[0])
-    check(tree | {"batch_size": fits}, gib=8)
-    with pytest.raises(UserError, match=r"a --batch-size of 10000 might"):  # J30: all images, if these fit
-        check(tree, gib=8, images=10_000)
-    with pytest.raises(UserError, match="images of 32 px"):
-        check(tree | {"batch_size": fits + 1000}, gib=8)
-    check(tree, gib=8, world_size=2)  # a process holds its share
-    check(tree | {"micro_batch": 1000}, gib=8)  # as bytes; floats are made of a micro-batch
-    check(tree | {"micro_batch": "auto"}, gib=8)
-
-
 def test_weights_count_with_what_belongs_to_them():
     tree = {"task": "gan", "generator": {"z_dim": 500_000}}  # its first layer: 0.95 GiB
     check(tree, gib=6)
@@ -94,7 +75,7 @@ def test_a_fault_of_a_network_is_not_called_a_want_of_memory():
         return torch.zeros(2, 3) @ torch.zeros(2, 3)
 
     with pytest.raises(RuntimeError, match="reduction dim"):
-        preflight.check_memory(config, outline, {"channels": 3, "resolution": 32}, CPU)
+        preflight.check_memory(config, outline, CPU)
 
 
 def test_all_the_memory_there_is():

@@ -67,7 +67,6 @@ def test_a_rates_loss_is_the_one_after_its_update(tmp_path):
     task, sweep = QuadraticTask(), Sweep(steps=20, first=1e-3, last=1.5)
     found = search(fake_loop(task), sweep)
     a = b = 1.0
-    assert found.start_loss == 1.0
     assert len(found.rates) == 20
     for number, (rate, loss) in enumerate(zip(found.rates, found.losses, strict=True)):
         assert rate == pytest.approx(1e-3 * 1500 ** (number / 19))
@@ -93,7 +92,7 @@ def test_a_sweep_stops_where_training_diverges(last, curvature, stopped):
     lowest = [min(found.smoothed[: i + 1]) for i in range(len(found.smoothed))]
     over = [mean > 4 * low for mean, low in zip(found.smoothed, lowest, strict=True)]
     assert over == [False] * (len(over) - 1) + ["finite" not in stopped] if over else "finite" in stopped
-    numerator, weight = 0.1 * (found.start_loss or 0.0), 0.1
+    numerator, weight = 0.1 * curvature, 0.1
     for loss, mean in zip(found.losses, found.smoothed, strict=True):
         numerator, weight = 0.9 * numerator + 0.1 * loss, 0.9 * weight + 0.1
         assert mean == pytest.approx(numerator / weight)

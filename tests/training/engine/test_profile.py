@@ -116,7 +116,7 @@ class Task:
         time.sleep(0.004)
 
 
-def profiled(folder: Path, steps: int = WARM_UP + 6) -> Profiler:
+def profiled(folder: Path, steps: int = WARM_UP + 3) -> Profiler:
     """Profile three steps of a run that ends after `steps`; nothing counts between steps."""
     task = Task()
     config, loader = SimpleNamespace(task="gan", steps=steps, precision="fp32"), SimpleNamespace(device=CPU)
@@ -151,14 +151,13 @@ def test_the_phases_add_up_to_the_step_and_operators_are_counted(measured):
     assert found["data"][0] >= 2
     assert found["other/host"][0] >= 4
     addmm: Any = re.search(r"^ +aten::addmm .* (\d+) *$", text, re.MULTILINE)
-    memory: Any = re.search(r"memory: (\d+) MiB at most", text)
-    assert (addmm[1], 50 < int(memory[1]) < 100_000) == ("3", True)  # calls
+    assert addmm[1] == "3"  # calls
 
 
 def test_times_are_those_of_a_step(tmp_path, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # each look at the clock takes a second
-    seconds = {name: total / 3 for name, total in profiled(tmp_path).measured.items()}
+    seconds = {name: total / 3 for name, total in profiled(tmp_path).clock.seconds.items()}
     # a look at the beginning and the end of each phase, two more inside the penalty, and one at either end of all
     assert seconds == {"other/host": 6, "data": 1, "forward": 1, "discriminator/penalty": 3, "optimizer": 1}
 
@@ -175,5 +174,5 @@ def test_the_trace_holds_the_phases(measured):
 
 
 def test_too_few_steps_are_refused(tmp_path):
-    with pytest.raises(UserError, match="but 8 of 8 are left; give a smaller N"):
-        profiled(tmp_path, WARM_UP + 5)
+    with pytest.raises(UserError, match="but 5 of 5 are left; give a smaller N"):
+        profiled(tmp_path, WARM_UP + 2)
