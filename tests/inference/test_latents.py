@@ -94,7 +94,7 @@ def test_saved_w_are_truncated_mixed_interpolated_and_edited(runs, found, tmp_pa
     expected = to_uint8(generator.synthesis(torch.lerp(centre, ws, 0.5), maps))[0, 0]
     np.testing.assert_array_equal(pixels(tmp_path / "psi.png")[-4 - 96 : -4 : 12, -4 - 96 : -4 : 12], expected)
 
-    samples = duetgan.load(runs["grey"], device="cpu").sample(seeds=[str(file), 5], classes=["grey"])
+    samples = duetgan.load_generator(runs["grey"], device="cpu").sample(seeds=[str(file), 5], classes=["grey"])
     assert samples.labels == [CLASSES[label], "grey"]
 
     options = ["--seeds", f"{file},5", "--frames", 2, "--scale", 1, "--out", tmp_path / "x.gif"]

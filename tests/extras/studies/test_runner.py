@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ class MadeUp(Subject):
 
 
 def study(folder, seeds=3, **options):
-    recipes = {name: Recipe(config=f"configs/quickstart_{name}.yaml") for name in ("gan", "classifier")}
+    recipes: Any = {name: Recipe(config=f"configs/quickstart_{name}.yaml") for name in ("gan", "classifier")}
     subject = MadeUp(StudyConfig(seeds=seeds, data=StudyData(source="sample"), **recipes), folder, **options)
     return Study("made-up", subject), subject
 
