@@ -4,10 +4,11 @@ Usage: `duet duplicates A.lmdb [B.lmdb] [--similar] [--json]`.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.packing.duplicates import find, lines
+from duetgan.data.packing.duplicates import find, lines, naming
 from duetgan.utils.config.cli import Parser
 
 
@@ -27,4 +28,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     with LMDBReader(args.path) as reader, LMDBReader(args.other or args.path) as second:
         report = find(reader, second if args.other else None, similar=args.similar)
-        print(json.dumps(report.document(), indent=2) if args.json else "\n".join(lines(report)))
+        if args.json:
+            print(json.dumps(asdict(report), indent=2))
+        else:
+            print("\n".join(lines(report, naming(reader), naming(second))))

@@ -48,7 +48,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="duet pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
-    text = "folder, .zip, .tar or LMDB file, or table (.csv, .tsv, .jsonl, .parquet)"
+    text = "folder, .zip, .tar or LMDB file, or table (.csv, .tsv, .parquet)"
     add("source", help=f"{text}, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the packed file to write")
     add(
@@ -106,8 +106,7 @@ def make_parser() -> Parser:
     add(
         "--classes-from",
         choices=CLASSES_FROM,
-        help="take classes from top-level folders, from the folders that hold the images, or from file names; "
-        "none: no classes",
+        help="take classes from top-level folders, or from the folders that hold the images; none: no classes",
     )
     add(
         "--resize",
@@ -132,18 +131,6 @@ def make_parser() -> Parser:
         type=Path,
         metavar="OTHER.lmdb",
         help="take the classes of this file, and refuse others",
-    )
-    add(
-        "--apart",
-        type=Path,
-        metavar="OTHER.lmdb",
-        help="leave out images that are in this file, or look like an image in it",
-    )
-    add(
-        "--no-duplicates",
-        action="store_false",
-        dest="duplicates",
-        help="do not report identical images",
     )
     text = "additional threads (default: auto, one per core)"
     add("--workers", type=_or_auto(number(int, 0), None), metavar="N", help=text)
@@ -173,11 +160,7 @@ def main(argv: list[str]) -> None:
                 f"{source.name}: only its training images are packed; for the others run this again with --split (of "
                 f"{parts}) and another DEST"
             )
-        warnings = [remark for remark in source.remarks if remark.startswith("warning: ")]
         for remark in source.remarks:
-            if remark not in warnings:
-                print(printable(remark), file=sys.stderr)
+            print(printable(remark), file=sys.stderr)
         summary = pack(source, **options)
     print("\n".join(summary.lines(dest)), flush=True)
-    for warning in warnings:  # at the end, where users see them
-        print(printable(warning), file=sys.stderr)

@@ -222,13 +222,6 @@ def test_muon_is_for_short_trainings(minutes, adam):
     assert ("--generator-optimizer.name adam" in " ".join(made.overrides)) is adam
 
 
-@pytest.mark.parametrize("unlabelled", [3, 1000])
-def test_images_without_labels_are_left_out_and_counted_in_a_note(unlabelled):
-    made = choose(seen(100, 5).model_copy(update={"unlabelled": unlabelled}), Fast(), minutes=15)
-    assert any(f"{unlabelled:,} images without labels are left out" in note for note in made.notes)
-    assert made.training_images + made.held_out == 100
-
-
 def test_a_quick_plan_has_a_few_steps_of_the_smallest_size():
     made = choose(seen(300, 5), Machine(), minutes=15, quick=True)
     assert [training.steps for training in made.trainings.values()] == [QUICK_STEPS] * 2

@@ -37,7 +37,7 @@ def content_hash(many, command, tmp_path_factory):
 
 def packing(source: Path, path: Path, encoding: str = "png") -> list[str]:
     """The command that is disturbed."""
-    return ["data.pack", str(source), str(path), "--encoding", encoding, "--workers", "0", "--no-duplicates"]
+    return ["data.pack", str(source), str(path), "--encoding", encoding, "--workers", "0"]
 
 
 def names(folder: Path) -> list[str]:
@@ -131,3 +131,52 @@ def test_fault_17_killed_while_a_file_is_replaced(command, many, content_hash, t
     command(*packing(many, path), "--overwrite").success()
     assert LMDBReader(path).meta.content_hash == content_hash
     assert names(path.parent) == ["x.lmdb"]
+
+
+# --- files that are no images
+
+
+def image_file(kind: str, *frames: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    first, *others = map(Image.fromarray, frames)
+    first.save(buffer, format=kind, **({"save_all": True, "append_images": others} if others else {}))
+    return buffer.getvalue()
+
+
+FRAMES = [NOISE[shift : shift + 20, :20] for shift in range(3)]
+PNG, JPEG = image_file("PNG", NOISE[:40, :40]), image_file("JPEG", NOISE[:40, :40])
+BROKEN = {
+    "truncated.jpg": (JPEG[: len(JPEG) // 2], "is truncated or damaged"),
+    "truncated.png": (PNG[: len(PNG) // 2], "is truncated or damaged"),
+    "flipped.png": (PNG[:60] + bytes([PNG[60] ^ 4]) + PNG[61:], "is truncated or damaged"),
+    "text.jpg": (b"this is no image", "is not an image (it begins with b'this is no i')"),
+    "program.png": (b"\x7fELF" + bytes(100), "is not an image"),
+    "empty.png": (b"", "is an empty file"),
+    "tiny.png": (image_file("PNG", NOISE[:1, :1]), "is only 1x1 px"),
+    "animated.gif": (image_file("GIF", *FRAMES), "is animated or has several pages"),
+}
+
+
+def test_fault_18_broken_files(command, tmp_path):
+    photos, path = tmp_path / "photos", tmp_path / "x.lmdb"
+    for name in ("cat/a.png", "cat/b.png", "dog/c.png"):
+        save(photos / name)
+    pack = ["data.pack", photos, path, "--size", "16"]
+    for number, (name, (content, reason)) in enumerate(BROKEN.items()):
+        file = photos / "dog" / name
+        file.write_bytes(content)
+        encoding = ["--encoding", "source"] if number % 2 else []
+        command(*pack[:4], *(encoding or pack[4:])).refusal(f"{file} {reason}", "--on-error skip")
+        assert names(tmp_path) == ["photos"]
+        file.unlink()
+    for name, (content, _) in BROKEN.items():
+        (photos / "dog" / name).write_bytes(content)
+    outcome = command(*pack, "--on-error", "skip", "--max-skipped", str(len(BROKEN))).success()
+    assert ["skipped", str(len(BROKEN))] in [line.split() for line in outcome.out.splitlines()]
+    for name, (_, reason) in BROKEN.items():
+        assert f"{name} {reason}" in outcome.out
+    assert LMDBReader(path).meta.histogram == [2, 1]
+    path.unlink()
+    told = ("8 ", "cannot be used", "--max-skipped is 7", "dog/animated.gif is animated")
+    command(*pack, "--on-error", "skip", "--max-skipped", "7").refusal(*told)
+    assert names(tmp_path) == ["photos"]

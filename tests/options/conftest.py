@@ -13,7 +13,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from duetgan.commands import evaluate
-from duetgan.commands.pack import main as pack_main
 from duetgan.data.packing.records import pack_arrays
 from duetgan.inference.samples import Sampler
 from duetgan.models.backbones.torchvision import RESNET
@@ -66,8 +65,6 @@ def world(tmp_path_factory):
             with forked(0, "init", name):
                 save_file(RESNET.build("resnet50").state_dict(), folder / f"{name}.safetensors")
     write_images(folder)
-    parts = ["--val-share", "0.4", "--val-dest", str(folder / "parted.lmdb")]
-    assert run_cli(pack_main, [str(folder / "images"), str(folder / "remaining.lmdb"), "--size", "8", *parts]) == 0
     for file in sorted((REPOSITORY / "tests/extras").glob("*/options.py")):
         importlib.import_module(f"tests.extras.{file.parent.name}.options").write(folder)
     for name in ("gan", "classifier"):

@@ -145,7 +145,6 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
         count=count,
         held_out=held_out,
         groups=groups,
-        unlabelled=source.unlabelled,
         classes=len(source.classes),
         smallest_class=int(sizes.min()),
         side=int(median(sides)),

@@ -84,7 +84,6 @@ class Survey(Stored):
     count: int  # images, without the source's own held-out ones
     held_out: int  # the source's own held-out images
     groups: int = 0  # number of groups that a split keeps whole; 0: no option defines groups
-    unlabelled: int = 0  # images in folders called `unlabelled`, not in `count`
     classes: int  # 0 if the images have no labels
     smallest_class: int  # images of the rarest class
     side: int  # px: median of the shorter sides of the decoded images
@@ -271,11 +270,6 @@ class _Choice:
         if survey.unreadable:
             notes.append(
                 f"images that cannot be read are left out, for example: {survey.unreadable}"
-            )
-        if survey.unlabelled:
-            notes.append(
-                f"{survey.unlabelled:,} images without labels are left out; docs/classifier.md "
-                "(few labels) says how to use them"
             )
         if not self.labelled:
             reason = "are of one class" if survey.classes else "have no labels"

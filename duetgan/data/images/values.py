@@ -58,15 +58,6 @@ def kind(content: Content) -> ImageSpec:
     return ImageSpec.of(pixels.shape[2], 0, {"alpha": alpha, "depth": pixels.dtype.name})
 
 
-def bits_of(content: Content) -> int:
-    """Return the number of bits that the values of a 16-bit image use, 0 for another depth."""
-    if isinstance(content, bytes) and content[:6] != NPY and not has_16_bits(content):
-        return 0
-    pixels, alpha = native(content)
-    colours = pixels[:, :, : pixels.shape[2] - alpha]
-    return max(1, int(colours.max()).bit_length()) if pixels.dtype == np.uint16 else 0
-
-
 def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
     """Return the values of an image without conversion, or with `plain` as Pillow reads them.
 

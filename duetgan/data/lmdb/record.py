@@ -69,9 +69,6 @@ class Record:
     pixels: int  # number of pixels in `sums`
     signature: np.ndarray  # SIGNATURE [1]
     digest: bytes = b""  # SHA-256 of the image in its source; empty: not computed
-    enlarged: bool = False  # True if the image in the source was smaller
-    cut: int = 0  # bits used by the values, if only 8 of 16 bits are stored
-    on_white: bool = False  # True if it was transparent, and is stored on white
     # smallest and largest value, see `value_ends`; not computed for 8 bits
     ends: tuple[float, float] = (0.0, 0.0)
 

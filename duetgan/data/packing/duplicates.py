@@ -5,14 +5,13 @@ demand (data/packing/near_duplicates.py).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import visible_image
-from duetgan.data.packing.near_duplicates import confirm, near
+from duetgan.data.packing import near_duplicates
 from duetgan.utils.text import listed
 
 Name = Callable[[int], str]  # number of a record -> name of the record for the user
@@ -51,30 +50,9 @@ class Report:
     other_images: int | None
     # number of duplicates of an earlier image, or of images in the second file that the first has
     exact_duplicates: int
-    # False if the two files differ in channels or size, so that no exact duplicates can be found
-    exact_comparable: bool
     exact: list[Group]  # sorted by the first record
     near: list[Pair] | None = None  # in descending order of correlation; None: not searched
-    candidates: int = 0  # pairs whose pixels were compared
     cut_short: bool = False  # True if the search ended early because too many images are similar
-    textureless: int = 0  # images without texture, for which near duplicates were not searched
-    names: tuple[Name, Name]  # for records of the first and the second file
-
-    def document(self) -> dict[str, object]:
-        """Return the report as JSON values, with the names of the reported records by number."""
-        records: set[int] = set()
-        second: set[int] = set()  # records of the second file
-        for group in self.exact:
-            records.update(group.records)
-            second.update(group.other_records)
-        for pair in self.near or []:
-            records.add(pair.record)
-            (second if self.other_file else records).add(pair.other_record)
-        name, other_name = self.names
-        return asdict(self) | {
-            "names": {record: name(record) for record in sorted(records)},
-            "other_names": {record: other_name(record) for record in sorted(second)},
-        }
 
 
 def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
@@ -84,72 +62,69 @@ def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
     return sorted(groups, key=lambda indices: int(indices[0]))
 
 
-def find(
-    reader: LMDBReader,
-    second: LMDBReader | None = None,
-    *,
-    similar: bool = False,
-    # names the records of `reader`; None: by the name in the file, or else the number
-    item_name: Name | None = None,
-) -> Report:
+def find(reader: LMDBReader, second: LMDBReader | None = None, *, similar: bool = False) -> Report:
     """Find duplicates within a packed file, or images that are also in the file `second`.
 
     With `similar` near duplicates are searched for as well. Raises DamageError.
     """
-    target = second or reader
-    classes, target_classes = _record_classes(reader), _record_classes(target)
-
-    def labels_differ(records: list[int], other_records: list[int]) -> bool:
-        """Return True if class names of the records differ. Unlabelled images agree with all."""
-        names = {*classes[records].tolist(), *target_classes[other_records].tolist()}
-        return len(names - {""}) > 1
-
     count = len(reader)
-    signatures = reader.signatures()
-    other_signatures = None if second is None else second.signatures()
-    digests = signatures["digest"]
-    if other_signatures is not None:
-        digests = np.concatenate([digests, other_signatures["digest"]])
-    groups = []
-    duplicates = 0
-    for indices in group_equal(digests):
-        records = indices[indices < count].tolist()
-        other_records = (indices[indices >= count] - count).tolist()
-        if len(records) > 1 and second is None:
-            duplicates += len(records) - 1
-        elif records and other_records:
-            duplicates += len(other_records)
-        else:
-            continue
-        groups.append(Group(records, other_records, labels_differ(records, other_records)))
-    specs = (reader.meta.spec, target.meta.spec)
+    readers = [reader] if second is None else [reader, second]
+    signatures = np.concatenate([each.signatures() for each in readers])
+    classes = np.concatenate([_record_classes(each) for each in readers])
+
+    def labels_differ(records: np.ndarray) -> bool:
+        """Return True if class names of the records differ. Unlabelled images agree with all."""
+        return len({*classes[records].tolist()} - {""}) > 1
+
     report = Report(
         file=str(reader.path),
         images=count,
         other_file=str(second.path) if second else None,
         other_images=len(second) if second else None,
-        exact_duplicates=duplicates,
-        exact_comparable=specs[0] == specs[1],
-        exact=groups,
-        names=(
-            _naming(reader, classes, item_name),
-            _naming(target, target_classes, None if second else item_name),
-        ),
+        exact_duplicates=0,
+        exact=[],
     )
+    for indices in group_equal(signatures["digest"]):
+        records = indices[indices < count].tolist()
+        other_records = (indices[indices >= count] - count).tolist()
+        if second is None and len(records) > 1:
+            report.exact_duplicates += len(records) - 1
+        elif records and other_records:
+            report.exact_duplicates += len(other_records)
+        else:
+            continue
+        report.exact.append(Group(records, other_records, labels_differ(indices)))
     if similar:
-        candidates = near(signatures, other_signatures)
-        size = min(spec.side or 64 for spec in specs)
-        pairs, correlations = confirm(
-            candidates, partial(visible_image, reader), partial(visible_image, target), size
-        )
-        report.near = []
-        for row in np.argsort(-correlations, kind="stable"):
-            i, j = pairs[row].tolist()
-            report.near.append(Pair(i, j, float(correlations[row]), labels_differ([i], [j])))
-        report.candidates = len(candidates.pairs)
-        report.cut_short = candidates.cut_short
-        report.textureless = candidates.textureless
+        _find_similar(report, readers, signatures, labels_differ)
     return report
+
+
+def _find_similar(
+    report: Report,
+    readers: Sequence[LMDBReader],
+    signatures: np.ndarray,  # of the images of all readers
+    labels_differ: Callable[[np.ndarray], bool],
+) -> None:
+    count = len(readers[0])
+
+    def read(record: int) -> np.ndarray:
+        return visible_image(readers[record >= count], record - count * (record >= count))
+
+    pairs, is_crowded, report.cut_short = near_duplicates.near(signatures)
+    if len(readers) > 1:
+        between = (pairs[:, 0] < count) & (pairs[:, 1] >= count)
+        pairs, is_crowded = pairs[between], is_crowded[between]
+    correlations = near_duplicates.correlations(pairs, read)
+    limits = np.where(
+        is_crowded, near_duplicates.CROWD_CORRELATION, near_duplicates.LEAST_CORRELATION
+    )
+    report.near = []
+    for row in np.argsort(-correlations, kind="stable"):
+        if correlations[row] >= limits[row]:
+            record, other = pairs[row].tolist()
+            other_record = other if len(readers) == 1 else other - count
+            differ = labels_differ(pairs[row])
+            report.near.append(Pair(record, other_record, float(correlations[row]), differ))
 
 
 def _record_classes(reader: LMDBReader) -> np.ndarray:
@@ -157,8 +132,11 @@ def _record_classes(reader: LMDBReader) -> np.ndarray:
     return np.array(reader.meta.label_names or [""])[reader.labels()]
 
 
-def _naming(reader: LMDBReader, classes: np.ndarray, item_name: Name | None) -> Name:
-    """Return a function that names a record and its class."""
+def naming(reader: LMDBReader, item_name: Name | None = None) -> Name:
+    """Return a function that names a record and its class: by `item_name`, or by the name in the
+    file, or else by its number.
+    """
+    classes = _record_classes(reader)
     stored = [] if item_name else reader.names()
 
     def name(record: int) -> str:
@@ -186,11 +164,10 @@ def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -
     return group_equal(connected_components(graph, directed=False)[1])
 
 
-def lines(report: Report, limit: int | None = None) -> list[str]:
+def lines(report: Report, name: Name, other_name: Name, limit: int | None = None) -> list[str]:
     """Return the text report: counts, then `limit` groups and pairs (default: all), those with
     different labels first.
     """
-    name, other_name = report.names
     groups = []
     for group in report.exact:
         sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
@@ -199,30 +176,20 @@ def lines(report: Report, limit: int | None = None) -> list[str]:
     head = _count(report.exact_duplicates, "exact duplicate")
     if report.other_file:
         head = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
-    text = _listed(f"{head} in {_count(len(groups), 'group')}", groups, "group", limit)
-    if not report.exact_comparable:
-        text.append(
-            "exact duplicates cannot be found: the files differ in the channels or the size of"
-            " their images"
-        )
+    text = _listed(f"{head} in {_count(len(groups), 'group')}", groups, limit)
     if report.near is None:
         return text
     pairs = []
     for pair in report.near:
         names = f"{name(pair.record)} ~ {other_name(pair.other_record)}"
         pairs.append((f"{names}, correlation {pair.correlation:.3f}", pair.labels_differ))
-    text += _listed(f"{_count(len(pairs), 'pair')} of near duplicates", pairs, "pair", limit)
-    if report.textureless:
-        text.append(
-            f"near duplicates were not searched for {_count(report.textureless, 'image')} without"
-            " texture"
-        )
+    text += _listed(f"{_count(len(pairs), 'pair')} of near duplicates", pairs, limit)
     if report.cut_short:
         text.append("the search for near duplicates ended early: too many images look alike")
     return text
 
 
-def _listed(head: str, items: list[tuple[str, bool]], noun: str, limit: int | None) -> list[str]:
+def _listed(head: str, items: list[tuple[str, bool]], limit: int | None) -> list[str]:
     """Return a head line with the number of items with different labels, then `limit` items, those
     with different labels first.
     """
@@ -232,9 +199,8 @@ def _listed(head: str, items: list[tuple[str, bool]], noun: str, limit: int | No
     text = [head]
     for item, differ in sorted(items, key=lambda item: not item[1])[:limit]:
         text.append(f"  {item}{': different labels' if differ else ''}")
-    remaining = len(items) - (len(text) - 1)
-    if remaining:
-        text.append(f"  and {_count(remaining, noun)} more, see duet duplicates")
+    if limit is not None and len(items) > limit:
+        text.append(f"  and {len(items) - limit:,} more, see duet duplicates")
     return text
 
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import Name, Report, find, lines
+from duetgan.data.packing.duplicates import find, lines, naming
 from duetgan.data.packing.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.packing.sources import Problem, Source
 from duetgan.data.packing.split import (
@@ -23,9 +24,8 @@ from duetgan.data.packing.split import (
     to_fraction,
     val_path,
     write_parts,
-    write_without,
 )
-from duetgan.data.packing.summary import Summary, Written, list_skipped
+from duetgan.data.packing.summary import Summary, list_skipped
 from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.runlog.progress import Bar, showing
 
@@ -61,7 +61,7 @@ class _Skipped:
                 " --max-skipped"
             )
 
-    def check(self, writer: LMDBWriter, excluded: int = 0) -> None:
+    def check(self, writer: LMDBWriter) -> None:
         """Raise UserError if no image was written, or none of a class."""
         source = self._source
         counts = np.bincount(source.labels(), minlength=len(writer.histogram))
@@ -69,12 +69,10 @@ class _Skipped:
         if writer.count and not lost.any():
             return
         of_class = f" of class {source.classes[int(lost.argmax())]}" if writer.count else ""
-        text = f"could be used, {len(self.problems)} skipped"
-        if excluded:
-            text += f", {excluded} left out by --apart"
-        if self.problems:
-            text += f"; the first: {self.problems[0]}"
-        raise UserError(f"{source.name}: no image{of_class} {text}")
+        first = f"; the first: {self.problems[0]}" if self.problems else ""
+        raise UserError(
+            f"{source.name}: no image{of_class} could be used, {len(self.problems)} skipped{first}"
+        )
 
 
 def _check_classes(source: Source, against: Path | None) -> None:
@@ -105,8 +103,6 @@ def pack(
     max_skipped: int | None = None,
     against: Path | None = None,  # a packed file with the same classes
     duplicates: bool = True,  # report equal images
-    # a packed file with the same classes; images that are in it, or similar, are omitted
-    apart: Path | None = None,
     val_share: str | float | None = None,  # fraction of the images to hold out, in a second file
     val_dest: str | Path | None = None,  # the second file; None: `val_path`
     seed: int = 0,  # for drawing the held-out images
@@ -124,39 +120,33 @@ def pack(
     fraction = None if val_share is None else to_fraction(val_share)
     targets = _targets(source, Path(dest), fraction, val_dest)
     skipped = _Skipped(source, on_error, max_skipped, remedy)
-    _check_classes(source, against or apart)
+    _check_classes(source, against)
     plan = make_plan(source, **plan_options)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         stack.enter_context(showing(progress))
-        *writers, whole = _open_writers(stack, source, plan, targets, overwrite, apart is not None)
-        written = _write(source, converted(source, plan, workers), whole, skipped, bool(writers))
+        *writers, whole = _open_writers(stack, source, plan, targets, overwrite)
+        rows, records = _write(
+            source, converted(source, plan, workers), whole, skipped, keep=fraction is not None
+        )
         metas, report = [whole.finish()], None
-
-        def name(record: int) -> str:
-            return source.item_name(written.rows[record])
-
         if fraction is not None:
             grouping = source.grouping and source.grouping._replace(
-                names=[source.grouping.names[row] for row in written.rows]
+                names=[source.grouping.names[row] for row in rows]
             )
-            metas, report = write_parts(
-                whole.path, written.records, writers, fraction, seed, name, grouping
-            )
+            metas, report = write_parts(whole.path, records, writers, fraction, seed, grouping)
             publish_both(writers)
-        elif apart is not None:
-            written.excluded = write_without(whole.path, written.records, writers[0], apart)
-            skipped.check(writers[0], written.excluded)
-            metas = [writers[0].finish()]
         seconds = time.perf_counter() - started
         text = None
         if duplicates:
-            text = _find_duplicates(whole.path, targets[0], name, report)
+            with LMDBReader(whole.path) as reader:
+                name = naming(reader, lambda record: source.item_name(rows[record]))
+                report = dataclasses.replace(report or find(reader), near=None)
+                text = lines(report, name, name, LISTED)
     return Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
         held_out_path=targets[-1] if len(targets) > 1 else None,
-        written=written,
         problems=skipped.problems,
         listed=list_skipped(skipped.problems, targets[0]),
         ignored=source.ignored,
@@ -205,10 +195,9 @@ def _open_writers(
     plan: Plan,
     targets: Sequence[Path],
     overwrite: bool,
-    hidden: bool,
 ) -> list[LMDBWriter]:
-    """Open a writer for each target, and with two targets or `hidden` one more, the last, for a
-    hidden file of all images. The stack closes them.
+    """Open a writer for each target, and with two targets one more, the last, for a hidden file of
+    all images. The stack closes them.
     """
     new_writer = functools.partial(
         LMDBWriter,
@@ -220,10 +209,8 @@ def _open_writers(
         passport=source.passport,
         split=source.split,
     )
-    if hidden and len(targets) > 1:
-        raise UserError("--apart and --val-share: pack one after the other; drop one")
     writers = [stack.enter_context(new_writer(target, overwrite=overwrite)) for target in targets]
-    if hidden or len(targets) > 1:
+    if len(targets) > 1:
         whole = targets[0].with_name(f".{targets[0].name}.whole")
         writers.append(stack.enter_context(new_writer(whole, overwrite=True)))
         stack.callback(whole.unlink, missing_ok=True)
@@ -236,40 +223,20 @@ def _write(
     writer: LMDBWriter,
     skipped: _Skipped,
     keep: bool,
-) -> Written:
-    """Write every usable image.
-
-    If `keep`, the result lists the records, without their payloads, for a later split.
+) -> tuple[list[int], list[Record]]:
+    """Write every usable image. Return their indices in the source and, if `keep`, their records
+    without payloads.
     """
-    written = Written()
+    rows = []
+    records = []
     with contextlib.closing(images):
         for row, record in enumerate(Bar(images, "packing", len(source), unit="image")):
             if isinstance(record, ImageError):
                 skipped.add(Problem(source.item_name(row), str(record)))
                 continue
-            written.enlarged += record.enlarged
-            written.cut += record.cut > 0
-            written.bits = max(written.bits, record.cut)
-            written.on_white += record.on_white
             writer.add_record(record, source.stored_name(row))
-            written.rows.append(row)
+            rows.append(row)
             if keep:
-                written.records.append(dataclasses.replace(record, payloads=()))
+                records.append(dataclasses.replace(record, payloads=()))
     skipped.check(writer)
-    return written
-
-
-def _find_duplicates(
-    path: Path,  # the packed file of all images
-    dest: Path,  # its name in the report
-    name: Name,
-    existing: Report | None,  # a report on duplicates within the file
-) -> list[str]:
-    """Return the report on exact duplicates within a packed file."""
-    try:
-        with LMDBReader(path) as reader:
-            report = existing or find(reader, item_name=name)
-        return lines(dataclasses.replace(report, file=str(dest), near=None), LISTED)
-    # The file is complete: an error in the search must not look like one of packing.
-    except Exception as error:
-        return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
+    return rows, records

@@ -8,7 +8,6 @@ import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
@@ -21,7 +20,7 @@ from PIL import ExifTags, Image
 from duetgan.data.errors import MOST_SIDE, ImageError
 from duetgan.data.images import RESIZE_FILTERS, encode, fit, formats, resized
 from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES
-from duetgan.data.images.values import Content, Values, bits_of, bring, decode_image, kind, native
+from duetgan.data.images.values import Content, Values, decode_image, kind
 from duetgan.data.lmdb.format import (
     SIGNATURE,
     Meta,
@@ -360,10 +359,9 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     codec = CODEC_RULES
     try:
         content = read()
-        values = native(content, layout.spec.plain)
-        image = pixels = bring(values, layout.spec)
+        image = decode_image(content, layout.spec)
         if layout.encoding != "source":
-            image = fit(pixels, layout.spec.size, plan.mode, layout.spec.alpha)
+            image = fit(image, layout.spec.size, plan.mode, layout.spec.alpha)
         else:
             assert isinstance(content, bytes)  # `make_plan` refuses other sources
             payload, codec = content, plain_codec(content, layout.spec.channels)
@@ -373,17 +371,7 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     original = content.pixels if isinstance(content, Values) else content
     if not isinstance(original, bytes):
         original = b"%dx%dx%d" % original.shape + original.tobytes()
-    enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], layout.spec.size))
-    cut = 0
-    with suppress(ImageError):  # for files that only Pillow reads
-        cut = bits_of(content) if payload is None and layout.spec.plain else 0
-    return replace(
-        record,
-        digest=hashlib.sha256(original).digest(),
-        enlarged=enlarged,
-        cut=cut,
-        on_white=payload is None and not layout.spec.alpha and values.alpha,
-    )
+    return replace(record, digest=hashlib.sha256(original).digest())
 
 
 def thread_count(source: Source, workers: int | None) -> int:

@@ -4,11 +4,9 @@ The split is stratified by class, keeps similar images in one part, and depends 
 content. It is the last step of `duet pack --val-share`.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +15,12 @@ from duetgan.data.lmdb.format import Meta, Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import Name, Report, find, group_equal, look_alikes
+from duetgan.data.packing.duplicates import Report, find, group_equal, look_alikes
 from duetgan.data.packing.sources import Grouping
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
 
 LARGEST = Fraction(1, 2)  # largest held-out fraction
-# largest number of groups for which every choice of held-out groups is tried
-TRIED = 12
 
 
 def val_path(dest: Path) -> Path:
@@ -51,21 +47,13 @@ def to_fraction(value: str | float) -> Fraction:
 def quotas(counts: Sequence[int], fraction: Fraction) -> list[int]:
     """Return the number of images to hold out of each class, for `counts` images of each class.
 
-    The total is `fraction` of all images, rounded. Each class gets `fraction` of its images,
-    rounded down. The classes with the largest remainders (Hare's quota), the first among equals,
-    get one more. Then every class of two or more images has at least one image in each part. A
-    class with a single image keeps it for training and is not counted.
+    This is `fraction` of the class, rounded, but every class of two or more images has at least one
+    image in each part. A class with a single image keeps it for training.
     """
-    counts = [int(count) if count > 1 else 0 for count in counts]
-    parts = [fraction * count for count in counts]
-    numbers = list(map(int, parts))
-    missing = int(fraction * sum(counts) + Fraction(1, 2)) - sum(numbers)
-    by_remainder = sorted(range(len(counts)), key=lambda label: numbers[label] - parts[label])
-    for label in by_remainder[:missing]:
-        numbers[label] += 1
-    for label, count in enumerate(counts):
-        if count:
-            numbers[label] = min(max(numbers[label], 1), count - 1)
+    numbers = []
+    for count in counts:
+        rounded = int(fraction * count + Fraction(1, 2))
+        numbers.append(min(max(rounded, 1), count - 1) if count > 1 else 0)
     return numbers
 
 
@@ -85,7 +73,7 @@ def strata(
 def draw(
     groups: Sequence[np.ndarray],  # records that stay together
     labels: np.ndarray,  # int64 [n]: the stratum of each record, below called class
-    digests: Sequence[bytes],  # hash of each record's content
+    digests: Sequence[bytes],  # hash of each record's content, or the name of its group
     fraction: Fraction,
     seed: int,
 ) -> np.ndarray:
@@ -99,6 +87,8 @@ def draw(
     The key of a group does not depend on other groups, so that few images change between the parts
     when images are added.
     """
+    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
+
     counts = np.bincount(labels, minlength=1)
     remaining = np.array(quotas(counts.tolist(), fraction))
     with_quota = np.flatnonzero(remaining)
@@ -106,7 +96,10 @@ def draw(
     def class_counts(records: np.ndarray) -> np.ndarray:
         return np.bincount(labels[records], minlength=len(counts))
 
-    drawn = in_order_of_keys(groups, digests, seed)
+    def key(group: np.ndarray) -> int:
+        return seed_of(seed, "split", min(digests[record] for record in group).hex())
+
+    drawn = sorted(groups, key=key)
     held_out = np.zeros(len(labels), bool)
     for group in drawn:
         if (class_counts(group) <= remaining).all():
@@ -127,111 +120,12 @@ def draw(
     return held_out
 
 
-def in_order_of_keys(
-    groups: Sequence[np.ndarray], digests: Sequence[bytes], seed: int
-) -> list[np.ndarray]:
-    """Return groups of records, sorted by the hash of (seed, "split", smallest digest in hex)."""
-    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
-
-    def key(group: np.ndarray) -> int:
-        return seed_of(seed, "split", min(digests[record] for record in group).hex())
-
-    return sorted(groups, key=key)
-
-
-def group_counts(
-    groups: Sequence[np.ndarray], labels: np.ndarray, classes: np.ndarray
-) -> np.ndarray:
-    """Count the images of each class, and all images, in each group: int64 [groups, classes + 1].
-
-    Args:
-        labels: int64 [n].
-        classes: bool [labels, classes], True for the classes of a label.
-    """
-    label_counts = []
-    for group in groups:
-        numbers = np.bincount(labels[group], minlength=len(classes))
-        label_counts.append(numbers[: len(classes)])  # without classes all labels are 0
-    counts = np.array(label_counts) @ classes.astype(np.int64)
-    return np.column_stack([counts, list(map(len, groups))])
-
-
-def split_cost(
-    held_out: np.ndarray, sizes: np.ndarray, shared: np.ndarray, fraction: float
-) -> np.ndarray:
-    """Return the cost of holding out `held_out` images, float64 [...].
-
-    The larger term counts the classes that the training images lack, and those that the held-out
-    images lack although several groups have them. The smaller term is the sum of the squared
-    differences between `fraction` and the held-out fractions of each class and of all images.
-
-    Args:
-        held_out: numbers of held-out images of each class, and their total, [..., classes + 1].
-        sizes: numbers of images of each class, and their total, above 0, [classes + 1].
-        shared: bool [classes + 1], True if several groups have images of a class.
-    """
-    lacking = ((held_out == sizes) | (shared & (held_out == 0))).sum(-1)
-    # The sum of squares is smaller than the number of terms.
-    return lacking * len(sizes) + np.square(held_out / sizes - fraction).sum(-1)
-
-
-def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarray:
-    """Choose groups to hold out, bool [groups], with a low `split_cost`.
-
-    For up to TRIED groups the choice has the lowest cost of all. With more groups, the choice
-    `start` is improved step by step: the move of the group that lowers the cost most is applied
-    until none lowers it. Unless a class would be lacking, the sum of squares is then at most half
-    of the sum over groups and classes of w (the group's fraction of the class)^2, where w is
-    `fraction` for training groups and 1 - `fraction` for held-out groups.
-
-    Args:
-        counts: numbers of images of each class, and their total, int64 [groups, classes + 1].
-        start: bool [groups], True for held-out groups.
-    """
-    counts = counts[:, counts.any(0)]
-    sizes = counts.sum(0)
-    shared = (counts > 0).sum(0) > 1
-    cost = partial(split_cost, sizes=sizes, shared=shared, fraction=fraction)
-    if len(counts) <= TRIED:
-        choices = np.arange(2 ** len(counts))[:, None] >> np.arange(len(counts)) & 1
-        return choices[cost(choices @ counts).argmin()].astype(bool)
-    chosen = start.copy()
-    while True:
-        held_out = counts[chosen].sum(0)
-        costs = cost(held_out + np.where(chosen, -1, 1)[:, None] * counts)
-        if costs.min() >= cost(held_out) - 1e-12:
-            return chosen
-        chosen[costs.argmin()] ^= True
-
-
-def draw_groups(
-    groups: Sequence[np.ndarray],  # records that stay together
-    labels: np.ndarray,  # int64 [n]
-    classes: np.ndarray,  # bool [labels, classes]
-    names: Sequence[str],  # name of each record's group
-    fraction: Fraction,
-    seed: int,
-) -> np.ndarray:
-    """Draw the held-out records by whole groups, bool [n].
-
-    The result depends on the names and the labels of the groups, and on the seed.
-    """
-    digests = [name.encode(errors="surrogateescape") for name in names]
-    held_out = draw(groups, labels, digests, fraction, seed)
-    groups = in_order_of_keys(groups, digests, seed)
-    counts = group_counts(groups, labels, classes)
-    chosen = balance(counts, float(fraction), held_out[[group[0] for group in groups]])
-    held_out[np.concatenate(groups)] = np.repeat(chosen, list(map(len, groups)))
-    return held_out
-
-
 def write_parts(
     whole: Path,  # the packed file
     records: Sequence[Record],  # records of `whole` without their payloads
     writers: Sequence[LMDBWriter],  # for training and held-out images
     fraction: Fraction,
     seed: int,
-    name: Name,  # names the records in the report
     grouping: Grouping | None,  # groups that the split keeps whole
 ) -> tuple[list[Meta], Report]:
     """Draw the held-out images, and copy each record to the file of its part.
@@ -242,21 +136,19 @@ def write_parts(
     names = grouping.names if grouping else []
     numbers = np.unique(np.array(names, str), return_inverse=True)[1]
     with LMDBReader(whole) as reader:
-        meta, report = reader.meta, find(reader, similar=True, item_name=name)
+        meta, report = reader.meta, find(reader, similar=True)
         groups = look_alikes(meta.count, report, group_equal(numbers))
-        labels = reader.labels()
-        if grouping is None:
-            digests = [record.digest for record in records]
-            held_out = draw(groups, strata(labels, meta.sets, fraction), digests, fraction, seed)
-        else:
-            held_out = draw_groups(groups, labels, meta.multi_hot, names, fraction, seed)
+        digests = [record.digest for record in records]
+        if grouping is not None:
+            digests = [name.encode(errors="surrogateescape") for name in names]
+        labels = strata(reader.labels(), meta.sets, fraction)
+        held_out = draw(groups, labels, digests, fraction, seed)
         if not held_out.any():
             largest = max(map(len, groups))
-            where = "of each class" if grouping is None else "of all groups"
             raise UserError(
-                f"{meta.source}: the images {where} look alike (the largest group has"
-                f" {largest:,} of {meta.count:,}), so none can be held out; add others, or"
-                " pack held-out images of their own"
+                f"{meta.source}: the images of each class look alike or belong together (the"
+                f" largest group has {largest:,} of {meta.count:,}), so none can be held out; add"
+                " others, or pack held-out images of their own"
             )
         _copy(reader, records, writers, held_out)
     split = Split(
@@ -274,38 +166,20 @@ def write_parts(
     return [writer.complete(part) for writer, part in zip(writers, parts, strict=True)], report
 
 
-def write_without(
-    whole: Path, records: Sequence[Record], writer: LMDBWriter, excluded: Path
-) -> int:
-    """Copy the records of `whole`, except for images that are in the file `excluded` or similar to
-    one of its images. Returns the number of images that were left out.
-    """
-    with LMDBReader(whole) as reader, LMDBReader(excluded) as second:
-        report = find(reader, second, similar=True)
-        if report.cut_short:
-            text = "too many images look alike, so some of them may remain"
-            print(f"warning: --apart {excluded}: {text}", file=sys.stderr)
-        is_excluded = np.zeros(len(reader), np.int64)
-        for group in report.exact:
-            is_excluded[group.records] = 1
-        for pair in report.near or []:
-            is_excluded[pair.record] = 1
-        _copy(reader, records, [writer], is_excluded)
-    return int(is_excluded.sum())
-
-
 def _copy(
-    reader: LMDBReader, records: Sequence[Record], writers: Sequence[LMDBWriter], parts: np.ndarray
+    reader: LMDBReader,
+    records: Sequence[Record],
+    writers: Sequence[LMDBWriter],
+    held_out: np.ndarray,
 ) -> None:
-    """Copy record i to `writers[parts[i]]`. A record is omitted if there is no such writer."""
+    """Copy each record to the first of `writers`, or if it is held out to the second."""
     for writer in writers:  # The range of values is that of the whole file.
         writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
     levels = [LMDBReader(reader.path, resolution=side or None) for side in reader.meta.resolutions]
-    copies = enumerate(zip(parts, records, reader.names(), strict=True))
-    for index, (part, record, name) in Bar(copies, "splitting", len(records), unit="image"):
-        if part < len(writers):
-            payloads = tuple(_payload(level, index) for level in levels)
-            writers[int(part)].add_record(replace(record, payloads=payloads), name)
+    copies = enumerate(zip(held_out.tolist(), records, reader.names(), strict=True))
+    for index, (is_held_out, record, name) in Bar(copies, "splitting", len(records), unit="image"):
+        payloads = tuple(_payload(level, index) for level in levels)
+        writers[is_held_out].add_record(replace(record, payloads=payloads), name)
 
 
 def _payload(level: LMDBReader, index: int) -> bytes:

@@ -1,31 +1,16 @@
 """The summary of packing as text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from duetgan.data.lmdb.format import Meta
-from duetgan.data.lmdb.record import Record
 from duetgan.data.packing.sources import Problem
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.text import columns
 
 LISTED = 10  # most names in the summary
-
-
-@dataclass
-class Written:
-    """Facts about the written records that the file does not hold."""
-
-    rows: list[int] = field(default_factory=list)  # indices in the source
-    # without payloads; only if the file is to be split
-    records: list[Record] = field(default_factory=list)
-    enlarged: int = 0  # images that were smaller than the file's size and scaled up
-    cut: int = 0  # images of 16 bits of which 8 are stored
-    bits: int = 0  # most bits that the values of these images use
-    on_white: int = 0  # transparent images that are stored on white
-    excluded: int = 0  # images omitted because of --apart
 
 
 @dataclass(kw_only=True)
@@ -35,7 +20,6 @@ class Summary:
     meta: Meta  # of the training file
     held_out: Meta | None  # of the file of held-out images
     held_out_path: Path | None
-    written: Written
     problems: list[Problem]  # of skipped images
     listed: list[str]  # lines about the skipped images
     ignored: list[str]  # files that are no images by their name
@@ -45,7 +29,7 @@ class Summary:
 
     def lines(self, dest: Path) -> list[str]:
         """Return the summary as aligned lines."""
-        meta, held_out, written = self.meta, self.held_out, self.written
+        meta, held_out = self.meta, self.held_out
         image = meta.spec
         count = meta.count
         rows = [("packed", f"{dest} ({dest.stat().st_size:,} bytes)")]
@@ -70,10 +54,6 @@ class Summary:
         if smaller := meta.resolutions[:-1]:
             sizes = ", ".join(str(image.at(side).resolution) for side in smaller[::-1])
             rows.append(("pyramid", f"also at {sizes} px"))
-        rows += _conversions(written, meta)
-        if written.excluded:
-            text = "images that the file of --apart holds, or that look like one of its"
-            rows.append(("left out", f"{written.excluded:,} {text}"))
         if not meta.classes:
             rows.append(("classes", "none, unlabelled"))
         if meta.sets is not None:
@@ -136,25 +116,3 @@ def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
         return [*_first(text), f"all of them: {path}"]
     except (UserError, OSError) as error:
         return [*_first(text), f"their list could not be written ({error})"]
-
-
-def _conversions(written: Written, meta: Meta) -> list[tuple[str, str]]:
-    """Return the lines about enlarged, colourless, deep and transparent images."""
-    rows = []
-    if written.enlarged:
-        rows.append(("enlarged", f"{written.enlarged:,} images were smaller than asked for"))
-    if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
-        rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
-    if written.cut:
-        text = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
-        if 0 < written.bits < 16:
-            most = (1 << written.bits) - 1
-            text = (
-                f"warning: {text}; their values end at {most:,}, so they are dark: --depth 16"
-                f" --range 0,{most} makes {most:,} white"
-            )
-        rows.append(("16 bits", text))
-    if written.on_white:
-        text = "transparent images are put on white; --channels 4 keeps alpha"
-        rows.append(("alpha", f"{written.on_white:,} {text}"))
-    return rows

@@ -2,9 +2,9 @@
 
 import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable
-from unittest.mock import patch
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -18,8 +18,8 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing import near_duplicates
-from duetgan.data.packing.duplicates import Report, find, group_equal, lines
-from duetgan.data.packing.near_duplicates import DISTANCE, Candidates, confirm, near
+from duetgan.data.packing.duplicates import Report, find, group_equal, lines, naming
+from duetgan.data.packing.near_duplicates import DISTANCE, correlations, near
 from duetgan.data.packing.records import add_image, pack_arrays, signature
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
@@ -56,7 +56,7 @@ EDITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "cropped": lambda images: scaled(images[:, :, 1:-1, 1:-1], 64),
     "halved": lambda images: scaled(scaled(images, 32), 64),
 }
-brighter, cropped = EDITS["brighter"], EDITS["cropped"]
+brighter = EDITS["brighter"]
 
 
 def signatures(hashes: list[int], digests: list[int] | None = None) -> np.ndarray:
@@ -78,32 +78,23 @@ MANY = st.lists(st.tuples(HASHES, st.integers(0, 2)), max_size=25).map(
 )
 
 
-def brute_force(a: np.ndarray, b: np.ndarray | None) -> list[list[int]]:
-    """All near pairs, of images that no earlier one equals."""
-    second = a if b is None else b
-    rows, columns = ([i for i in range(len(one)) if one["digest"][i] not in one["digest"][:i]] for one in (a, second))
-    return [
-        [i, j]
-        for i, j in itertools.product(rows, columns)
-        if (b is not None or i < j)
-        and a["digest"][i] != second["digest"][j]
-        and int(a["dhash"][i] ^ second["dhash"][j]).bit_count() <= DISTANCE
-    ]
-
-
 @settings(deadline=None)
-@given(MANY, st.none() | MANY)
-def test_near_is_brute_force_also_in_parts(a, b):
-    with patch.object(near_duplicates, "TILE", 30):
-        found = near(a, b)
-    expected = brute_force(a, b)
-    assert found.pairs.tolist() == expected
-    assert (found.cut_short, found.textureless) == (False, 0)
-    whole = a if b is None else np.concatenate([a, b])  # a crowd is that of both, and of different images
-    crowds = Counter(whole["digest"][i] for pair in brute_force(whole, None) for i in pair)
-    second = a if b is None else b
-    for (i, j), crowd in zip(expected, found.crowd, strict=True):
-        assert crowd == max(crowds[a["digest"][i]], crowds[second["digest"][j]])
+@given(MANY)
+def test_near_is_brute_force_also_in_parts(several: np.ndarray) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near_duplicates, "TILE", 30)
+        patch.setattr(near_duplicates, "CROWD", 2)
+        found = near(several)
+    firsts = [row for row in range(len(several)) if several["digest"][row] not in several["digest"][:row]]
+    expected = [
+        [i, j]
+        for i, j in itertools.combinations(firsts, 2)
+        if int(several["dhash"][i] ^ several["dhash"][j]).bit_count() <= DISTANCE
+    ]
+    assert sorted(found.pairs.tolist()) == expected
+    counts = np.bincount(found.pairs.ravel(), minlength=len(several))
+    assert found.is_crowded.tolist() == [max(counts[pair]) > 2 for pair in found.pairs.tolist()]
+    assert not found.cut_short
 
 
 @given(st.lists(st.integers(0, 8), max_size=20))
@@ -122,10 +113,9 @@ def test_the_search_ends_at_the_limit(monkeypatch):
     assert (found.pairs.tolist(), found.cut_short) == ([[0, 1], [0, 2], [0, 3]], True)
 
 
-def test_signatures_and_images_without_texture_that_are_counted_not_searched():
+def test_signatures_and_images_without_texture() -> None:
     flat = [signature(np.full((16, 16, 3), shade, np.uint8))[0] for shade in (0, 0, 100, 255)]
-    found = near(np.array(flat, SIGNATURE))
-    assert (len(found.pairs), found.textureless) == (0, 3)  # of the exact duplicates one
+    assert not len(near(np.array(flat, SIGNATURE)).pairs)
     cells = numpy_generator("test", "signature").integers(0, 256, (8, 9), dtype=np.uint8)
     pixels = cells.repeat(3, axis=0).repeat(2, axis=1)[:, :, None]
     bits = "".join(str(int(left < right)) for row in cells.tolist() for left, right in itertools.pairwise(row))
@@ -133,67 +123,36 @@ def test_signatures_and_images_without_texture_that_are_counted_not_searched():
     assert signature(pixels.reshape(18, 24, 1))["digest"] != signature(pixels)["digest"]  # the same bytes
 
 
-def kept(a: np.ndarray, b: np.ndarray, crowd: int | np.ndarray = 0, rows: Iterable[int] | None = None) -> list[int]:
-    """Which of the pairs of images uint8 [n, C, H, W] in the same rows (default: all) are confirmed."""
-    pairs = np.stack([np.array(range(len(a)) if rows is None else rows, np.int64)] * 2, axis=1)
-    read_a, read_b = (lambda row, one=one: one[row].transpose(1, 2, 0) for one in (a, b))
-    candidates = Candidates(pairs, np.broadcast_to(crowd, len(pairs)), False, 0)
-    confirmed, correlations = confirm(candidates, read_a, read_b, min(a.shape[2], b.shape[2]))
-    assert ((correlations > 0.9) & (correlations <= 1)).all()
-    return confirmed[:, 0].tolist()
+def correlated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Correlations of the images in the same rows, uint8 [n, C, H, W]."""
+    images = [*a.transpose(0, 2, 3, 1), *b.transpose(0, 2, 3, 1)]
+    pairs = np.stack([np.arange(len(a)), len(a) + np.arange(len(b))], axis=1)
+    return correlations(pairs, lambda record: np.ascontiguousarray(images[record]))
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_images_are_near_duplicates(edit):
+def test_edited_images_are_near_duplicates_and_others_are_not(edit: str) -> None:
     images = photos(40)
     edited = EDITS[edit](images)
-    signed = [np.concatenate([signature(one.transpose(1, 2, 0)) for one in part]) for part in (images, edited)]
-    candidates = near(*signed).pairs
-    assert (candidates[:, 0] == candidates[:, 1]).all()
-    assert len(candidates) >= 38
-    assert kept(images, edited) == list(range(40))
+    signed = [signature(one.transpose(1, 2, 0)) for one in (*images, *edited)]
+    pairs = near(np.concatenate(signed)).pairs
+    assert (pairs[:, 0] + 40 == pairs[:, 1]).all()
+    assert len(pairs) >= 38
+    assert (correlated(images, edited) > near_duplicates.LEAST_CORRELATION).all()
+    assert (correlated(images, np.roll(edited, 1, axis=0)) < 0.9).all()
+    if edit == "saved":
+        assert (correlated(images, saved(images, 90)) > near_duplicates.CROWD_CORRELATION).all()
 
 
-def test_different_images_are_not_confirmed_and_in_a_crowd_only_close_copies():
-    images = photos(40)
-    assert kept(images, np.roll(images, 1, axis=0)) == kept(images, images[:, :, :, ::-1]) == []
-    images = photos(20)
-    assert kept(images, saved(images, 90), crowd=11) == list(range(20))
-    detail = images.copy()
-    detail[:, :, 24:32, 24:32] = np.minimum(detail[:, :, 24:32, 24:32], 230) + 25
-    for edited in (cropped(cropped(images)), detail):
-        assert kept(images, edited, crowd=10) == list(range(20))
-        assert kept(images, edited, crowd=11) == []
-
-
-def test_small_images_are_compared_without_their_finest_detail_and_a_shift_is_taken_out(monkeypatch):
-    noise = numpy_generator("test", "noise").integers(-40, 40, (20, 3, 32, 32))
-    images = (photos(20, side=32) + noise).clip(0, 255).astype(np.uint8)
-    blurred = scaled(np.stack([cv2.blur(one.transpose(1, 2, 0), (2, 2)).transpose(2, 0, 1) for one in images]), 32)
-    large, large_blurred = (one.repeat(2, axis=2).repeat(2, axis=3) for one in (images, blurred))
-    assert len(kept(images, blurred)) > 18
-    assert len(kept(large, large_blurred)) < 3  # of 64 px: all detail counts
-    images = photos(20)
-    shifted = scaled(images[:, :, 4:, 4:], 64)
-    assert kept(images, shifted) == list(range(20))
-    monkeypatch.setattr(near_duplicates, "MOST_SHIFT", 0)
-    assert len(kept(images, shifted)) < 15
-
-
-def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ(monkeypatch):
+def test_correlations_need_contrast_and_count_colours_but_not_sizes() -> None:
     dull = (photos(5) // 128 + 100).astype(np.uint8)
-    assert kept(dull, dull) == kept(dull, photos(5)) == []
-    for side, other in ((64, 32), (32, 16), (128, 64)):
-        images = photos(10, side=side)
-        small = scaled(images, other)
-        grey = np.stack([cv2.cvtColor(one.transpose(1, 2, 0), cv2.COLOR_RGB2GRAY)[None] for one in small])
-        assert kept(images, small) == kept(grey, images) == list(range(10))
-    monkeypatch.setattr(near_duplicates, "BATCH", 3)
-    images = photos(20)
-    twice = cropped(cropped(images))
-    rows = np.arange(20)[::-1]
-    assert kept(images, twice, np.where(np.isin(rows, [2, 11, 18]), 0, 99), rows) == [18, 11, 2]
-    assert kept(images, twice, rows=[]) == []
+    assert (correlated(dull, dull) < near_duplicates.LEAST_CORRELATION).all()
+    images = photos(10)
+    assert (correlated(images, scaled(images, 32)) > near_duplicates.LEAST_CORRELATION).all()
+    assert (correlated(images, images[:, [1, 2, 0]]) < 0.9).all()
+    grey = images[:, :1]
+    np.testing.assert_allclose(correlated(grey, grey.repeat(3, axis=1)), 1, rtol=1e-5)
+    assert len(correlated(images[:0], images[:0])) == 0
 
 
 @pytest.fixture
@@ -217,24 +176,23 @@ def summary(report: Report) -> tuple[list[tuple[list[int], list[int], bool]], li
 def test_find(planted, monkeypatch):
     report = find(LMDBReader(planted), similar=True)
     assert summary(report) == ([([3, 20, 21], [], True), ([4, 22], [], False)], [(5, 23, False), (6, 24, True)])
-    counts = (report.exact_duplicates, report.textureless, report.cut_short, report.exact_comparable)
-    assert counts == (3, 2, False, True)
+    assert (report.exact_duplicates, report.cut_short) == (3, False)
     assert report.near[0].correlation >= report.near[1].correlation
     of = {pair.record: f"{pair.correlation:.3f}" for pair in report.near}
-    assert lines(report) == [
+    name = naming(LMDBReader(planted))
+    assert lines(report, name, name) == [
         "3 exact duplicates in 2 groups, 1 of them with different labels",
         "  3 (cat), 20 (cat), 21 (dog): different labels",
         "  4 (dog), 22 (dog)",
         "2 pairs of near duplicates, 1 of them with different labels",
         f"  6 (cat) ~ 24 (dog), correlation {of[6]}: different labels",
         f"  5 (emu) ~ 23 (emu), correlation {of[5]}",
-        "near duplicates were not searched for 2 images without texture",
     ]
-    assert lines(report, limit=1)[2] == "  and 1 group more, see duet duplicates"
+    assert lines(report, name, name, limit=1)[2] == "  and 1 more, see duet duplicates"
     monkeypatch.setattr(near_duplicates, "LIMIT", 1)
     report = find(LMDBReader(planted), similar=True)
-    assert (report.candidates, report.cut_short) == (2, True)
-    assert lines(report)[-1] == "the search for near duplicates ended early: too many images look alike"
+    assert report.cut_short
+    assert lines(report, name, name)[-1] == "the search for near duplicates ended early: too many images look alike"
 
 
 def test_leaks(planted, tmp_path):
@@ -244,7 +202,8 @@ def test_leaks(planted, tmp_path):
     report = find(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"), similar=True)
     assert summary(report) == ([([3, 20, 21], [5], True), ([7], [6, 7], False)], [(8, 8, False)])
     assert report.exact_duplicates == 3
-    assert lines(report)[:4] == [
+    names = naming(LMDBReader(planted)), naming(LMDBReader(tmp_path / "b.lmdb"))
+    assert lines(report, *names)[:4] == [
         f"3 images of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups, 1 of them with different labels",
         "  3 (cat), 20 (cat), 21 (dog) = 5 (dog): different labels",
         "  7 (dog) = 6 (dog), 7 (dog)",
@@ -253,8 +212,6 @@ def test_leaks(planted, tmp_path):
     pack_arrays(tmp_path / "c.lmdb", scaled(photos(20)[[9, 10]], 32))  # of another size, without labels
     report = find(LMDBReader(planted), LMDBReader(tmp_path / "c.lmdb"), similar=True)
     assert summary(report) == ([], [(9, 0, False), (10, 1, False)])
-    assert not report.exact_comparable
-    assert lines(report)[1].startswith("exact duplicates cannot be found: the files differ in the channels or the size")
 
 
 def test_images_with_sizes_of_their_own(planted, tmp_path):
@@ -287,17 +244,3 @@ def test_command_line(planted, tmp_path, capsys):
 
 def test_bad_input(planted, tmp_path, refused):
     assert "no such file" in refused(main, planted, tmp_path / "none.lmdb")
-
-
-def test_the_search_does_not_run_ahead_of_what_takes_its_pairs(monkeypatch):
-    """Where all images look alike every comparison is a pair: all tiles at once would not fit into memory."""
-    submit = near_duplicates.ThreadPoolExecutor.submit
-    monkeypatch.setattr(near_duplicates, "cores", lambda: 3)
-    monkeypatch.setattr(near_duplicates, "TILE", 20)
-    alike = np.full(20, 0b1111, np.uint64)
-    with patch.object(near_duplicates.ThreadPoolExecutor, "submit", autospec=True, side_effect=submit) as compared:
-        tiles = near_duplicates._close(alike)
-        next(tiles)
-        assert compared.call_count == 3
-        assert sum(map(len, tiles)) == 20 * 19 // 2 - 19
-    assert compared.call_count == 20

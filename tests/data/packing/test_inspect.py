@@ -214,7 +214,7 @@ def test_it_is_read_back_and_carried_on_and_files_without_one_are_real(samples, 
     with Dataset([packed, samples]) as both, Dataset([packed, packed]) as real:
         assert both.meta.passport == PASSPORT
         assert real.meta.passport is None
-    common = ["--workers", "0", "--no-duplicates"]
+    common = ["--workers", "0"]
     pack_main([str(samples), str(tmp_path / "small.lmdb"), "--size", "4", "--encoding", "png", *common])
     assert LMDBReader(tmp_path / "small.lmdb").meta.passport == PASSPORT
     pack_main([str(samples), str(tmp_path / "half.lmdb"), "--val-share", "0.4", *common])

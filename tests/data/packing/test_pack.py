@@ -64,54 +64,22 @@ def test_sizes_of_their_own(tmp_path):
     refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
 
 
-def test_size_crops_and_scales_or_pads(tmp_path, capsys):
+def test_size_crops_and_scales_or_pads(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     image = Image.new("RGB", (48, 16), "red")
     image.paste("blue", (16, 0, 32, 16))
     image.save(tmp_path / "photos" / "wide.png")
     save(tmp_path / "photos" / "small.png", side=4)
-    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "photos" / "y.png")
     reader = packed(tmp_path / "photos", "--size", "8")
     assert reader.read([1])[0][0].reshape(3, -1).T.tolist() == [[0, 0, 255]] * 64
     assert reader.meta.resize_filter == "centre-crop+lanczos"
-    told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["enlarged", "1"] in [words[:2] for words in told]
-    assert not any(words[:1] == ["colour"] for words in told)
-
-    assert "alpha 1 transparent images are put on white; --channels 4 keeps alpha".split() in told  # noqa: SIM905 (U11)
     Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
     reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
     assert reader.read([1])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]
     assert reader.meta.resize_filter == "zero-pad"
 
 
-@pytest.mark.parametrize(("high", "bits"), [(4095, "0,4095"), (255, "0,255"), (40_000, "")])
-@pytest.mark.parametrize("suffix", [".png", ".tif", ".npy"])
-def test_d8_values_of_fewer_than_16_bits_are_said(tmp_path, capsys, high, bits, suffix):
-    values = np.full((8, 8), high, np.uint16)
-    (tmp_path / "photos").mkdir()
-    file = tmp_path / "photos" / f"x{suffix}"
-    np.save(file, values) if suffix == ".npy" else Image.fromarray(values).save(file)
-    packed(tmp_path / "photos", "--depth", "8")
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "the high 8 are kept" in line]
-    assert ("warning: " in row, "--range" in row) == (bool(bits), bool(bits))
-    assert bits in row
-    if bits:
-        reader = packed(tmp_path / "photos", "--depth", "16", "--range", bits)
-        assert reader.meta.spec.high == high
-
-
-def test_grey_images_in_colour_are_told(tmp_path, capsys):
-    (tmp_path / "photos").mkdir()
-    for number in range(2):
-        Image.new("RGB", (8, 8), (40 * number, 40 * number, 40 * number)).save(tmp_path / "photos" / f"{number}.png")
-    packed(tmp_path / "photos")
-    assert "there is none: --channels 1 packs grey images as such" in capsys.readouterr().out
-    packed(tmp_path / "photos", "--channels", "1")
-    assert "--channels 1" not in capsys.readouterr().out
-
-
-def test_auto_pads_only_what_is_near():
+def test_auto_pads_only_what_is_near() -> None:
     scaled, source = "centre-crop+lanczos", open_source("sample", split="test")
     for size, expected in {None: "none", 28: "none", 32: "zero-pad", 64: scaled, 16: scaled}.items():
         plan = make_plan(source, size=size, encoding="raw", channels=None, resize="auto")
@@ -202,12 +170,6 @@ def test_classes_of_another_file(photos, tmp_path):
     assert packed(tmp_path / "flat", *against).classes == []
 
 
-def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, capsys):
-    monkeypatch.setattr("duetgan.data.packing.pack.find", lambda *_, **__: 1 / 0)
-    assert len(packed(photos)) == 4
-    assert "the search failed (ZeroDivisionError: division by zero); the file is complete" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -241,9 +203,8 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_command_line(photos, tmp_path):
     command: list[Any] = ["-m", "data.pack", photos, tmp_path / "x.lmdb"]
-    done = run(*command, "--on_error", "skip", "--workers", "auto", "--no-duplicates")
+    done = run(*command, "--on_error", "skip", "--workers", "auto")
     assert done.returncode == 0, done.stderr
-    assert ["duplicates", "not", "searched"] in [line.split() for line in done.stdout.splitlines()]
     assert ["images", "4,", "8x8,", "RGB"] in [line.split() for line in done.stdout.splitlines()]
     for arguments, told in (
         (command, "--overwrite"),

@@ -59,7 +59,7 @@ def test_same_file_for_any_number_of_workers(tmp_path, options, counts, capsys):
     outcomes = []
     for workers in (0, *counts):
         dest = tmp_path / f"{workers}.lmdb"
-        main([str(folder), str(dest), "--on-error", "skip", "--no-duplicates", "--workers", str(workers), *options])
+        main([str(folder), str(dest), "--on-error", "skip", "--workers", str(workers), *options])
         lines = capsys.readouterr().out.splitlines()
         assert ["workers", f"{workers}"] == [line.replace(",", "").split()[:2] for line in lines][4]
         report = [line for line in lines if line.split()[0] not in ("packed", "time", "workers")]

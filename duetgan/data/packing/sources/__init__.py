@@ -26,8 +26,8 @@ from duetgan.data.packing.sources.named import (
     open_idx,
     open_sample,
 )
-from duetgan.data.packing.sources.path_tables import open_csv, open_json
-from duetgan.data.packing.sources.tables import open_table
+from duetgan.data.packing.sources.path_tables import PathTable
+from duetgan.data.packing.sources.tables import TableSource
 from duetgan.data.packing.sources.tars import TarSource
 from duetgan.utils import extras, files
 from duetgan.utils.errors import UserError, explained
@@ -48,17 +48,14 @@ NAMED: dict[str, Callable[[str, Path | None], Source]] = {
 READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".lmdb": open_lmdb,
     ".mdb": open_lmdb,
-    ".parquet": open_table,
-    ".arrow": open_table,
+    ".parquet": TableSource,
+    ".arrow": TableSource,
     ".tar": TarSource,
-    ".csv": open_csv,
-    ".tsv": open_csv,
-    ".jsonl": open_json,
-    ".ndjson": open_json,
-    ".json": open_json,
+    ".csv": PathTable,
+    ".tsv": PathTable,
     ".zip": ZipSource,
 }
-TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+TABLES = (".csv", ".tsv")
 WHOLE = (".lmdb", ".mdb", *TABLES, ".zip")  # suffixes that shards never have
 
 
@@ -80,7 +77,7 @@ def open_source(
     """Open a source of images.
 
     `spec` is a name of NAMED, a folder (of images, idx, Parquet, Arrow or tar files, or of
-    an LMDB), or a file (zip, tar, LMDB, or a table in CSV, TSV, JSON lines, Parquet or Arrow). All
+    an LMDB), or a file (zip, tar, LMDB, or a table in CSV, TSV, Parquet or Arrow). All
     images of a source without splits are used.
 
     Raises UserError if the source does not exist, has no images or is of another kind, and for an

@@ -9,13 +9,13 @@ import itertools
 import re
 import unicodedata
 from abc import abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from duetgan.utils import files
 from duetgan.utils.checkpoint.provenance import Provenance
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import RANGES, ImageSpec
-from duetgan.utils.text import listed, printable
+from duetgan.utils.text import printable
 
 
 class SourceOptions(NamedTuple):
@@ -37,11 +37,11 @@ class SourceOptions(NamedTuple):
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
     # px, or WxH: the resolution to read, if the source has several; else the largest
     size: int | str | None = None
-    # "top", "parent", "name" or "none"; None: see data/packing/sources/files.py
+    # "top", "parent" or "none"; None: see data/packing/sources/files.py
     classes_from: str | None = None
     root: Path | None = None  # the folder of a named source, or of the images that a table names
-    # Columns of a table (data/packing/sources/labels.py): "none" means no column; None: they are found by
-    # their names and values.
+    # Columns of a table (data/packing/sources/labels.py): "none" means no column; None: they are
+    # found by their names.
     label_column: str | None = None
     label_separator: str | None = None  # between several labels of an image
     split_column: str | None = None  # NAME, or NAME=VALUE,... with the values of held-out images
@@ -93,8 +93,6 @@ class Source(AbstractContextManager["Source"]):
     as_is: bool = field(default=False, init=False)
     # True: `spec.low` and `spec.high` are the range of the images' values
     ranged: bool = field(default=False, init=False)
-    # number of images omitted because their folder is called unlabelled
-    unlabelled: int = field(default=0, init=False)
 
     name: str  # for messages and the metadata
     classes: list[str]  # names by label; empty: unlabelled
@@ -163,7 +161,6 @@ class Source(AbstractContextManager["Source"]):
         else:
             self.classes, numbers = numbered(where, list(map(str, labels)), places, whole=whole)
         self._labels = np.array(numbers, np.int64)
-        self.remarks += similar_names(where, self.classes)
 
     def _take_label_lists(
         self, where: str, labels: Sequence[str | list[str]], places: Sequence[str]
@@ -183,11 +180,6 @@ class Source(AbstractContextManager["Source"]):
         numbered_sets = [tuple(sorted(set(itertools.islice(iterator, len(x))))) for x in lists]
         distinct = sorted(set(numbered_sets))
         self.label_sets = list(map(list, distinct))
-        several = sum(len(label_set) > 1 for label_set in numbered_sets)
-        self.remarks.append(
-            f"{where}: lists of labels: {several:,} of {len(lists):,} images have several,"
-            f" {numbered_sets.count(()):,} none"
-        )
         index = {numbers: number for number, numbers in enumerate(distinct)}
         return [index[numbers] for numbers in numbered_sets]
 
@@ -249,62 +241,7 @@ class ArraySource(Source):
 # --- labels
 
 NO_LABELS = "none"  # value of the column options: there is no such column
-MOST_VALUES = 1000  # most distinct values in a column that is found to be labels
-# Words that cameras and programs put before the number in a file's name. They are no classes.
-NUMBERED = {
-    "dsc",
-    "dscf",
-    "dscn",
-    "frame",
-    "image",
-    "img",
-    "mvi",
-    "photo",
-    "picture",
-    "pxl",
-    "screenshot",
-}
 NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-LISTED = 4  # most classes in a message
-
-
-def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
-    """Return a list with a warning if a column of an unlabelled source may hold labels, else []."""
-    for name, counts in columns.items():
-        if has_few_values(counts):
-            return [
-                f"warning: {where}: packed without labels, although the column {name} has"
-                f" {len(counts):,} values for {counts.total():,} images; if they are labels, pass"
-                f" --label-column {name}"
-            ]
-    return []
-
-
-def has_few_values(counts: Counter[str]) -> bool:
-    """Return True if the distinct values are few, and occur at least twice on average."""
-    return 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2)
-
-
-def class_of_name(name: str) -> str:
-    """Return the class in a file's name, before its number: `cat` for `cat.12.jpg`, "" for
-    `12.jpg`.
-    """
-    return re.sub(r"[\W\d_]+$", "", unicodedata.normalize("NFC", PurePosixPath(name).stem))
-
-
-def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
-    """Return a list with a warning if all names of unlabelled images start with one of a few words,
-    as in `cat.0.jpg`, `dog.0.jpg`, else [].
-    """
-    counts = Counter(map(class_of_name, names))
-    is_numbered = "" in counts or all(word.lower() in NUMBERED for word in counts)
-    if is_numbered or not has_few_values(counts):
-        return []
-    return [
-        f"warning: {where}: packed without labels, although all names begin with one of"
-        f" {len(counts):,} words; for the"
-        f" classes {listed(sorted(counts), LISTED)} pass --classes-from name"
-    ]
 
 
 def numbered(
@@ -325,18 +262,6 @@ def numbered(
     classes = sorted(names, key=int if numeric else None)
     order = {name: number for number, name in enumerate(classes)}
     return list(map(printable, classes)), [order[spelled[label]] for label in labels]
-
-
-def similar_names(where: str, classes: Sequence[str]) -> list[str]:
-    """Return a remark for each group of class names that differ only by case or spaces."""
-    groups = defaultdict(list)
-    for name in classes:
-        groups[" ".join(name.casefold().replace("_", " ").split())].append(repr(name))
-    return [
-        f"{where}: the classes {' and '.join(names)} differ only by case or spaces; are they one?"
-        for names in groups.values()
-        if len(names) > 1
-    ]
 
 
 def with_slashes(name: str) -> str:

@@ -31,9 +31,7 @@ from duetgan.data.packing.sources.base import (
     Source,
     SourceOptions,
     choose_split,
-    class_of_name,
     first_of,
-    names_look_like_labels,
     refuse_split,
     side_of,
     with_slashes,
@@ -46,15 +44,8 @@ from duetgan.utils.text import listed, printable
 # the requested number of bytes; bzip2 and LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
-CLASSES_FROM = ("top", "parent", "name", "none")
-UNLABELLED = {"unlabelled", "unlabeled"}  # names of folders with unlabelled images
+CLASSES_FROM = ("top", "parent", "none")
 ARRAY = ".npy"
-# suffixes of images that are not read
-UNREAD_IMAGES = frozenset(
-    {".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr", ".pcx"}
-    | {".dcm", ".nii", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw"}
-)
-TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # most folders in a message
 MANIFEST = "dataset.json"  # StyleGAN's labels: {"labels": [["name", class], ...]}
 
@@ -76,11 +67,6 @@ def arrange(
     images, ignored = _images(where, files)
     source.take_names(images)
     source.ignored += ignored
-    if unread := [name for name in ignored if PurePosixPath(name).suffix.lower() in UNREAD_IMAGES]:
-        source.remarks.append(
-            f"warning: {where}: {len(unread):,} of {len(images) + len(unread):,} images are of"
-            f" kinds that are not read{_describe_files(unread)}: convert them to PNG"
-        )
     if options.classes_from == "none":  # all images at any depth
         if options.split:
             raise UserError(
@@ -90,41 +76,19 @@ def arrange(
     if _take_manifest(source, ignored, options):
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
-    if options.classes_from != "top":
-        folders = _leave_unlabelled_out(source, folders)
     prefix = _enter(source, folders, options)
     images = [name for name in source.names if name.startswith(prefix)]
     source.take_names(images)
     paths = [name.removeprefix(prefix).split("/") for name in images]
     loose = [name for name, path in zip(images, paths, strict=True) if len(path) == 1]
-    tables = [
-        name
-        for name in ignored
-        if PurePosixPath(name).suffix.lower() in TABLES and "/" not in name.removeprefix(prefix)
-    ]
-    if options.classes_from == "name":
-        names = list(map(class_of_name, images))
-        if "" in names:
-            raise UserError(
-                f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has;"
-                " rename it"
-            )
-    elif len(loose) == len(images):
-        names = []
-    elif loose:
+    names = []
+    if loose and len(loose) < len(images):
         raise UserError(
             f"{where} holds images both at the top ({loose[0]}) and in sub-folders;"
             " move the loose ones into class folders or away"
         )
-    else:
+    if not loose:
         names = _folder_classes(source, prefix, paths, folders, options.classes_from)
-    if options.classes_from is None and len(set(names)) < 2 and tables:
-        source.remarks.append(
-            f"warning: {where}: packed without labels, although {tables[0]} lies there; if it"
-            " holds labels, give it as the source"
-        )
-    elif not names:
-        source.remarks += names_look_like_labels(where, images)
     if names:
         source.take_labels(where, names, whole=False)
 
@@ -142,7 +106,6 @@ def _take_manifest(source: "ListedSource", ignored: list[str], options: SourceOp
         return False
     refuse_split(source.where, options.split)
     source.ignored.remove(manifest)
-    source.takes = source.takes | {"label_separator"}
     with explained(ImageError, lambda error: f"{where} {error}; fix it"):
         content = source.read(manifest)
     faults = (ValueError, TypeError, KeyError, RecursionError)
@@ -158,29 +121,9 @@ def _take_manifest(source: "ListedSource", ignored: list[str], options: SourceOp
         if odd[0] in by_name:
             problem = f"names {odd[0]}, which is not there"
         raise UserError(f"{where} {problem}: they must name the same images")
-    texts = [labels.as_text(by_name[name]) for name in source.names]
-    values, form = labels.split_labels(where, texts, options.label_separator)
-    if form != labels.ONE:
-        source.remarks.append(f"{where}: labels, {form}")
+    values = [labels.as_value(by_name[name]) for name in source.names]
     source.take_labels(where, values, [f"{where}: {name}" for name in source.names])
     return True
-
-
-def _leave_unlabelled_out(source: "ListedSource", folders: list[str]) -> list[str]:
-    """Omit images in folders called unlabelled, if there are class folders. Return the other
-    folders.
-    """
-    named = [name for name in source.names if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
-    count = len(source.names) - len(named)
-    if not count or not any("/" in name for name in named):
-        return folders
-    source.unlabelled = count
-    source.take_names(named)
-    source.remarks.append(
-        f"{source.where}: {count:,} images without labels are left out: --classes-from none packs"
-        " all without, top makes them a class"
-    )
-    return [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
 
 
 def _folder_classes(

@@ -1,24 +1,14 @@
-"""What is a split, a class, a label: the usual names, and a question where it is unclear (H2, H3)."""
+"""Splits and classes of folders, and columns of labels: the usual names, and a question where it is unclear."""
 
 import itertools
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from duetgan.commands.pack import main
 from duetgan.data.packing.sources import open_source
-from duetgan.data.packing.sources.base import looks_like_labels
-from tests.data.conftest import save, source_at, succeed
+from tests.data.conftest import save, source_at
 from tests.data.packing.sources.source_files import cells, manifest, parquet, refused
 from tests.data.packing.sources.test_sources import zipped
-from tests.data.packing.sources.test_tars import tar
-
-
-def test_what_looks_like_labels():
-    assert looks_like_labels("x", {"id": Counter("abcdefgh"), "same": Counter("aaaaaaaa")}) == []
-    assert len(looks_like_labels("x", {"id": Counter("abcdefgh"), "kind": Counter("aabbccdd")})) == 1
-    assert looks_like_labels("x", {"kind": Counter("aabbccde")}) == []  # more than one of two is another
 
 
 def folder(place: Path, *names: str) -> Path:
@@ -102,92 +92,33 @@ def test_class_folders_below_a_split_are_asked_for_too_but_not_one_in_each_class
         assert source_at(folder(tmp_path / place, *files)).classes == ["cat", "dog"]
 
 
-@pytest.mark.parametrize("column", ["class", "category", "target", "label_name", "Labels"])
-def test_label_columns_under_other_names(tmp_path, column):
+@pytest.mark.parametrize("column", ["label", "class", "category", "target", "Labels"])
+def test_label_columns_under_other_names(tmp_path: Path, column: str) -> None:
     where = manifest(tmp_path, f"path,{column}\na.png,dog\nb.png,cat\ndeep/c.png,dog\n")
     source = open_source(where)
     assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
-    assert source.remarks == [f'{where}: labels from column "{column}", one per image']
+    assert source.remarks == ([] if column == "label" else [f'{where}: labels from column "{column}"'])
     source = open_source(where, label_column="none")
     assert (source.classes, source.remarks) == ([], [])
 
 
-def test_several_label_columns_are_asked_for(tmp_path, photos):
+def test_columns_that_are_asked_for(tmp_path: Path, photos: Path) -> None:
     where = manifest(tmp_path, "path,target,class\na.png,0,dog\nb.png,1,cat\n")
-    refused(where, r"class and target could be labels: pass --label-column class, .*path, target, c")
-    assert open_source(where, label_column="class").classes == ["cat", "dog"]
+    assert open_source(where).classes == ["cat", "dog"]
     assert open_source(where, label_column="Target").classes == ["0", "1"]
     refused(where, r"--label-column clas: no such column .did you mean 'class'", label_column="clas")
-    where = manifest(tmp_path, "path,label,class\na.png,0,dog\nb.png,1,cat\n")
-    assert (open_source(where).classes, open_source(where).remarks) == (["0", "1"], [])
     refused(photos, r"--label-column does not apply to .*photos: leave it out", label_column="x")
     refused("sample", "--classes-from does not apply to sample: leave it out", classes_from="top")
     assert open_source("sample").splits == ("test", "train")
 
 
-def test_a_column_that_looks_like_labels_is_a_warning(tmp_path, capsys):
-    save(tmp_path / "d.png")
-    where = manifest(tmp_path, "path,breed,size\na.png,x,0\nb.png,y,1\ndeep/c.png,x,7\nd.png,y,9\n")
-    message = (
-        f"warning: {where}: packed without labels, although the column breed has 2 values for 4 images; if they are"
-        " labels, pass --label-column breed"
-    )
-    assert open_source(where).remarks == [message]
-    succeed(main, where, tmp_path / "x.lmdb")
-    assert capsys.readouterr().err.splitlines() == [message]
-    assert open_source(where, label_column="breed").classes == ["x", "y"]
-    assert open_source(where, label_column="none").remarks == []
-
-
-@pytest.mark.parametrize("names", [("train/a.png", "test/b.png"), ("images/a.png", "images/b.png")])
-def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path, names):
-    where = folder(tmp_path / "x", *names)
-    (where / "labels.csv").write_text("id,breed")
-    for place in (where, zipped(where, tmp_path / "x.zip")):
-        (remark,) = source_at(place).remarks
-        told = f"warning: {place}: packed without labels, although labels.csv lies there; if it holds"
-        assert remark.startswith(told)
-    assert source_at(where, classes_from="top").remarks == []
-    folder(where, names[0].replace("/", "/cat/"), names[0].replace("/", "/dog/"))
-    (where / names[0]).unlink()
-    (where / "images" / "b.png").unlink(missing_ok=True)
-    assert source_at(where).remarks == []
-
-
-def test_parquet_labels_under_other_names(tmp_path):
-    image = cells(1, 2, 3, 4)
-    table = {"image": image, "breed": [1, 0, 1, 1], "size": [1, 1, 2, 2]}
+def test_parquet_labels_under_other_names(tmp_path: Path) -> None:
+    table = {"image": cells(1, 2, 3, 4), "breed": [1, 0, 1, 1], "size": [1, 1, 2, 2]}
     named = str(parquet(tmp_path / "b.parquet", table, names=["pug", "lab"], columns=["breed"]))
-    source = open_source(named)
+    source = open_source(named, label_column="breed")
     assert (source.classes, source.labels().tolist()) == (["pug", "lab"], [1, 0, 1, 1])
-    assert 'labels from column "breed", one per image' in source.remarks[0]
-    assert open_source(named, label_column="none").classes == []
-    plain = str(parquet(tmp_path / "c.parquet", table, rows=4))
-    assert open_source(plain, label_column="size").classes == ["1", "2"]
-    refused(plain, "--label-column image: no such column", label_column="image")
-    columns = {"fine": [1, 0, 1, 1], "coarse": [1, 1, 0, 0]}
-    two = parquet(tmp_path / "d.parquet", {"image": image} | columns, names=["pug", "lab"], columns=list(columns))
-    refused(two, "fine and coarse could be labels: pass --label-column fine")
-
-
-def test_classes_in_the_names_of_files(tmp_path):
-    names = ("cat.0.jpg", "cat.1.jpg", "guinea_pig_12.png", "guinea_pig_7.png", "dog (3).png", "dog-4.png")
-    where = folder(tmp_path / "x", *names)
-    (remark,) = source_at(where).remarks
-    told = "all names begin with one of 3 words; for the classes cat, dog, guinea_pig pass --classes-from name"
-    assert told in remark
-    source = source_at(where, classes_from="name")
-    assert (source.classes, source.remarks) == (["cat", "dog", "guinea_pig"], [])
-    labels = {source.stored_name(index): source.classes[label] for index, label in enumerate(source.labels())}
-    assert labels == dict(zip(names, ["cat", "cat", "guinea_pig", "guinea_pig", "dog", "dog"], strict=True))
-    folder(where, "77.png")
-    refused(where, r"x: 77\.png has no class in its name", classes_from="name")
-    split = folder(tmp_path / "y", "train/cat1.png", "train/dog1.png", "test/cat2.png")
-    assert source_at(split, classes_from="name").labels().tolist() == [0, 1]
-    cameras = "IMG_1 IMG_2 DSC_1 DSC_2"
-    for others in (cameras, "1 2 3 4", "a b c d", "cat1 cat2 cat3 cat4", "cat1 cat2 dog1 3"):  # names are no classes
-        plain = folder(tmp_path / others, *(f"{name}.png" for name in others.split()))
-        assert source_at(plain).remarks == []
+    assert (open_source(named).classes, open_source(named, label_column="size").classes) == ([], ["1", "2"])
+    refused(named, "--label-column image: no such column", label_column="image")
 
 
 def test_h15_two_spellings_of_a_name_are_one_class(tmp_path):
@@ -197,44 +128,7 @@ def test_h15_two_spellings_of_a_name_are_one_class(tmp_path):
         save(tmp_path / "x" / folder / f"{ord(folder[-1])}.png")
     source = source_at(tmp_path / "x")
     assert (source.classes, sorted(source.labels())) == ([one, "tea"], [0, 0, 1])
-    for name in (f"{one}.1", f"{two}.2", "tea.3"):
-        save(tmp_path / "y" / f"{name}.png")
-    assert source_at(tmp_path / "y", classes_from="name").classes == [one, "tea"]
     rows = "".join(f"x/{f}/{ord(f[-1])}.png,{f}\n" for f in (one, two, "tea"))
     (tmp_path / "list.csv").write_text(f"path,label\n{rows}")
     source = source_at(tmp_path / "list.csv")
     assert (source.classes, source.labels().tolist()) == ([one, "tea"], [0, 0, 1])
-
-
-@pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
-@pytest.mark.parametrize("name", ["unlabelled", "Unlabeled"])
-@pytest.mark.parametrize("above", ["", "photos/", "train/"])
-def test_a_folder_of_images_without_labels_is_no_class(tmp_path, kind, name, above):
-    names = [f"{above}cat/a.png", f"{above}dog/b.png", f"{name}/c.png", f"{name}/deep/d.png"]
-    names += ["test/cat/e.png", "test/dog/f.png"] if above == "train/" else []
-    where = folder(tmp_path / "x", *names)
-    if kind == "zip":
-        where = zipped(where, tmp_path / "x.zip")
-    elif kind == "tar":
-        where = tar(tmp_path / "x.tar", {name: (tmp_path / "x" / name).read_bytes() for name in names})
-    with source_at(where) as source:
-        assert (source.classes, source.labels().tolist(), source.unlabelled) == (["cat", "dog"], [0, 1], 2)
-        assert [source.stored_name(index) for index in range(2)] == names[:2]
-        assert source.problems == []
-        told = "2 images without labels are left out: --classes-from none packs all without, top makes them a class"
-        assert source.remarks == [f"{where}: {told}"]
-    with source_at(where, classes_from="none") as source:
-        assert (source.classes, sorted(map(source.stored_name, range(len(source))))) == ([], sorted(names))
-    refused(where, "--classes-from none takes the images of all splits", classes_from="none", split="train")
-    if above != "photos/":
-        classes = ["cat", "dog", name] if not above else ["test", "train", name]
-        with source_at(where, classes_from="top") as source:
-            assert (source.classes, source.unlabelled, source.remarks) == (sorted(classes), 0, [])
-
-
-def test_images_without_labels_alone_are_a_flat_set_and_beside_loose_ones_still_unclear(tmp_path):
-    where = folder(tmp_path / "x", "unlabelled/a.png", "unlabelled/b.png")
-    for place, classes in ((where / "unlabelled", []), (where, ["unlabelled"])):
-        source = source_at(place)
-        assert (source.classes, len(source), source.unlabelled, source.remarks) == (classes, 2, 0, [])
-    refused(folder(tmp_path / "y", "a.png", "unlabelled/b.png"), "both at the top")

@@ -41,8 +41,8 @@ def test_parquet(tmp_path, monkeypatch):
     assert pack(source, tmp_path / "x.lmdb").meta.histogram == [3, 6]
 
 
-def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_path):
-    table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["dog", "cat", "dog"], "n": [1, 2, 3]}
+def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_path: Path) -> None:
+    table = {"img": [content_of(1), content_of(2), content_of(3)], "label": ["dog", "cat", "dog"], "n": [1, 2, 3]}
     with source_at(parquet(tmp_path / "x.parquet", table)) as source:
         assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
         assert source.content(2) == content_of(3)
@@ -51,7 +51,6 @@ def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_pat
     path = parquet(tmp_path / "x.parquet", table, names=["ant", "bee", "cat", "dog", "emu"])
     with source_at(path) as source:
         assert (source.classes, source.labels().tolist()) == (["bee", "dog"], [1, 0, 1])
-        assert source.remarks == ["left out: ant, cat, emu: classes of x.parquet that no image belongs to"]
         assert len(source.problems) == 1
         meta = pack(source, tmp_path / "x.lmdb", on_error="skip").meta
     assert (meta.classes, meta.histogram) == (["bee", "dog"], [1, 2])
@@ -89,34 +88,30 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path):
     bools = table | {"label": [False, True]}
     refused(parquet(tmp_path / "x.parquet", bools, names=["a", "b"]), "a label is none of its 2 classes")
     parquet(tmp_path / "y" / "a.parquet", table, names=["a", "b", "c"])
-    parquet(tmp_path / "y" / "b.parquet", table, names=["a", "c", "b"])
-    refused(tmp_path / "y", "has other columns or class names than a.parquet")
     parquet(tmp_path / "y" / "b.parquet", {"image": cells(1), "label": ["a"]})
-    refused(tmp_path / "y", r"b\.parquet has other columns or class names than a\.parquet")
+    refused(tmp_path / "y", r"b\.parquet has other columns than a\.parquet")
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
         ({"left": [b"1"], "right": [b"2"]}, r"left and right could be images.*left .binary., right .binary."),
-        ({"file": ["a.png"]}, r"/a\.png is no file, as are others of the column file: pass --root"),
-        ({"n": [0.5]}, r"no column holds bytes, perhaps only paths: give the folder.*columns are n .double"),
-        ({"image": [b"1"], "labels": [0], "target": [0]}, "labels and target could be labels"),
-        ({"image": [b"1"], "label": [-1]}, "no row has an image and label"),
+        ({"file": ["a.png"]}, r"no column holds bytes of images; for paths give a CSV.*columns are file .string"),
+        ({"image": [b"1"], "label": [None]}, "no row has an image and label"),
     ],
 )
 def test_wrong_parquet(tmp_path, table, message):
     refused(parquet(tmp_path / "x.parquet", table), message)
 
 
-@pytest.mark.parametrize("labels", [[0, None, 1, -1, 0], ["a", None, "b", "", "a"]])
-def test_parquet_without_some_labels_and_bytes(tmp_path, labels):
+@pytest.mark.parametrize("labels", [["a", None, "b", "", "a"]])
+def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]) -> None:
     rows = [*cells(1, 2, 3, 4), {"bytes": None, "path": "elsewhere.png"}]
     source = source_at(parquet(tmp_path / "x.parquet", {"image": rows, "label": labels}))
     assert [str(problem)[-22:] for problem in source.problems] == [f"et: row {row} has no label" for row in (1, 3)]
     assert source.labels().tolist() == [0, 1, 0]
     assert source.content(1) == content_of(3)
-    item_refused(source, 2, "holds no bytes, perhaps only paths: give the folder of the images, or a CSV")
+    item_refused(source, 2, "holds no bytes, perhaps only a path")
     assert source.item_name(2).endswith("row 4")
 
 
@@ -189,17 +184,13 @@ def test_a_saved_data_set(tmp_path):
     refused(folder, r"data-00001-of-00002\.arrow is missing beside")
 
 
-def test_single_files_and_columns_of_bytes(tmp_path):
-    table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["cafe\u0301", "caf\u00e9", "b"]}
+def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
+    table = {"img": [content_of(1), content_of(2), content_of(3)], "label": ["cafe\u0301", "caf\u00e9", "b"]}
     path = arrow(tmp_path / "x.arrow", table)
     with source_at(path) as source:
         assert (source.classes, source.labels().tolist()) == (["b", "caf\u00e9"], [1, 1, 0])
         assert contents(source) == table["img"]
     assert source_at(path, label_column="none").classes == []
-    made = pa.table(table)
-    with pa.OSFile(str(tmp_path / "y.arrow"), "wb") as file, pa.ipc.new_file(file, made.schema) as writer:
-        writer.write_table(made)
-    assert contents(source_at(tmp_path / "y.arrow")) == table["img"]  # the kind with an index
     (tmp_path / "cache").mkdir()
     for split in ("train", "validation"):
         shutil.copy(path, tmp_path / "cache" / f"{split}-00000-of-00001.arrow")
