@@ -121,12 +121,6 @@ def make_parser() -> Parser:
         help="reaction to images that cannot be read",
     )
     add(
-        "--max-skipped",
-        type=number(int, 0),
-        metavar="N",
-        help="stop if --on-error skip leaves out more than N images (default: 100, or 1 %% if that is more)",
-    )
-    add(
         "--against",
         type=Path,
         metavar="OTHER.lmdb",

@@ -12,7 +12,6 @@ from torch import nn
 
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.opening import dataset_for_model
-from duetgan.data.packing.packed_files import expand_braces
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.classifier import Classifier
@@ -90,7 +89,7 @@ def data_of(checkpoint: Checkpoint, key: str) -> Any:
         candidates = [path, *(str(folder / path) for folder in parents)]
         candidates += [str(folder / "data" / Path(path).name) for folder in parents[:3]]
         for candidate in candidates:
-            if any(map(glob.glob, expand_braces(candidate))):
+            if glob.glob(candidate):
                 return candidate
         return path
 

@@ -195,7 +195,6 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
     assert pack[1] == str(images)
     assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("256", "64", "3")
     assert (option(pack, "--val-share"), option(pack, "--on-error")) == ("0.2", "skip")
-    assert option(pack, "--max-skipped") == "150"
     test = option(pack, "--val-dest")
     assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
     assert option(classifier, "--config") == "configs/finetune_resnet50_last.yaml"

@@ -131,7 +131,7 @@ def test_classes_of_one_image(tmp_path, more, told):
 @pytest.mark.parametrize(
     ("count", "words", "told"),
     [
-        (0, "", "holds no images (it is empty); supported are"),
+        (0, "", "holds no images; supported are"),
         (20, ".png", "none of its images can be read; the first: "),
         (FEWEST - 1, "", f"holds {FEWEST - 1} images; give {FEWEST} or more"),
     ],

@@ -114,7 +114,7 @@ def test_inspect_counts_labels_and_images_with_none_or_several(tmp_path, capsys)
     assert document["label_sets"][3] == {"labels": ["cat", "dog"], "count": 2}
     command.main([str(tmp_path / "x.lmdb"), "--out", str(tmp_path / "grid.png")])
     text = capsys.readouterr().out
-    assert "none 1, one 2, several 3" in text
+    assert '{"none": 1, "one": 2, "several": 3}' in text
 
 
 @pytest.mark.parametrize("sets", [[[0, 0]], [[1, 0]], [[3]], [[0], [1]]])

@@ -106,8 +106,7 @@ class Quickstart:
         if plan.smallest < plan.size:
             images += ["--pyramid", str(plan.smallest)]
         if plan.survey.source != SAMPLE:
-            max_skipped = plan.survey.count // 2
-            images += ["--on-error", "skip", "--max-skipped", str(max_skipped)]
+            images += ["--on-error", "skip"]
         parts = [
             (f"pack {file.stem}", [file], ["--split", file.stem])
             for file in (self.train, self.test)

@@ -100,7 +100,9 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
             # The first frame of an MPO, a camera's JPEG, is the image.
             if image.format != "MPO" and has_another(image):
                 raise ImageError("is animated or has several pages; save one of them as an image")
-            _check_depth(image, content)
+            # The range of the values is unknown; 16 bits without a sign are I;16.
+            if image.format == "TIFF" and image.mode == "I":
+                raise ImageError("has 32-bit or signed pixels; save it with 8 or 16 bits")
             yield image
     except ImageError:
         raise
@@ -132,22 +134,6 @@ def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None
         raise ImageError(
             f"is {in_header[1]}x{in_header[0]} px by its header, {size[1]}x{size[0]} px by its"
             " record"
-        )
-
-
-def _check_depth(image: Image.Image, content: bytes) -> None:
-    """Raise ImageError for pixel formats whose range of values is undefined."""
-    if image.format == "TIFF" and image.mode == "I":  # 16 bits without a sign are I;16
-        bits = "32-bit" if image.tag_v2.get(258) == (32,) else "signed"  # type: ignore[attr-defined]  # BitsPerSample
-        raise ImageError(f"has {bits} pixels; save it with 8 or 16 bits, without a sign")
-    if (
-        image.format == "PNG"
-        and image.mode == "RGB"
-        and content[24] == 16
-        and "transparency" in image.info
-    ):
-        raise ImageError(
-            "has 16-bit colours of which one is transparent; save it with an alpha channel"
         )
 
 

@@ -92,11 +92,7 @@ def of_pillow(image: Image.Image) -> Values:
     if image.mode == "F" or image.mode.startswith("I"):
         array = np.asarray(image)[:, :, None]
         whole = array.dtype.kind != "f" and 0 <= array.min() <= array.max() < 65536
-        pixels = checked_pixels(array.astype(np.uint16) if whole else array)
-        transparent = image.info.get("transparency")  # the value of transparent pixels
-        if transparent is None:
-            return Values(pixels)
-        return Values(np.dstack([pixels, (pixels != transparent) * np.uint16(65535)]), True)
+        return Values(checked_pixels(array.astype(np.uint16) if whole else array))
     grey = image.mode in GREY
     if image.has_transparency_data:
         pixels = np.asarray(image.convert("RGBA"))

@@ -12,9 +12,9 @@ import numpy as np
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import visible_image
 from duetgan.data.packing import near_duplicates
-from duetgan.utils.text import listed
 
 Name = Callable[[int], str]  # number of a record -> name of the record for the user
+DIFFER = ": different labels"
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,14 @@ def _record_classes(reader: LMDBReader) -> np.ndarray:
     return np.array(reader.meta.label_names or [""])[reader.labels()]
 
 
-def naming(reader: LMDBReader, item_name: Name | None = None) -> Name:
-    """Return a function that names a record and its class: by `item_name`, or by the name in the
-    file, or else by its number.
+def naming(reader: LMDBReader) -> Name:
+    """Return a function that names a record, by the name in the file or else by its number, and its
+    class.
     """
-    classes = _record_classes(reader)
-    stored = [] if item_name else reader.names()
+    classes, stored = _record_classes(reader), reader.names()
 
     def name(record: int) -> str:
-        text = item_name(record) if item_name else stored[record] or str(record)
+        text = stored[record] or str(record)
         return f"{text} ({classes[record]})" if classes[record] else text
 
     return name
@@ -164,45 +163,28 @@ def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -
     return group_equal(connected_components(graph, directed=False)[1])
 
 
-def lines(report: Report, name: Name, other_name: Name, limit: int | None = None) -> list[str]:
-    """Return the text report: counts, then `limit` groups and pairs (default: all), those with
-    different labels first.
-    """
-    groups = []
-    for group in report.exact:
-        sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
-        texts = [listed(side, limit or len(side)) for side in sides if side]
-        groups.append((" = ".join(texts), group.labels_differ))
-    head = _count(report.exact_duplicates, "exact duplicate")
+def count_text(report: Report) -> str:
+    """Return the number of exact duplicates as text."""
+    text = f"{report.exact_duplicates:,} exact duplicates"
     if report.other_file:
-        head = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
-    text = _listed(f"{head} in {_count(len(groups), 'group')}", groups, limit)
-    if report.near is None:
-        return text
-    pairs = []
-    for pair in report.near:
-        names = f"{name(pair.record)} ~ {other_name(pair.other_record)}"
-        pairs.append((f"{names}, correlation {pair.correlation:.3f}", pair.labels_differ))
-    text += _listed(f"{_count(len(pairs), 'pair')} of near duplicates", pairs, limit)
+        text = f"{report.exact_duplicates:,} images of {report.other_file} also in {report.file}"
+    wrong = sum(group.labels_differ for group in report.exact)
+    return f"{text}, in {len(report.exact):,} groups, {wrong:,} of them with different labels"
+
+
+def lines(report: Report, name: Name, other_name: Name) -> list[str]:
+    """Return the text report: counts, groups and pairs, those with different labels first."""
+    text = [count_text(report)]
+    for group in sorted(report.exact, key=lambda group: not group.labels_differ):
+        sides = (map(name, group.records), map(other_name, group.other_records))
+        names = " = ".join(filter(None, map(", ".join, sides)))
+        text.append(f"  {names}{DIFFER * group.labels_differ}")
+    if report.near is not None:
+        text.append(f"{len(report.near):,} pairs of near duplicates")
+        for pair in sorted(report.near, key=lambda pair: not pair.labels_differ):
+            names = f"{name(pair.record)} ~ {other_name(pair.other_record)}"
+            correlation = f"correlation {pair.correlation:.3f}"
+            text.append(f"  {names}, {correlation}{DIFFER * pair.labels_differ}")
     if report.cut_short:
         text.append("the search for near duplicates ended early: too many images look alike")
     return text
-
-
-def _listed(head: str, items: list[tuple[str, bool]], limit: int | None) -> list[str]:
-    """Return a head line with the number of items with different labels, then `limit` items, those
-    with different labels first.
-    """
-    wrong = sum(differ for _, differ in items)
-    if wrong:
-        head += f", {wrong:,} of them with different labels"
-    text = [head]
-    for item, differ in sorted(items, key=lambda item: not item[1])[:limit]:
-        text.append(f"  {item}{': different labels' if differ else ''}")
-    if limit is not None and len(items) > limit:
-        text.append(f"  and {len(items) - limit:,} more, see duet duplicates")
-    return text
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,6 +1,7 @@
 """Describe a packed file, verify its records, and draw a grid of its images."""
 
 import hashlib
+import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
     """Return the description of a file as text, with a line for each class."""
     document = document | ({} if meta.passport else {"passport": "none, real images"})
     rows = [
-        (key, _text(value))
+        (key, json.dumps(value))
         for key, value in document.items()
         if key not in ("classes", "histogram", "label_sets")
     ]
@@ -58,16 +59,6 @@ def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str,
         "label_sets": documents,
         "histogram": meta.by_class,
     }
-
-
-def _text(value: object) -> str:
-    if value is None or value == []:
-        return "none"
-    if isinstance(value, list):
-        return " ".join(map(_text, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def save_grid(reader: LMDBReader, path: Path) -> None:

@@ -15,51 +15,36 @@ from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.duplicates import find, lines, naming
+from duetgan.data.packing.duplicates import count_text, find
 from duetgan.data.packing.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.packing.sources import Problem, Source
 from duetgan.data.packing.split import (
     publish_both,
-    strata,
     to_fraction,
     val_path,
     write_parts,
 )
-from duetgan.data.packing.summary import Summary, list_skipped
-from duetgan.utils.errors import UserError, refuse, require_same_classes
+from duetgan.data.packing.summary import Summary
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar, showing
-
-LISTED = 5  # most groups of duplicates, and images of a group, in the summary
-# limits of --on-error skip; the larger one applies
-SKIPPED_IMAGES = 100
-SKIPPED_FRACTION = 0.01
 
 
 class _Skipped:
-    """The problems of skipped images: at most `cap`, or none if `on_error` is "stop"."""
+    """The problems of skipped images: none if `on_error` is "stop"."""
 
-    def __init__(self, source: Source, on_error: str, cap: int | None, remedy: str) -> None:
+    def __init__(self, source: Source, on_error: str, remedy: str) -> None:
         self._source = source
         self._stop = on_error == "stop"
         self._remedy = remedy
-        if cap is None:
-            cap = max(SKIPPED_IMAGES, int(SKIPPED_FRACTION * len(source)))
-        self.cap = cap
         self.problems: list[Problem] = []
         self.add(*source.problems)
 
     def add(self, *problems: Problem) -> None:
-        """Add problems. Raises UserError if there are now too many."""
+        """Add problems. Raises UserError if no image may be skipped."""
         self.problems += problems
         if self._stop and problems:
             remaining = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise UserError(f"{problems[0]}{remaining}: fix it, or {self._remedy}")
-        if len(self.problems) > self.cap:
-            raise UserError(
-                f"{self._source.name}: {len(self.problems):,} images or folders cannot be used,"
-                f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: fix them or raise"
-                " --max-skipped"
-            )
 
     def check(self, writer: LMDBWriter) -> None:
         """Raise UserError if no image was written, or none of a class."""
@@ -99,8 +84,6 @@ def pack(
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
     workers: int | None = None,  # threads besides this one; None: one per core
-    # most images that on_error "skip" omits; None: 100 or 1 % of the images, whichever is more
-    max_skipped: int | None = None,
     against: Path | None = None,  # a packed file with the same classes
     duplicates: bool = True,  # report equal images
     val_share: str | float | None = None,  # fraction of the images to hold out, in a second file
@@ -119,7 +102,7 @@ def pack(
     started = time.perf_counter()
     fraction = None if val_share is None else to_fraction(val_share)
     targets = _targets(source, Path(dest), fraction, val_dest)
-    skipped = _Skipped(source, on_error, max_skipped, remedy)
+    skipped = _Skipped(source, on_error, remedy)
     _check_classes(source, against)
     plan = make_plan(source, **plan_options)
     workers = thread_count(source, workers)
@@ -137,20 +120,16 @@ def pack(
             metas, report = write_parts(whole.path, records, writers, fraction, seed, grouping)
             publish_both(writers)
         seconds = time.perf_counter() - started
-        text = None
+        text = "not searched"
         if duplicates:
             with LMDBReader(whole.path) as reader:
-                name = naming(reader, lambda record: source.item_name(rows[record]))
-                report = dataclasses.replace(report or find(reader), near=None)
-                text = lines(report, name, name, LISTED)
+                text = count_text(report or find(reader))
     return Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
         held_out_path=targets[-1] if len(targets) > 1 else None,
         problems=skipped.problems,
-        listed=list_skipped(skipped.problems, targets[0]),
         ignored=source.ignored,
-        workers=workers,
         seconds=seconds,
         duplicates=text,
     )
@@ -161,28 +140,13 @@ def _targets(
 ) -> list[Path]:
     """Return the paths to write: `dest`, and with `fraction` the file of held-out images.
 
-    Raises UserError if no image can be held out, or for `val_dest` without `fraction`.
+    Raises UserError for `val_dest` or groups without `fraction`.
     """
+    if source.grouping is not None and fraction is None:
+        option = source.grouping.option
+        raise UserError(f"{option} is for --val-share: add --val-share or drop {option.split()[0]}")
     targets = [dest]
-    if source.grouping is not None:
-        option, names = source.grouping
-        refuse(
-            (
-                fraction is None,
-                f"{option} is for --val-share: add --val-share or drop {option.split()[0]}",
-            ),
-            (
-                len(set(names)) < 2,
-                f"{source.name}: {option} puts all {len(names):,} images into one group, {names[0]!r}, so none can be"
-                " held out; group by something else, or pack held-out images of their own",
-            ),
-        )
     if fraction is not None:
-        labels = strata(source.labels(), source.label_sets, fraction)
-        if len(labels) < 2 or np.bincount(labels).max() < 2:
-            raise UserError(
-                f"{source.name}: --val-share {float(fraction)} needs a class of two images or more; add images"
-            )
         targets.append(val_path(dest) if val_dest is None else Path(val_dest))
     elif val_dest is not None:
         raise UserError("--val-dest is for --val-share: add it or drop --val-dest")

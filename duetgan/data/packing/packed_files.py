@@ -6,17 +6,14 @@ files are copied unchanged (docs/data-at-scale.md).
 
 import glob
 import hashlib
-import itertools
 import json
-import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.pack import pack
-from duetgan.data.packing.sources import PACKED_TARS, open_source
+from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.base import (
     Source,
     SourceOptions,
@@ -33,9 +30,6 @@ from duetgan.utils.files import hold
 from duetgan.utils.runlog.run_log import say
 
 Paths = str | Path | Sequence[str | Path]
-BRACES = re.compile(r"\{([^{}]*)\}")
-RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
-MOST_FILES = 100_000  # of one pattern, at most
 
 
 def packed_files(path: Paths) -> list[Path]:
@@ -44,7 +38,7 @@ def packed_files(path: Paths) -> list[Path]:
     Raises UserError for images that need the options of packing.
     """
     paths = shard_paths(path)
-    if is_tar(paths[0]):
+    if paths[0].suffix.lower() == SUFFIX:
         location = paths[0] if len(paths) == 1 else paths[0].parent
         return [_copy_of(paths, lambda: TarSource(location, SourceOptions(), paths))]
     return [
@@ -56,7 +50,7 @@ def packed_files(path: Paths) -> list[Path]:
 def shard_paths(path: Paths) -> list[Path]:
     """Return the files that `path` names.
 
-    `path` is one file or several, a pattern ("train-*.lmdb", "train-{000..146}.tar"), whose files
+    `path` is one file or several, a pattern ("train-*.lmdb"), whose files
     are sorted by name, or a folder of tar files.
 
     Raises UserError if there are none, and for a folder of tar files of several splits.
@@ -84,44 +78,12 @@ def _paths_of(text: str) -> list[Path]:
         return tars
     if path.exists():
         return [path]
-    paths: list[str] = []
-    for name in expand_braces(text):
-        if set(name).isdisjoint("*?["):
-            paths.append(name)
-        else:
-            paths += sorted(glob.glob(name))
+    if set(text).isdisjoint("*?["):
+        return [path]
+    paths = sorted(glob.glob(text))
     if not paths:
         raise UserError(f"{text}: no file matches this pattern; check it")
     return list(map(Path, paths))
-
-
-def expand_braces(text: str) -> list[str]:
-    """Expand braces as a shell does: "{08..10}" to 08, 09, 10; "{a,b}" to a, b.
-
-    Raises UserError for more than MOST_FILES names.
-    """
-    parts: list[Sequence[str]] = []
-    for position, part in enumerate(BRACES.split(text)):
-        in_braces = position % 2 == 1
-        span = RANGE.fullmatch(part)
-        if in_braces and span:
-            numbers = range(int(span[1]), min(int(span[2]), int(span[1]) + MOST_FILES) + 1)
-            parts.append([f"{number:0{len(span[1])}d}" for number in numbers])
-        else:
-            parts.append(part.split(",") if in_braces else [part])
-        if math.prod(map(len, parts)) > MOST_FILES:
-            raise UserError(f"{text}: the pattern names more than {MOST_FILES:,} files; check it")
-    return list(map("".join, itertools.product(*parts)))
-
-
-def is_tar(path: Path) -> bool:
-    """Return True if a file is a tar by its name. Raises UserError for a compressed one."""
-    if path.name.lower().endswith(PACKED_TARS):
-        raise UserError(
-            f"{path} is compressed, so that no image can be found in it: make it a .tar, as gunzip"
-            " does"
-        )
-    return path.suffix.lower() == SUFFIX
 
 
 def _is_unpacked(path: Path) -> bool:
@@ -179,11 +141,6 @@ def _is_readable(path: Path) -> bool:
 
 def _pack(source: Source, path: Path) -> None:
     """Pack a source. Raises UserError for images that need the options of packing."""
-    if isinstance(source, TarSource) and source.splits:
-        raise UserError(
-            f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with"
-            " --split"
-        )
     for remark in source.remarks:
         say(remark)
     remedy = "pack the images with duet pack --on-error skip, which leaves it out"

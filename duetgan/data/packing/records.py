@@ -4,12 +4,11 @@ threads and in order.
 
 import hashlib
 import io
-import itertools
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,7 +42,7 @@ SHORT = {depth: name for name, depth in DEPTHS.items()}
 PAD_DIVISOR = 8
 
 MOST_WORKERS = 16  # by default: the single writer cannot keep up with more
-WINDOW = 4  # chunks per thread that are in progress or wait for an earlier one
+WINDOW = 8  # chunks per thread that are converted at a time
 
 # A chunk, which one thread converts, is large enough to be passed at little cost, and small enough
 # for the memory.
@@ -353,7 +352,7 @@ def _map_images(source: Source, function: Callable[[Content], T]) -> Iterator[T]
         )
 
 
-def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
+def _convert(source: Source, plan: Plan, row: int, read: Callable[[], Content]) -> Converted:
     layout = plan.layout
     payload: bytes | None = None
     codec = CODEC_RULES
@@ -392,21 +391,20 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     """
     if not workers:
         for row in range(len(source)):
-            yield _convert(source, row, source.later(row), plan)
+            yield _convert(source, plan, row, source.later(row))
         return
     pixels = plan.layout.spec.values
-    length = max(1, min(CHUNK_IMAGES, CHUNK_BYTES // pixels if pixels else CHUNK_FILES))
+    chunk = max(1, min(CHUNK_IMAGES, CHUNK_BYTES // pixels if pixels else CHUNK_FILES))
+    window = WINDOW * workers * chunk
     pool = ThreadPool(workers)
-    waiting: deque[AsyncResult[list[Converted]]] = deque()
     try:
-        for start in range(0, len(source), length):
-            rows = range(start, min(len(source), start + length))
-            readers = list(map(source.later, rows))
-            images = map(_convert, itertools.repeat(source), rows, readers, itertools.repeat(plan))
-            waiting.append(pool.apply_async(list, (images,)))
-            if len(waiting) == WINDOW * workers:
-                yield from waiting.popleft().get()
-        while waiting:
-            yield from waiting.popleft().get()
+        for start in range(0, len(source), window):
+            rows = range(start, min(len(source), start + window))
+            jobs = [(source, plan, row, source.later(row)) for row in rows]
+            yield from pool.imap(_convert_job, jobs, chunk)
     finally:
         pool.terminate()
+
+
+def _convert_job(job: tuple[Source, Plan, int, Callable[[], Content]]) -> Converted:
+    return _convert(*job)

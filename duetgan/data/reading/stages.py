@@ -94,10 +94,3 @@ def at_resolution(dataset: Dataset, side: int) -> Dataset:
             f"{dataset.path}: was changed during the training; put it back, or use a new run folder"
         )
     return scaled
-
-
-def stages_text(dataset: Dataset, resolutions: Sequence[int]) -> str:
-    """Describe for the run's plan which resolutions are read as stored, and which are scaled."""
-    stored = set() if dataset.crop is not None else set(dataset.meta.resolutions)
-    texts = [f"{side} px {'as stored' if side in stored else 'scaled'}" for side in resolutions]
-    return ", ".join(texts)

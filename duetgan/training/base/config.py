@@ -99,8 +99,7 @@ class DataConfig(Config):
     old_keys = {"cache": "off", "on_damage": "stop", "sample_weights": None}
 
     # LMDB made by `duet pack`, a folder or zip of images, or webdataset's tar files: a file, a
-    # folder of tar files, or a pattern for several as one data set: "train-*.lmdb",
-    # "train-{0000..0146}.tar"
+    # folder of tar files, or a pattern for several as one data set: "train-*.lmdb"
     path: str = ""
     val_path: str | None = None  # held-out images for evaluation, in any form that path allows
     resolution: Resolution | None = None  # size in px, or 96x64; null: the largest in the file

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.stages import stages_text
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import data_text, mixture_text
 from duetgan.training.base.task import Outline, Task
@@ -110,9 +109,7 @@ def plan_rows(
 def _batch_rows(config: RunConfig, dataset: Dataset) -> dict[str, str]:
     rows = {}
     world_size, spans = collectives.world_size(), config.spans(dataset.resolution)
-    if len(spans) > 1:
-        rows["levels"] = stages_text(dataset, [side for _, side, _ in spans])
-    else:
+    if len(spans) == 1:
         rows["batch"] = (
             f"{config.batch_size} global = {world_size} x {config.rank_batch(world_size)}, "
             f"in micro-batches of {config.micro(world_size)}"

@@ -203,7 +203,7 @@ TABLE_OPTIONS = {  # options of duet pack and the quickstart for reading a label
     ),
     "label_separator": (
         "TEXT",
-        "separator of several labels of an image, such as '|'; none: one label each",
+        "separator of several labels of an image, such as '|' (default: one label each)",
     ),
     "split_column": (
         "NAME",

@@ -32,13 +32,6 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def clear_png(pixels: np.ndarray, value: int) -> bytes:
-    """Without an alpha channel, but with a value that is transparent."""
-    content = png(pixels)
-    values = struct.pack(">H", value) * pixels.shape[2]
-    return content[:33] + chunk(b"tRNS", values) + content[33:]
-
-
 def npy_of(header: str, values: bytes = bytes(64), version: bytes = b"\1\0") -> bytes:
     """With any header."""
     return b"\x93NUMPY" + version + struct.pack("<H", len(header)) + header.encode() + values

@@ -44,12 +44,9 @@ def test_one_count_from_both_commands(tmp_path, capsys):
     dest = tmp_path / "x.lmdb"
     packed = printed(capsys, main, folder, dest, "--on-error", "skip")
     later = printed(capsys, duplicates_main, dest, "--similar")
-    assert any(line.endswith("8 exact duplicates in 8 groups") for line in packed)
-    assert {"8 exact duplicates in 8 groups", "30 pairs of near duplicates"} <= set(later)
-    # A handful, by name; all of them from the other command.
-    assert sum("/first" in line for line in packed) == 5
-    assert f"{folder}/first03.png, {folder}/third03.png" in packed
-    assert "and 3 more, see duet duplicates" in packed
+    count = "8 exact duplicates, in 8 groups, 0 of them with different labels"
+    assert any(line.endswith(count) for line in packed)
+    assert {count, "30 pairs of near duplicates"} <= set(later)
     assert "first07.png, third07.png" in later
     pairs = [re.fullmatch(r"(\S+) ~ (\S+), correlation [01]\.\d{3}", line) for line in later if " ~ " in line]
     found = {(match[1], match[2]) for match in pairs if match}

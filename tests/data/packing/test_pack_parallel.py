@@ -61,8 +61,7 @@ def test_same_file_for_any_number_of_workers(tmp_path, options, counts, capsys):
         dest = tmp_path / f"{workers}.lmdb"
         main([str(folder), str(dest), "--on-error", "skip", "--workers", str(workers), *options])
         lines = capsys.readouterr().out.splitlines()
-        assert ["workers", f"{workers}"] == [line.replace(",", "").split()[:2] for line in lines][4]
-        report = [line for line in lines if line.split()[0] not in ("packed", "time", "workers")]
+        report = [line for line in lines if line.split()[0] not in ("packed", "time")]
         outcomes.append((dest.read_bytes(), report))
         assert outcomes[-1] == outcomes[0]  # to the byte, so content hash, fingerprint and every record too
     assert len(LMDBReader(tmp_path / "0.lmdb")) == 60
@@ -285,13 +284,7 @@ def test_h25_all_skipped_files_are_listed(tmp_path, capsys):
     for path in bad:
         path.touch()
     save(tmp_path / "in" / "good.png")
-    command = [str(tmp_path / "in"), str(tmp_path / "x.lmdb"), "--on-error", "skip", "--overwrite"]
-    succeed(main, *command)
-    assert f"all of them: {tmp_path}/x.skipped.txt" in capsys.readouterr().out
-    assert (tmp_path / "x.skipped.txt").read_text() == "".join(f"{path} is an empty file\n" for path in bad)
-    for path in bad[2:]:
-        path.unlink()
-    succeed(main, *command)
-    assert "all of them" not in capsys.readouterr().out
-    assert not (tmp_path / "x.skipped.txt").exists()
+    succeed(main, tmp_path / "in", tmp_path / "x.lmdb", "--on-error", "skip")
+    printed = capsys.readouterr().out
+    assert all(f"{path} is an empty file\n" in printed for path in bad)
     succeed(inspect, tmp_path / "x.lmdb", "--json")

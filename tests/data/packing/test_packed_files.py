@@ -16,7 +16,7 @@ from duetgan.data.images.decode import RandomCrop
 from duetgan.data.opening import open_dataset
 from duetgan.data.packing import packed_files
 from duetgan.data.packing.pack import pack
-from duetgan.data.packing.packed_files import MOST_FILES, expand_braces, shard_paths
+from duetgan.data.packing.packed_files import shard_paths
 from duetgan.data.packing.sources import open_source
 from duetgan.data.reading.sampler import GlobalSampler, Position
 from duetgan.utils.errors import UserError
@@ -60,7 +60,7 @@ def test_the_images_are_those_of_the_packed_file(photos, shards, tmp_path, kind)
     if kind == "zip":
         shutil.make_archive(str(photos), "zip", photos)
     if kind == "tars":
-        forms += [f"{shards}/train-{{000..002}}.tar", f"{shards}/*-00[012].tar", sorted(shards.iterdir())]
+        forms += [f"{shards}/train-*.tar", f"{shards}/*-00[012].tar", sorted(shards.iterdir())]
         with open_dataset(shards / "train-001.tar") as one:
             assert len(one) == 7
     with open_source(str(place)) as source:
@@ -143,13 +143,8 @@ def add_link(folder: Path) -> None:
 
 
 WHOLE = samples(0, 1, 0, 1)
-SPLIT: dict[str, bytes | str] = {
-    f"{part}/{n % 2}/{n}.jpg": content_of(n) for part in ("train", "val") for n in range(4)
-}
 SHARDS: dict[str, dict[str, dict[str, bytes | str]]] = {  # else: one whole tar
     "broken image": {"a.tar": WHOLE | {"000002.jpg": content_of(2)[:60]}},
-    "unclear": {"a.tar": {f"{name}.{n}.jpg": content_of(n) for name in ("cat", "dog") for n in range(2)}},
-    "split inside": {"a.tar": SPLIT},
     "compressed": {"a.tar.gz": WHOLE},
     "splits": {"val-0.tar": WHOLE, "train-0.tar": WHOLE},
 }
@@ -158,7 +153,7 @@ SPOIL: dict[str, Callable[[Path], Any]] = {
     "truncated": lambda folder: os.truncate(folder / "a.tar", 2048),
     "pipe": lambda folder: os.mkfifo(folder / "b.tar"),
 }
-GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar"}  # else: the folder
+GIVEN = {"compressed": "a.tar.gz", "missing": "*b.tar"}  # else: the folder
 
 
 @pytest.mark.parametrize(
@@ -166,13 +161,11 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar"}  # else: the folder
     [
         ("link", r"a.tar:../../\x1b[31mevil\n.jpg is not a regular file; put the file itself into the tar: fix it, or"),
         ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
-        ("unclear", "pass --classes-from name: to go on, pack the images with duet pack, and train from"),
-        ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
-        ("compressed", "a.tar.gz is compressed, so that no image can be found in it: make it a .tar, as gunzip does"),
+        ("compressed", "a.tar.gz is not an LMDB file: give a file made by duet pack"),
         ("splits", "shards of val and train: give a pattern, "),
         ("truncated", "is damaged or was cut off ("),
         ("pipe", "b.tar cannot be read (is a named pipe, not a regular file); give a folder, a zip file or tar"),
-        ("missing", "b.tar cannot be read (No such file or directory); give a folder, a zip file"),
+        ("missing", "b.tar: no file matches this pattern; check it"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(how, said, tmp_path, own_cache, refused):
@@ -188,11 +181,5 @@ def test_what_cannot_be_read_is_one_line(how, said, tmp_path, own_cache, refused
     assert [*own_cache.glob("*.lmdb*"), *own_cache.glob(".*")] == []
 
 
-def test_braces_and_patterns_that_name_nothing_or_too_much(tmp_path):
-    names = {"a-{08..10}.tar": ["a-08.tar", "a-09.tar", "a-10.tar"], "{x,y}/{1..2}": ["x/1", "x/2", "y/1", "y/2"]}
-    names |= {"plain": ["plain"], "{2..1}": [], "{}{": ["{"]}
-    assert {pattern: expand_braces(pattern) for pattern in names} == names
-    assert len(expand_braces(f"{{1..{MOST_FILES}}}")) == MOST_FILES
-    for pattern in (f"{{0..{MOST_FILES}}}", "{a,b}" * 40):
-        assert_raises(UserError, "names more than 100,000 files", expand_braces, pattern)
-    assert_raises(UserError, "no file matches this pattern", shard_paths, str(tmp_path / "{2..1}.tar"))
+def test_patterns_that_name_nothing(tmp_path: Path) -> None:
+    assert_raises(UserError, "no file matches this pattern", shard_paths, str(tmp_path / "*.tar"))

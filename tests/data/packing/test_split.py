@@ -171,7 +171,7 @@ def test_command_line(pets, tmp_path, refused, capsys):
     succeed(main, *command)
     told = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
     held_out = tmp_path / "new" / "x-val.lmdb"
-    assert ["cat", "21,", "3 held out"] in told
+    assert ["cat", "22,", "2 held out"] in told
     with LMDBReader(tmp_path / "new" / "x.lmdb") as kept, LMDBReader(held_out) as held:
         count = len(kept) + len(held)
         text = f"{held_out}: {len(held)} of {count} images, {len(held) / count:.1%}"
@@ -181,7 +181,7 @@ def test_command_line(pets, tmp_path, refused, capsys):
     (tmp_path / "new" / "x.lmdb").unlink()
     assert "x-val.lmdb exists" in refused(main, *command)
     succeed(main, *command, "--overwrite", "--val-dest", tmp_path / "v.lmdb")
-    assert len(LMDBReader(tmp_path / "v.lmdb")) == 4
+    assert len(LMDBReader(tmp_path / "v.lmdb")) == 3
     assert "--val-dest is for --val-share" in refused(main, pets, tmp_path / "y.lmdb", "--val-dest", "z.lmdb")
 
 
@@ -198,7 +198,7 @@ def test_refusals(pets, tmp_path, refused, capsys):
     for folder, options, message in (
         ("pets", "--val-share 0.6", "--val-share 0.6: give a share above 0 and up to 0.5"),
         ("pets", "--split val", "or add --val-share 0.1"),
-        ("alone", "--val-share 0.5", "needs a class of two images or more; add images"),
+        ("alone", "--val-share 0.5", "(the largest group has 1 of 2), so none can be held out"),
         (
             "same",
             "--val-share 0.2",

@@ -16,12 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader, alternating_flip_
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
-from duetgan.data.reading.stages import StagedLoader, at_resolution, stages_text
+from duetgan.data.reading.stages import StagedLoader
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
@@ -191,33 +190,16 @@ def test_interrupted_is_straight(grown, prefetch, data):
         assert (state["step"], state["batch"]) == divmod(total, per_step)
 
 
-def test_one_span_is_the_infinite_loader_and_spans_may_change(grown):
-    staged = make(grown, [(0, 32, 6)])
+def test_growth_may_be_switched_off_and_the_state_is_plain(grown: Path, tmp_path: Path) -> None:
+    staged = make(grown, [(0, 32, 6)], prefetch=3)
     plain = InfiniteLoader(Dataset(grown), GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=0)
     next(staged)
-    plain.load_state_dict(staged.state_dict())  # growth may be switched off: the order goes on
-    torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
-    # the step says which stage it is, the order goes on
-    first = make(grown)
-    for _ in range(4):
-        next(first)
-    again = make(grown, [(0, 8, 8), (4, 32, 16)])
-    again.load_state_dict(first.state_dict())
-    order = np.concatenate([first.sampler.order(epoch) for epoch in range(3)])
-    records = order[3 * 8 + 12 :][:16]
-    same(next(again), records, sample_images(COUNT, side=SIDE)[records])
-
-
-def test_state_is_plain_and_counts_what_was_handed_out(grown, tmp_path):
-    loader = make(grown, prefetch=3, batches_per_step=2)
-    for _ in range(7):  # in the middle of the step in which the second stage begins
-        next(loader)
-    state = loader.state_dict()
-    loader.close()
-    assert state["consumed"] == loader.position.consumed == 6 * 8 + 12
-    assert (state["step"], state["batch"]) == (3, 1)
+    state = staged.state_dict()
     torch.save(state, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+    plain.load_state_dict(state)  # the order goes on
+    torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
+    staged.close()
 
 
 def test_states_and_spans_that_do_not_fit_are_refused(grown):
@@ -273,20 +255,7 @@ def test_a_file_that_is_replaced_while_training_is_refused(tmp_path):
     assert_raises(UserError, "was changed during the training", next, loader)
 
 
-def test_a_level_reads_as_the_full_resolution_does(tmp_path):
-    pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png", smallest=16)
-    crop = RandomCrop(area=(0.5, 0.9))
-    reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2)
-    level = at_resolution(reader, 16)
-    assert (level.resolution, level.crop, level.workers) == (16, crop, 2)
-    assert level.shards[0].handle() is reader.shards[0].handle()
-    assert at_resolution(reader, 32) is reader
-    plain = at_resolution(Dataset(tmp_path / "p.lmdb"), 16)
-    assert (plain.crop, plain.workers) == (None, 0)
-    assert len(at_resolution(Dataset([tmp_path / "p.lmdb", tmp_path / "p.lmdb"]), 16)) == 2 * COUNT
-
-
-def test_levels_that_are_not_stored_are_scaled_as_the_plan_says(tmp_path):
+def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
     whole = sample_images(COUNT, side=SIDE)
     pack_arrays(tmp_path / "p.lmdb", whole)
     records = next(expected(1))[0]
@@ -294,8 +263,3 @@ def test_levels_that_are_not_stored_are_scaled_as_the_plan_says(tmp_path):
     batch = next(make(tmp_path / "p.lmdb"))
     np.testing.assert_array_equal(batch.images.numpy(), means.transpose(0, 3, 1, 2))
     assert np.abs(batch.images.numpy().astype(int) - halved(whole[records], 8)).max() <= 1
-    pack_arrays(tmp_path / "part.lmdb", sample_images(3, side=64), smallest=32)
-    text = stages_text(Dataset(tmp_path / "part.lmdb"), [16, 32, 64])
-    assert text == "16 px scaled, 32 px as stored, 64 px as stored"
-    cropped = Dataset(tmp_path / "part.lmdb", resolution=64, crop=RandomCrop())
-    assert stages_text(cropped, [32, 64]) == "32 px scaled, 64 px scaled"

@@ -35,8 +35,6 @@ from duetgan.utils.text import did_you_mean
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Problem", "Source", "open_source"]
 
-PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
-
 # Data sets that are opened by a name. A folder with the same name is written ./NAME.
 NAMED: dict[str, Callable[[str, Path | None], Source]] = {
     "sample": open_sample,
@@ -158,10 +156,6 @@ def _open(spec: str, options: SourceOptions) -> Source:
         if name != "sample":
             source.takes = frozenset(("root",))
         source.splits = ("test", "train")
-        if os.path.isdir(spec):
-            source.remarks.append(
-                f"{spec}: the data set of this name; for the folder give ./{spec}"
-            )
         return source
     path = Path(spec).expanduser()
     if not path.exists():
@@ -188,11 +182,6 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
     if suffix in READERS:
         return READERS[suffix](path, options)
-    if path.name.lower().endswith(PACKED_TARS):
-        raise UserError(
-            f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as"
-            " gunzip does"
-        )
     raise UserError(f"{path} is not a source of images; give {kinds()}")
 
 

@@ -156,32 +156,26 @@ class Source(AbstractContextManager["Source"]):
 
         Raises UserError for a negative whole number, and if all lists are empty.
         """
-        if any(isinstance(label, list) for label in labels):
-            numbers = self._take_label_lists(where, labels, places)
-        else:
-            self.classes, numbers = numbered(where, list(map(str, labels)), places, whole=whole)
-        self._labels = np.array(numbers, np.int64)
-
-    def _take_label_lists(
-        self, where: str, labels: Sequence[str | list[str]], places: Sequence[str]
-    ) -> list[int]:
-        """Set classes and `label_sets`. Return the index of each image's label set."""
-        lists = [label if isinstance(label, list) else [label] for label in labels]
-        lists = [list(filter(None, label)) for label in lists]
+        lists = []
+        for label in labels:
+            texts = label if isinstance(label, list) else [label]
+            lists.append([text for text in texts if text])
         flat = list(itertools.chain(*lists))
         if not flat:
             raise UserError(
                 f"{where}: no image has a label; give some, or pack without: --label-column"
                 f" {NO_LABELS}"
             )
-        repeated = map(itertools.repeat, places, map(len, lists))
-        self.classes, numbers = numbered(where, flat, list(itertools.chain(*repeated)))
-        iterator = iter(numbers)
-        numbered_sets = [tuple(sorted(set(itertools.islice(iterator, len(x))))) for x in lists]
-        distinct = sorted(set(numbered_sets))
-        self.label_sets = list(map(list, distinct))
-        index = {numbers: number for number, numbers in enumerate(distinct)}
-        return [index[numbers] for numbers in numbered_sets]
+        flat_places = list(itertools.chain(*map(itertools.repeat, places, map(len, lists))))
+        self.classes, numbers = numbered(where, flat, flat_places, whole=whole)
+        if any(isinstance(label, list) for label in labels):
+            iterator = iter(numbers)
+            sets = [tuple(sorted(set(itertools.islice(iterator, len(x))))) for x in lists]
+            distinct = sorted(set(sets))
+            self.label_sets = list(map(list, distinct))
+            positions = {labels: position for position, labels in enumerate(distinct)}
+            numbers = [positions[labels] for labels in sets]
+        self._labels = np.array(numbers, np.int64)
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Convert numbers of images per label to numbers of images per class."""

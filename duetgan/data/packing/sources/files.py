@@ -7,8 +7,6 @@ docs/lmdb.md. In addition:
 - The names of split folders may have any case, and "set" at the end (`Test`, `training_set`). Other
   folders next to a train and a test folder are omitted. Without split folders all images are used,
   unless the requested split is test.
-- If there are class folders below each of several folders, UserError asks for `classes_from`: "top"
-  (a class per folder at the top) or "parent" (a class per name of the folders with the images).
 """
 
 import json
@@ -16,7 +14,6 @@ import os
 import zipfile
 import zlib
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
@@ -46,7 +43,6 @@ METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 CLASSES_FROM = ("top", "parent", "none")
 ARRAY = ".npy"
-LISTED = 4  # most folders in a message
 MANIFEST = "dataset.json"  # StyleGAN's labels: {"labels": [["name", class], ...]}
 
 
@@ -133,29 +129,15 @@ def _folder_classes(
     folders: list[str],
     classes_from: str | None,
 ) -> list[str]:
-    """Return each image's class by its folder. Class folders without images become problems.
-    Raises UserError if there are class folders below each of several folders, unless
-    `classes_from` is set.
+    """Return each image's class: the folder at the top, or with `classes_from` "parent" the folder
+    that holds it. Class folders without images become problems.
     """
     if classes_from == "parent":
         return [path[-2] for path in paths]
     names = [path[0] for path in paths]
     for name in sorted(_tops(prefix, folders) - set(names)):
-        files = [file for file in source.ignored if file.startswith(f"{prefix}{name}/")]
-        reason = f"is a class folder without images{_describe_files(files)}"
-        source.problems.append(Problem(f"{source.where}/{prefix}{name}", reason))
-    tops = sorted(set(names))
-    parents = sorted({tuple(path[:-1]) for path in paths})
-    is_nested = len(tops) > 1 and all(len(path) > 2 for path in paths)
-    if classes_from is None and is_nested and len(parents) > len(tops):
-        inner = sorted({parent[-1] for parent in parents})
-        raise UserError(
-            f"{source.where}: there are folders of images below every folder"
-            f" ({prefix}{'/'.join(parents[0])}, ...): pass --classes-from top for the classes"
-            f" {listed(tops, LISTED)}, or --classes-from parent for the classes"
-            f" {listed(inner, LISTED)}; or give one folder alone, for example"
-            f" {source.where}/{prefix}{tops[0]}"
-        )
+        place = f"{source.where}/{prefix}{name}"
+        source.problems.append(Problem(place, "is a class folder without images"))
     return names
 
 
@@ -172,7 +154,7 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     if images:
         return images, ignored
     supported = " ".join(sorted(SUFFIXES))
-    raise UserError(f"{where} holds no images{_describe_files(ignored)}; supported are {supported}")
+    raise UserError(f"{where} holds no images; supported are {supported}")
 
 
 def _hidden(name: str) -> bool:
@@ -185,13 +167,6 @@ def _hidden(name: str) -> bool:
 def _leads_out(name: str) -> bool:
     """Return True if the name of a zip file's member is a path outside the archive."""
     return name.startswith("/") or ".." in name.split("/")
-
-
-def _describe_files(ignored: list[str]) -> str:
-    if not ignored:
-        return " (it is empty)"
-    kinds = Counter(PurePosixPath(name).suffix or PurePosixPath(name).name for name in ignored)
-    return f" (only {', '.join(f'{count} {kind}' for kind, count in kinds.most_common(3))})"
 
 
 def _tops(prefix: str, names: Iterable[str]) -> set[str]:

@@ -66,30 +66,17 @@ def test_folders_beside_splits_are_classes_if_asked_for(tmp_path):
     assert source_at(where, classes_from="top").classes == ["extra", "test", "train"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_class_folders_below_every_folder_are_asked_for(tmp_path, kind):
+def test_classes_are_the_folders_at_the_top_or_those_of_the_images(tmp_path: Path) -> None:
     where = folder(tmp_path / "x", *(f"{year}/{label}/{year}.png" for year in (2020, 2021) for label in ("cat", "dog")))
-    where = where if kind == "folder" else zipped(where, tmp_path / "x.zip")
-    message = (
-        r"below every folder \(2020/cat, \.\.\.\): pass --classes-from top for the classes 2020, 2021, or"
-        r" --classes-from parent for the classes cat, dog; or give one folder alone, for example .*/2020$"
-    )
-    refused(where, message)
-    for asked, classes, labels in (("top", ["2020", "2021"], [0, 0, 1, 1]), ("parent", ["cat", "dog"], [0, 1, 0, 1])):
-        source = source_at(where, classes_from=asked)
-        assert (source.classes, source.labels().tolist()) == (classes, labels)
-
-
-def test_class_folders_below_a_split_are_asked_for_too_but_not_one_in_each_class(tmp_path):
+    years = (["2020", "2021"], [0, 0, 1, 1])
+    cases = ((None, *years), ("top", *years), ("parent", ["cat", "dog"], [0, 1, 0, 1]))
+    for place in (where, zipped(where, tmp_path / "x.zip")):
+        for option, classes, labels in cases:
+            source = source_at(place, classes_from=option)
+            assert (source.classes, source.labels().tolist()) == (classes, labels)
     names = ["/".join(parts) for parts in itertools.product(("train", "test"), "xy", ("cat", "dog"), ["a.png"])]
-    refused(folder(tmp_path / "x", *names), r"below every folder \(train/x/cat, ")
-    source = source_at(tmp_path / "x", split="test", classes_from="parent")
+    source = source_at(folder(tmp_path / "y", *names), split="test", classes_from="parent")
     assert (source.classes, len(source), source.stored_name(0)) == (["cat", "dog"], 4, "test/x/cat/a.png")
-    for place, *files in (
-        ("y", "cat/images/a.png", "dog/images/b.png"),
-        ("z", "cat/a.png", "dog/x/b.png", "dog/y/c.png"),
-    ):
-        assert source_at(folder(tmp_path / place, *files)).classes == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("column", ["label", "class", "category", "target", "Labels"])

@@ -92,19 +92,18 @@ def test_empty_class_folder_is_a_problem(photos, tmp_path, kind):
     with source_at(where) as source:
         assert source.classes == ["cat", "dog"]
         emu, fox = map(str, source.problems)
-        assert emu == f"{where}/emu is a class folder without images (it is empty)"
-        assert fox == f"{where}/fox is a class folder without images (only 1 .txt)"
+        assert emu == f"{where}/emu is a class folder without images"
+        assert fox == f"{where}/fox is a class folder without images"
 
 
 def test_what_is_no_source(photos, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, r"empty holds no images \(it is empty\)")
+    refused(empty, r"empty holds no images")
     (empty / "a.txt").write_text("text")
-    (empty / "b.txt").write_text("text")
-    refused(empty, r"holds no images \(only 2 \.txt\); supported are .*\.jpg")
+    refused(empty, r"holds no images; supported are .*\.jpg")
     refused(empty / "a.txt", r"a.txt is not a source of images; give a folder, a file \(.lmdb, .mdb, .parquet")
-    for name, told in (("a.TAR.GZ", ": its images cannot be found without"), ("a.rar", " is not a source of images")):
+    for name, told in (("a.tar.gz", " is not a source of images"), ("a.rar", " is not a source of images")):
         (empty / name).write_bytes(b"archive")
         refused(empty / name, f"{name}{told}")
     refused(tmp_path / "photso", r"photso: no such folder.*did you mean 'photos'")
@@ -121,7 +120,7 @@ def test_own_readers_take_files_and_folders_of_them(tmp_path, monkeypatch):
     for number in range(2):
         with open(tmp_path / f"{number}.own", "wb") as file:
             np.save(file, np.full((8, 8, 3), number, np.uint8))
-    refused(tmp_path, r"only 2 \.own")
+    refused(tmp_path, r"holds no images")
     monkeypatch.setitem(READERS, ".own", arrays)
     assert len(source_at(tmp_path)) == 2
     assert len(source_at(tmp_path / "0.own")) == 1
@@ -316,7 +315,8 @@ def test_manifest_problems(tmp_path, rows, problem):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no rows below its header"),
+        ("", "no column path"),
+        ("path,label\n", "has no rows below its header"),
         ("a.png,x\nb.png,y\n", "no column path, its columns are a.png, x"),
         ("text,label\nzz,x\n", r"no column path, its columns are text, label; pass --path-column NAME"),
         ("path,path\na.png,x\n", "a column appears twice"),
