@@ -63,11 +63,6 @@ class _Level:
         self.payloads = hashlib.sha256()
 
 
-def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another process has files in it
-        folder.rmdir()
-
-
 class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     """Write images one by one. `finish` completes the file and gives it its name.
 
@@ -129,10 +124,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             raise
 
     def _open(self) -> None:
-        missing = [folder for folder in self.path.parents if not folder.exists()]
         with writing(self._partial):
-            for folder in reversed(missing):
-                self._undo.callback(_remove_empty, folder)
             replaceable(self._partial)  # Opening a named pipe would block.
             self._lock = self._undo.enter_context(self._partial.open("ab"))
         if not hold(self._lock):

@@ -63,15 +63,8 @@ def read_batch(dataset: Dataset, indices: np.ndarray, keys: SampleKeys | None = 
 
 
 def alternating_flip_(images: torch.Tensor, phases: np.ndarray, keys: SampleKeys) -> None:
-    """Flip images left-right in place, each in every second epoch (2404.00498, section 3.6).
-
-    An image is flipped where phase, epoch and repeat within the epoch add up to an odd number. With
-    uniform sampling every image is seen in both orientations in any two consecutive epochs.
-
-    Args:
-        images: [n, C, H, W].
-        phases: int [n], 0 or 1 for each image.
-        keys: epochs and repeats of the samples.
+    """Flip images [n, C, H, W] left-right in place, each in every second epoch (2404.00498,
+    section 3.6): where phase (0 or 1, int [n]), epoch and repeat within it have an odd sum.
     """
     rows = torch.from_numpy(np.flatnonzero((phases + keys.epochs + keys.repeats) % 2))
     if images.dtype == torch.uint16:  # torch cannot index-assign uint16
@@ -192,10 +185,8 @@ class InfiniteLoader:
             self._features = features
 
     def state_dict(self, position: Position | None = None) -> dict[str, object]:
-        """Return the state at `position`; None: after the batches that `next` has returned.
-
-        If batches depend on the training step, the state also has the step and the number of the
-        batch within it.
+        """Return the state at `position`; None: after the batches that `next` has returned. If
+        batches depend on the training step, it has the step and the batch within it.
         """
         position = position or self.position
         state = self.sampler.state_at(position)
@@ -205,9 +196,8 @@ class InfiniteLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, and drop the batches read ahead.
-
-        Raises UserError if the sampler's order cannot be continued.
+        """Continue from `state`, and drop the batches read ahead. Raises UserError if the sampler's
+        order cannot be continued.
         """
         position = self.sampler.position_of(state)
         self.close()

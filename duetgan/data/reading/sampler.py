@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from duetgan.data.reading.weighted_sampling import count_repeats, weighted_epochs
-from duetgan.utils.errors import UserError, refuse
+from duetgan.data.reading.weighted_sampling import weighted_epochs
+from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -43,10 +43,8 @@ class SampleKeys(NamedTuple):
 
 
 def order_error(reason: str) -> UserError:
-    """Return the error for a checkpoint whose order of samples cannot be continued.
-
-    Args:
-        reason: what differs, then the remedy. "or a new run folder" is appended.
+    """Return the error for a checkpoint whose order of samples cannot be continued. `reason` says
+    what differs, then the remedy.
     """
     return UserError(f"the sample order cannot be resumed: {reason}, or a new run folder")
 
@@ -85,16 +83,13 @@ class GlobalSampler:
         groups: np.ndarray | None = None,  # int [count]
         stream: str | None = None,
     ) -> None:
-        nearest = max(world_size, batch_size // world_size * world_size)
-        refuse(
-            (count < 1, "the data set is empty: pack some images"),
-            (batch_size < 1, f"batch_size {batch_size}: must be at least 1"),
-            (
-                batch_size % world_size,
-                f"batch_size {batch_size} is not divisible by {world_size} processes: try"
-                f" {nearest}",
-            ),
-        )
+        if count < 1:
+            raise UserError("the data set is empty: pack some images")
+        if batch_size < 1 or batch_size % world_size:
+            nearest = max(world_size, batch_size // world_size * world_size)
+            raise UserError(
+                f"batch_size {batch_size} is not divisible by {world_size} processes: try {nearest}"
+            )
         self.count = count
         self.batch_size = batch_size
         self.seed = seed
@@ -102,10 +97,8 @@ class GlobalSampler:
         self.rank = rank
         self.world_size = world_size
         self._stream = () if stream is None else (stream,)
-        self._weights_hash = ""
         self._weighted = weighted_epochs(count, weights, groups)
-        if self._weighted is not None:
-            self._weights_hash = self._weighted.digest
+        self._weights_hash = "" if self._weighted is None else self._weighted.digest
         # A batch may span two epochs.
         self._cached_draw = lru_cache(maxsize=2)(self._draw)
 
@@ -120,8 +113,7 @@ class GlobalSampler:
         generator = numpy_generator(self.seed, *self._stream, "order", epoch)
         repeats = np.empty(0, np.int64)
         if self._weighted is not None:
-            order = self._weighted.draw(generator)
-            repeats = count_repeats(order)
+            order, repeats = self._weighted.draw(generator)
         elif self.shuffle:
             order = generator.permutation(self.count)
         else:
@@ -137,10 +129,8 @@ class GlobalSampler:
         return slice(self.rank * rank_batch, (self.rank + 1) * rank_batch)
 
     def batch(self, position: Position) -> tuple[np.ndarray, SampleKeys]:
-        """Return this rank's part of the global batch at `position`.
-
-        Returns:
-            Sample indices, int64 [batch_size // world_size], and their random keys.
+        """Return this rank's part of the global batch at `position`: sample indices, int64
+        [batch_size // world_size], and their random keys.
         """
         rows = self.rank_rows
         return self.at(position.consumed + rows.start, rows.stop - rows.start)
@@ -186,7 +176,7 @@ class GlobalSampler:
         }
 
     def position_of(self, state: Mapping[str, Any]) -> Position:
-        """Return the position in a saved state. Raises UserError if its order of samples differs."""
+        """Return the position in a saved state. Raises UserError for another order of samples."""
         if "synthetic" in state:
             raise order_error("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):

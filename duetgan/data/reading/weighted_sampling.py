@@ -59,8 +59,8 @@ class WeightedEpochs:
             digest.update(part.astype("<i8", copy=False).tobytes())
         self.digest = digest.hexdigest()
 
-    def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw an epoch: int64 [n]."""
+    def draw(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draw an epoch, int64 [n]. Return also how often each entry occurs earlier in it."""
         line = generator.permutation(len(self._open))
         if self._group_count:
             ranks = generator.permutation(self._group_count).astype(self._groups.dtype)
@@ -70,7 +70,8 @@ class WeightedEpochs:
         copies = self._whole.copy()
         # A sample is selected at most once: it is shorter than the distance of two marks.
         copies[self._open[line[np.searchsorted(ends, marks, side="right")]]] += 1
-        return generator.permutation(np.repeat(np.arange(len(copies), dtype=np.int64), copies))
+        order = generator.permutation(np.repeat(np.arange(len(copies), dtype=np.int64), copies))
+        return order, count_repeats(order)
 
 
 def weighted_epochs(

@@ -31,7 +31,7 @@ def packed(path: Path, *options: str) -> Dataset:
 def refused(path: Path, message: str, *options: str) -> None:
     """Packing fails with `message`, and nothing new lies around."""
     before = sorted(path.parent.rglob("*"))
-    assert_raises(UserError, message, main, [str(path), str(path.parent / "new" / "packed.lmdb"), *options])
+    assert_raises(UserError, message, main, [str(path), str(path.parent / "new.lmdb"), *options])
     assert sorted(path.parent.rglob("*")) == before
 
 

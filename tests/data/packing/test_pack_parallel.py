@@ -99,7 +99,7 @@ def test_fault_of_a_worker_ends_packing(tmp_path, error, raised, message):
 
     source = Numbers(1000, before)
     with pytest.raises(raised, match=message):
-        pack(source, tmp_path / "new" / "x.lmdb", size=8, channels=1, workers=2, duplicates=False)
+        pack(source, tmp_path / "x.lmdb", size=8, channels=1, workers=2, duplicates=False)
     assert list(tmp_path.iterdir()) == []
 
 

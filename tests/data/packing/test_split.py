@@ -167,18 +167,18 @@ def test_the_split_is_recorded_and_keyed(pets, tmp_path):
 
 def test_command_line(pets, tmp_path, refused, capsys):
     save(pets / "emu" / "only.png", side=32)
-    command = [str(pets), str(tmp_path / "new" / "x.lmdb"), "--val-share", "0.1"]
+    command = [str(pets), str(tmp_path / "x.lmdb"), "--val-share", "0.1"]
     succeed(main, *command)
     told = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
-    held_out = tmp_path / "new" / "x-val.lmdb"
+    held_out = tmp_path / "x-val.lmdb"
     assert ["cat", "22,", "2 held out"] in told
-    with LMDBReader(tmp_path / "new" / "x.lmdb") as kept, LMDBReader(held_out) as held:
+    with LMDBReader(tmp_path / "x.lmdb") as kept, LMDBReader(held_out) as held:
         count = len(kept) + len(held)
         text = f"{held_out}: {len(held)} of {count} images, {len(held) / count:.1%}"
         assert ["held", "out", text] in told
     assert ["emu", "1,", "0 held out"] in told
     assert "x.lmdb exists: choose another name or add --overwrite" in refused(main, *command)
-    (tmp_path / "new" / "x.lmdb").unlink()
+    (tmp_path / "x.lmdb").unlink()
     assert "x-val.lmdb exists" in refused(main, *command)
     succeed(main, *command, "--overwrite", "--val-dest", tmp_path / "v.lmdb")
     assert len(LMDBReader(tmp_path / "v.lmdb")) == 3
@@ -205,7 +205,7 @@ def test_refusals(pets, tmp_path, refused, capsys):
             "belong together (the largest group has 5 of 5), so none can be held out",
         ),
     ):
-        assert message in refused(main, tmp_path / folder, tmp_path / "new" / "x.lmdb", *options.split(), alone=True)
+        assert message in refused(main, tmp_path / folder, tmp_path / "x.lmdb", *options.split(), alone=True)
         assert sorted(tmp_path.rglob("*")) == before
     succeed(main, tmp_path / "splits", tmp_path / "x.lmdb", "--val-share", "0.25")
     assert "holds out a part of its train images" in capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, cap
     with monkeypatch.context() as patch:
         patch.setattr(LMDBWriter, "complete", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run_cli(main, [str(pets), str(dest), "--val-share", "0.1"]) == 130
-    assert not dest.parent.exists()
+    assert list(dest.parent.iterdir()) == []
     capsys.readouterr()
     pack(source_at(pets), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]

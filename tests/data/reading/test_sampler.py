@@ -95,7 +95,7 @@ def test_orders_of_other_versions_go_on():
     [
         ({"batch_size": 10, "world_size": 4}, UserError, "batch_size 10 is not divisible by 4 processes: try 8"),
         ({"count": 0}, UserError, "empty"),
-        ({"batch_size": 0}, UserError, "batch_size 0"),
+        ({"batch_size": 0}, UserError, "batch_size 0 is not"),
         *(
             ({"weights": weights}, UserError, "weights: give 3 finite weights of at least 0 that are not all 0")
             for weights in ([1, -1, -2], [1, 1, math.nan], [1, math.inf, 1], [1, 2], [[1, 2, 3]], [0, 0, 0])
