@@ -31,7 +31,7 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
     """Return the description of a file as text, with a line for each class."""
     document = document | ({} if meta.passport else {"passport": "none, real images"})
     rows = [
-        (key, json.dumps(value))
+        (key, value if isinstance(value, str) else json.dumps(value))
         for key, value in document.items()
         if key not in ("classes", "histogram", "label_sets")
     ]

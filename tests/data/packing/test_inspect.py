@@ -36,7 +36,7 @@ def test_text_and_grid(packed, capsys):
     main([str(packed)])
     lines = capsys.readouterr().out.splitlines()
     words = [line.split() for line in lines]
-    for expected in (["count", "20"], ["channels", "3"], ["resolutions", "[8]"], ["encoding", '"raw"']):
+    for expected in (["count", "20"], ["channels", "3"], ["resolutions", "[8]"], ["encoding", "raw"]):
         assert expected in words
     assert ["cat", "7"] in words
     assert ["emu", "6"] in words

@@ -97,10 +97,6 @@ class TableSource(base.Source):
             rows = [["", *row[1:]] if row[0] == "-1" else row for row in rows]
         places = list(map(self.item_name, range(len(rows))))
         self._rows = self._rows[labels.take_columns(self, where, columns, rows, places, options)]
-        if not len(self._rows):
-            raise UserError(
-                f"{where}: no row has an image and label: choose another --split, or no column"
-            )
         if class_names:
             if not {*self.classes} <= {*map(str, range(len(class_names)))}:
                 raise UserError(

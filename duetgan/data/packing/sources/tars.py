@@ -88,7 +88,8 @@ class TarSource(Source):
                 if f".{suffix}" in SUFFIXES:
                     images.append(member)
                 elif suffix in (CLASS, "json"):
-                    notes = self._read_notes(suffix, member) | notes
+                    for name, value in self._read_notes(suffix, member).items():
+                        notes.setdefault(name, value)
             if len(images) != 1:
                 reason = f"has {len(images)} images; a sample has one"
                 self.problems.append(Problem(f"{self.where}: sample {key}", reason))

@@ -97,7 +97,7 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path):
     [
         ({"left": [b"1"], "right": [b"2"]}, r"left and right could be images.*left .binary., right .binary."),
         ({"file": ["a.png"]}, r"no column holds bytes of images; for paths give a CSV.*columns are file .string"),
-        ({"image": [b"1"], "label": [None]}, "no row has an image and label"),
+        ({"image": [b"1"], "label": [None]}, "no image has a label; give some, or pack without"),
     ],
 )
 def test_wrong_parquet(tmp_path, table, message):
