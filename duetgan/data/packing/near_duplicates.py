@@ -57,7 +57,7 @@ def near(signatures: np.ndarray) -> Candidates:
             break
     pairs = np.concatenate(parts)
     is_crowded = np.bincount(pairs.ravel(), minlength=len(signatures)) > CROWD
-    return Candidates(pairs, is_crowded[pairs].any(axis=1), total > LIMIT)
+    return Candidates(pairs, np.asarray(is_crowded[pairs].any(axis=1)), total > LIMIT)
 
 
 def _close(hashes: np.ndarray) -> Iterator[np.ndarray]:
