@@ -3,8 +3,6 @@
 import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np

@@ -100,9 +100,7 @@ IMAGES = {"image": cells(1, 2, 3)}
         (IMAGES | {"label": ["x", "y", "z"], "other": [[1], [], None]}, {}, "x y z"),
     ],
 )
-def test_parquet_and_tars_have_the_same_rules(
-    tmp_path: Path, columns: dict[str, list[Any]], options: dict[str, str], expected: str
-) -> None:
+def test_parquet_and_tars_have_the_same_rules(tmp_path, columns, options, expected):
     notes = {name: values for name, values in columns.items() if name != "image"}
     rows = [json.dumps(dict(zip(notes, row, strict=True))) for row in zip(*notes.values(), strict=True)]
     files = [parquet(tmp_path / "x.parquet", columns), tar(tmp_path / "x.tar", samples(*rows, suffix="json"))]
