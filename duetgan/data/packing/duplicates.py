@@ -69,8 +69,8 @@ def find(reader: LMDBReader, second: LMDBReader | None = None, *, similar: bool 
     """
     count = len(reader)
     readers = [reader] if second is None else [reader, second]
-    signatures = np.concatenate([each.signatures() for each in readers])
-    classes = np.concatenate([_record_classes(each) for each in readers])
+    signatures = np.concatenate([packed_file.signatures() for packed_file in readers])
+    classes = np.concatenate([_record_classes(packed_file) for packed_file in readers])
 
     def labels_differ(records: np.ndarray) -> bool:
         """Return True if class names of the records differ. Unlabelled images agree with all."""
@@ -121,8 +121,8 @@ def _find_similar(
     report.near = []
     for row in np.argsort(-correlations, kind="stable"):
         if correlations[row] >= limits[row]:
-            record, other = pairs[row].tolist()
-            other_record = other if len(readers) == 1 else other - count
+            record, other_record = pairs[row].tolist()
+            other_record -= count * (len(readers) - 1)
             differ = labels_differ(pairs[row])
             report.near.append(Pair(record, other_record, float(correlations[row]), differ))
 

@@ -170,11 +170,11 @@ class Source(AbstractContextManager["Source"]):
         self.classes, numbers = numbered(where, flat, flat_places, whole=whole)
         if any(isinstance(label, list) for label in labels):
             iterator = iter(numbers)
-            sets = [tuple(sorted(set(itertools.islice(iterator, len(x))))) for x in lists]
-            distinct = sorted(set(sets))
+            label_sets = [tuple(sorted(set(itertools.islice(iterator, len(x))))) for x in lists]
+            distinct = sorted(set(label_sets))
             self.label_sets = list(map(list, distinct))
             positions = {labels: position for position, labels in enumerate(distinct)}
-            numbers = [positions[labels] for labels in sets]
+            numbers = [positions[labels] for labels in label_sets]
         self._labels = np.array(numbers, np.int64)
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
