@@ -33,6 +33,7 @@ COMMON: dict[str, Any] = {
     "steps": STEPS,
     "checkpoint": {"every": RESUMED, "keep": 9},
     "evaluation": {"every": 2, "n": 20},  # so that the best figure and the patience are of before and after
+    "early_stopping": {"patience": 9},
     "log": {"every": 2, "tensorboard": False, "samples_every": 0},
 }
 GAN: dict[str, Any] = COMMON | {
@@ -111,9 +112,11 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"optimizer": {"name": "muon-adam"}},
     "bf16": CLASSIFIER | {"micro_batch": "auto", "precision": "bf16", "loss": {"kind": "squared-error"}},
     "taught": CLASSIFIER | {"loss": {"teacher": "taught/run", "logit_adjustment": 0.5}},
-    "bce": CLASSIFIER | {"data": SEVERAL, "loss": {"kind": "bce"}, "evaluation": {"every": 1}},
+    "bce": CLASSIFIER
+    | {"data": SEVERAL, "loss": {"kind": "bce"}, "evaluation": {"every": 1}}
+    | {"early_stopping": {"patience": 9, "min_delta": 1}},  # waits from the second evaluation on
     "filled up": CLASSIFIER
-    | {"data": {"synthetic": {"path": "test.lmdb", "balance": "fill"}, "class_rates": {"Bag": 0.2}}},
+    | {"data": {"synthetic": {"path": "test.lmdb", "balance": "fill", "weight": 0.5}, "class_rates": {"Bag": 0.2}}},
 }
 SECTIONS = ("ada", "augment", "finetune", "loss", "optimizer", "generator_optimizer", "progressive")
 WITHOUT_ROW = {  # of a GAN: what a classifier's rows have, or a GAN refuses
@@ -137,7 +140,7 @@ def folder(packed, tmp_path_factory, slim_module):
     images = np.random.default_rng(0).integers(0, 256, (70, 1, 16, 16), dtype=np.uint8)
     pack_arrays(path / "several.lmdb", images, np.arange(70) % 4, ["a", "b", "c"], label_sets=[[], [0], [0, 1, 2], [2]])
     gan_run(path / "generator", classes=classes, side=16)
-    teacher = CLASSIFIER | {"steps": 1, "evaluation": {"every": 0}}
+    teacher = CLASSIFIER | {"steps": 1, "evaluation": {"every": 0}, "early_stopping": {}}
     run(build(teacher, path), path / "taught" / "run")
     return path
 

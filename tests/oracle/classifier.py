@@ -49,6 +49,7 @@ class ClassifierReference:
         self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
         self.batch, self.seed, self.augment = tree["batch_size"], tree["seed"], task.config.augment
         self.steps = tree["steps"]
+        self.synthetic_weight = tree["data"].get("synthetic", {}).get("weight", 1.0)
         self.model, self.average = copy.deepcopy(task.model), copy.deepcopy(task.ema.model)
         self.names = dict(self.model.named_parameters())
         given = self.tree["finetune"]
@@ -128,6 +129,8 @@ class ClassifierReference:
         targets = F.one_hot(labels, self.model.classes).to(images)
         pairs: list[tuple[Any, Tensor]] = [(1.0, targets)]  # each label by its share
         counted = torch.ones(len(images))
+        if batch.synthetic is not None:
+            counted = torch.where(batch.synthetic, self.synthetic_weight, 1.0).to(images)
         if self.tree["augment"]["mixup"] or self.tree["augment"]["cutmix"]:
             size = (images.shape[2], images.shape[3])
             how: Any = {"seed": self.seed, "step": step, "start": 0, "count": len(images), "global_batch": self.batch}

@@ -56,7 +56,7 @@ TREES: dict[str, dict[str, Any]] = {
     | {"loss": {"kind": "squared-error", "label_smoothing": 0.1, "class_weights": {"a": 2.0}}, "optimizer": ADAMW},
     "mixed": COMMON
     | {"augment": {"mixup": 0.7, "cutmix": 1.0}}
-    | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4}}},
+    | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
     "unlabelled": COMMON
     | {"augment": {"flip": True, "shift": 2, "shift_edge": "reflect"}, "finetune": {"probe": True}}
     | {"unlabelled": UNLABELLED | {"ratio": 3, "spread": 0.3, "weight": 0.7, "threshold": 0.9}},
@@ -66,9 +66,9 @@ TREES: dict[str, dict[str, Any]] = {
         "loss": COMMON["loss"]
         | {"teacher": "teacher", "teacher_share": 0.7, "temperature": 3.0, "logit_adjustment": 0.6}
     }
-    | {"augment": {"mixup": 0.7}, "data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4}}},
+    | {"augment": {"mixup": 0.7}, "data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
     "focal": COMMON | {"loss": COMMON["loss"] | {"kind": "focal", "focal_gamma": 1.5}} | {"augment": {"mixup": 0.7}},
-    "synthetic": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4}}},
+    "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
 }
 
 

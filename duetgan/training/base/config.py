@@ -9,6 +9,7 @@ from annotated_types import Ge, Interval
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from duetgan.training.base.graphs import GraphSetting
+from duetgan.training.base.monitors import EarlyStoppingConfig
 from duetgan.utils.config.model import (
     Config,
     NonNegativeFloat,
@@ -52,12 +53,13 @@ Shape = dict[str, Any]
 class SyntheticConfig(Config):
     """Synthetic images that training mixes with those of data.path."""
 
-    old_keys = {"checkpoint": None, "weight": 1.0}
+    old_keys = {"checkpoint": None}
 
     # LMDB of samples, made by `generate.py dataset` or duet pack; null: none
     path: str | None = None
     # fraction of each global batch that is synthetic; null: computed, with balance fill
     share: PositiveFraction | None = None
+    weight: NonNegativeFloat = 1.0  # weight of a synthetic image's loss (real: 1); classifiers only
     # end of the synthetic images: a fraction of the steps, or a step if above 1
     until: PositiveFloat = 1.0
     # fill: only samples of rare classes, until all classes are as frequent as the largest
@@ -202,9 +204,13 @@ class RunConfig(Config):
     """The config keys that every task has."""
 
     old_keys = {
+<<<<<<< HEAD
         "threads": "adapt",
         "early_stopping": {"patience": None, "min_delta": 0.0},
         "spikes": {"action": "warn", "metric": None, "factor": 20.0, "window": 200, "limit": 3},
+=======
+        "spikes": {"action": "warn", "metric": None, "factor": 20.0, "window": 200, "limit": 3}
+>>>>>>> parent of afde9e63 (Early stopping, data.synthetic.weight and the lists of transferred layers go)
     }
     # True if the task can split its micro-batches when memory runs out
     can_halve: ClassVar[bool] = False
@@ -238,6 +244,7 @@ class RunConfig(Config):
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     distributed: DistributedConfig = DistributedConfig()
 
     def check(self) -> None:
@@ -245,6 +252,10 @@ class RunConfig(Config):
             (
                 self.micro_batch == "auto" and not self.can_halve,
                 f"micro_batch auto is for classifiers; give a {self.task} a number that fits, or null",
+            ),
+            (
+                self.early_stopping.patience is not None and not self.evaluation.every,
+                "early_stopping.patience needs evaluations on the way; set evaluation.every, in steps",
             ),
         )
 
@@ -296,6 +307,7 @@ class RunConfig(Config):
             steps=self.steps + 1000,  # the measured steps lie beyond the run's
             init_from=None,
             evaluation=EvaluationConfig(),
+            early_stopping=EarlyStoppingConfig(),
         )
 
     def rank_batch(self, world_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Monitors of a training: time, means of metrics, skipped updates."""
+"""Monitors of a training: time, means of metrics, skipped updates, early stopping."""
 
 import copy
 import time
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.distributed import collectives
 
 State = dict[str, Any]  # a state dict
@@ -119,3 +120,56 @@ class MetricWindow(Fields):
         super().load_state_dict(state)
         self._pending.clear()
         self.failed.clear()
+<<<<<<< HEAD
+=======
+
+
+class EarlyStoppingConfig(Config):
+    """Stopping before the last step, by the metric that chooses the best checkpoint."""
+
+    # stop after this many evaluations in a row without an improvement; null: never
+    patience: PositiveInt | None = None
+    min_delta: NonNegativeFloat = 0.0  # an improvement must be larger than this
+
+
+def improvement(value: float, previous: float | None, is_lower_better: bool) -> float:
+    """Return by how much `value` is better; infinite without a previous one."""
+    if previous is None:
+        return math.inf
+    return previous - value if is_lower_better else value - previous
+
+
+class EarlyStopping(Fields):
+    """A counter of evaluations without an improvement of `metric`.
+
+    `best` is the last value that counted as an improvement.
+    """
+
+    STATE = ("best", "waited")
+
+    def __init__(self, config: EarlyStoppingConfig, metric: str, *, lower_is_better: bool) -> None:
+        self.config = config
+        self.metric = metric
+        self.lower_is_better = lower_is_better
+        self.best: float | None = None
+        self.waited = 0  # number of evaluations since `best`
+
+    def see(self, value: float) -> None:
+        """Record the metric of an evaluation; NaN never counts as an improvement."""
+        gain = improvement(value, self.best, self.lower_is_better)
+        if not math.isnan(value) and gain > self.config.min_delta:
+            self.best = value
+            self.waited = 0
+        else:
+            self.waited += 1
+
+    @property
+    def reached(self) -> bool:
+        return self.config.patience is not None and self.waited >= self.config.patience
+
+    @property
+    def reason(self) -> str:
+        best = "nothing" if self.best is None else f"{self.best:.4g}"
+        margin = f" by more than {self.config.min_delta:g}" if self.config.min_delta else ""
+        return f"early stopping: {self.waited} evaluations without {self.metric} better than {best}{margin}"
+>>>>>>> parent of afde9e63 (Early stopping, data.synthetic.weight and the lists of transferred layers go)

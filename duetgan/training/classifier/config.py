@@ -111,6 +111,8 @@ def check_run(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset |
     """
     check_classes(config, dataset, val_dataset)
     check_batches(config, collectives.world_size())
+    if config.early_stopping.patience is not None and val_dataset is None:
+        raise UserError("early_stopping.patience needs validation images; give data.val_path")
 
 
 def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:

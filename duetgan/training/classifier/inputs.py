@@ -1,4 +1,4 @@
-"""From a batch to a network's inputs and targets: augmentation, mixing, micro-batches."""
+"""From a batch to a network's inputs and targets: augmentation, mixing, weights, micro-batches."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -20,7 +20,7 @@ from duetgan.training.base.monitors import Fields, State
 from duetgan.training.base.phases import phase
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.frozen import FrozenStages
-from duetgan.training.classifier.loss import Targets
+from duetgan.training.classifier.loss import Targets, sample_weights
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import TrainingHalted
 from duetgan.utils.machine import ran_out
@@ -173,7 +173,15 @@ class Inputs:
             )
             targets = Targets(labels, partners(labels), mixing.label_weights)
             samples = Samples(images, targets, mixing=mixing)
-        return samples
+        if batch.synthetic is None or config.data.synthetic.weight == 1:
+            return samples
+        weights = sample_weights(
+            batch.synthetic,
+            config.data.synthetic.weight,
+            partners(batch.synthetic) if samples.mixing else None,
+            samples.targets.fraction,
+        )
+        return samples._replace(targets=samples.targets._replace(weights=weights))
 
     def micro_batches(self, samples: Samples) -> Iterator[MicroBatch]:
         for rows in self.micro.slices():

@@ -324,6 +324,29 @@ def distillation_loss(
     return _total(label_errors, partner_errors, targets)
 
 
+def sample_weights(
+    is_synthetic: Tensor,
+    weight: float,
+    is_partner_synthetic: Tensor | None,
+    fraction: Tensor | None,
+) -> Tensor:
+    """Return the weight of each sample's loss, float [n].
+
+    It is `weight` for synthetic images, 1 for real images, and for a mixed sample the mean of both
+    images' weights, according to `fraction`.
+
+    Args:
+        is_synthetic: bool [n].
+        weight: Weight of a synthetic image.
+        is_partner_synthetic: bool [n], for the images that are mixed in; None if none are.
+        fraction: float [n], the fraction of the sample's own label in the mixture.
+    """
+    partner_weights = None
+    if is_partner_synthetic is not None:
+        partner_weights = torch.where(is_partner_synthetic, weight, 1.0)
+    return _mixed(torch.where(is_synthetic, weight, 1.0), partner_weights, fraction)
+
+
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
     """Return the targets [n, classes] in [0, 1]; rows add up to 1 with one label per image."""
     if targets.partner_labels is None or targets.fraction is None:

@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
+<<<<<<< HEAD
 from duetgan.training.base.monitors import Fields, MetricWindow, State, Stopwatch
+=======
+from duetgan.training.base.monitors import (
+    EarlyStopping,
+    Fields,
+    MetricWindow,
+    State,
+    Stopwatch,
+    improvement,
+)
+>>>>>>> parent of afde9e63 (Early stopping, data.synthetic.weight and the lists of transferred layers go)
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Stateful, Task
 from duetgan.training.engine.checkpoints import CheckpointManager, Evaluation
@@ -78,6 +89,9 @@ class Loop(Fields):
         self.best: dict[str, float | int] = {}
         self.window = MetricWindow()
         self.stopwatch = Stopwatch()
+        self.stopping = EarlyStopping(
+            config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower
+        )
         self.log = RunLog(
             folder.path,
             active=collectives.is_main(),
@@ -92,13 +106,14 @@ class Loop(Fields):
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def state_dict(self) -> State:
-        state = super().state_dict()
+        state = super().state_dict() | {"stopping": self.stopping.state_dict()}
         for callback in self.callbacks:
             state |= callback.state_dict()
         return state
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
+        self.stopping.load_state_dict(state["stopping"])
         for callback in self.callbacks:
             callback.load_state_dict(state)
 
@@ -118,13 +133,13 @@ class Loop(Fields):
 
     @property
     def finished(self) -> bool:
-        """True if all steps are done."""
-        return self.step >= self.config.steps
+        """True if all steps are done or early stopping has ended the training."""
+        return self.step >= self.config.steps or self.stopping.reached
 
     def run(self, max_steps: int | None = None) -> None:
         """Train up to step `max_steps` (default: the config's steps)."""
         target = min(self.config.steps, max_steps or self.config.steps)
-        self.log.open(self.step, target, going_on=self.step < target)
+        self.log.open(self.step, target, going_on=self.step < target and not self.stopping.reached)
         try:
             if self.step == 0:
                 self._begin()
@@ -168,7 +183,7 @@ class Loop(Fields):
 
     def _train_until(self, target: int) -> None:
         batches = self.batches()
-        while self.step < target:
+        while self.step < target and not self.stopping.reached:
             self.take_step(batches)
             if self.is_due(self.config.log.every):
                 self._write_row()
@@ -253,5 +268,8 @@ class Loop(Fields):
         is_best = sign * value > sign * self.best.get(metric, -sign * math.inf)
         if is_best:
             self.best = {metric: value, "step": self.step}
+        self.stopping.see(value)
+        if self.stopping.reached and self.step < self.config.steps:
+            say_main(f"step {self.step}: {self.stopping.reason}")
         interval = list(self.task.best_interval or ())
         self.save({"metric": metric, "value": value, "interval": interval}, best=is_best)

@@ -275,7 +275,7 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         collectives.watch_while_waiting(None)
     reason = "max_steps" if profile_steps is None else "profile"
     if loop.finished:
-        reason = ""
+        reason = loop.stopping.reason if loop.step < loop.config.steps else ""
     status.write(loop, "finished" if loop.finished else "stopped", reason, 0)
     if collectives.is_main():
         _report(folder.path)

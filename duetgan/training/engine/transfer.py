@@ -6,6 +6,7 @@ checkpoint and ignores the option.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,24 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed
 
 LINES = 4  # number of tensors that a message lists; further ones are only counted
+
+
+@dataclass
+class Fit:
+    """The match of the tensors of a donor checkpoint with those of a network.
+
+    Names are those of the network, except in `unused`.
+    """
+
+    copied: dict[str, Tensor] = field(default_factory=dict)  # name -> the donor's tensor
+    misfits: list[str] = field(default_factory=list)  # of another shape in the donor
+    # not in the donor, or another tensor of the layer does not fit
+    new: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # the donor's names
+
+    def lines(self) -> list[str]:
+        parts = {"does not fit": self.misfits, "stays new": self.new, "left out": self.unused}
+        return [f"{label}: {listed(names, LINES)}" for label, names in parts.items() if names]
 
 
 def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
@@ -96,7 +115,7 @@ def transfer(
         model = part.model if isinstance(part, EMA) else part
         if isinstance(model, nn.Module) and next(model.parameters(), None) is not None:
             networks[name] = model
-    fits: dict[str, dict[str, Tensor]] = {}
+    fits = {}
     for name, network in networks.items():
         donor_state = content["state"].get(name, {})
         words = "--init-from {}: its state of {!r} is not a network's ({}); give a checkpoint of train.py"
@@ -110,7 +129,7 @@ def transfer(
                 )
         fits[name] = plan(donor_state, state)
     # Scalars and biases may fit by chance, matrices and filters do not.
-    if not any(tensor.ndim > 1 for fit in fits.values() for tensor in fit.values()):
+    if not any(tensor.ndim > 1 for fit in fits.values() for tensor in fit.copied.values()):
         raise UserError(
             f"--init-from {file}: none of its weights fit the networks of this run; give a "
             "checkpoint of networks of the same size, or leave --init-from out"
@@ -118,28 +137,34 @@ def transfer(
     lines = [f"weights from {file}, step {content['step']}:"]
     for name, fit in fits.items():
         state = networks[name].state_dict()
-        for tensor, source in fit.items():
+        for tensor, source in fit.copied.items():
             state[tensor].copy_(source)
-        line = f"  {name}: {len(fit)} of {len(state)} tensors taken"
-        if initial := [tensor for tensor in state if tensor not in fit]:
-            line += f"; initial: {listed(initial, LINES)}"
-        lines.append(line)
+        lines.append(f"  {name}: {len(fit.copied)} of {len(state)} tensors taken")
+        lines += [f"    {line}" for line in fit.lines()]
     if match := describe_match(classes, content["classes"]):
         lines.append(f"  {match}")
     return "\n".join(lines), lineage
 
 
-def plan(donor_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a donor that a network with this state takes, by name.
+def plan(donor_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Fit:
+    """Match a donor's tensors with those of a network.
 
     A layer is copied whole or not at all, since a bias is of no use without its filter.
     """
+    fit = Fit(unused=[name for name in donor_state if name not in state])
     fitting = set()
     for name in state:
         if name in donor_state and donor_state[name].shape == state[name].shape:
             fitting.add(name)
     broken = {_layer(name) for name in state.keys() - fitting}
-    return {name: donor_state[name] for name in fitting if _layer(name) not in broken}
+    for name in state:
+        if name in donor_state and name not in fitting:
+            fit.misfits.append(name)
+        elif name not in donor_state or _layer(name) in broken:
+            fit.new.append(name)
+        else:
+            fit.copied[name] = donor_state[name]
+    return fit
 
 
 def _layer(name: str) -> str:

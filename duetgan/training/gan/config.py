@@ -191,6 +191,10 @@ class GanConfig(RunConfig):
                 "optimizer muon is for classifiers: take adam or muon-adam for a GAN",
             ),
             (
+                self.data.synthetic.weight != 1,
+                "data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone",
+            ),
+            (
                 self.data.synthetic.on and self.progressive.start is not None,
                 "data.synthetic cannot be combined with growing: set progressive.start to null",
             ),

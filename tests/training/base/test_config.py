@@ -39,7 +39,9 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
     ("config", "bad", "problem"),
     [
         (GanConfig, {"discriminator_optimizer": {"name": "muon"}}, "muon is for classifiers: take adam"),
+        (GanConfig, {"data": {"synthetic": DRAWN | {"weight": 0.5}}}, r"data\.synthetic\.weight is of a classifier's"),
         (GanConfig, {"data": {"synthetic": DRAWN}, "progressive": {"start": 8}}, r"set progressive\.start to null"),
+        (ClassifierConfig, {"early_stopping": {"patience": 1}, "evaluation": {"every": 0}}, r"set evaluation\.every"),
         (LogConfig, {"layers": ["fc"], "tensorboard": False}, "TensorBoard, which is off"),
         (CheckpointConfig, {"keep_every": 250}, "^keep_every 250: must be a multiple of checkpoint.every 500"),
         (SyntheticConfig, {"path": "x"}, r"share is not set; give the share of each batch"),

@@ -154,7 +154,7 @@ def test_classes_are_as_frequent_as_both_kinds_show_them(folder):
 
 
 def test_the_plan_says_it(folder):
-    config = config_of(folder, until=0.5)
+    config = config_of(folder, until=0.5, weight=0.5)
     told = data.mixture_text(config, opened(config))
     assert told.startswith("12 images, 8 px, RGB, 3 classes, raw, no passport: they count as real; 0.25 of each batch")
     config = config_of(folder, share=None, balance="fill")

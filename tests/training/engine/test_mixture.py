@@ -11,6 +11,7 @@ from duetgan.data.packing.records import pack_arrays
 from duetgan.metrics.lineage import provenance_of
 from duetgan.models.restore import generator_from
 from duetgan.training.base import data
+from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
@@ -89,3 +90,16 @@ def test_the_mixture_ends_at_a_step_however_many_batches_a_step_takes(packed, ta
     batches = 2 if same_images is False else 1
     mixed = [bool(next(loader).synthetic.any()) for _ in range(5 * batches)]
     assert mixed == [True] * 3 * batches + [False] * 2 * batches
+
+
+def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed):
+    """`until` is a step: from there on a batch is of real images alone, and its loss a plain mean."""
+    losses = []
+    for weight in (1.0, 0.5, 0.25):
+        config = config_of(packed, weight=weight, until=0.001)
+        training = data.open_training(config.data)
+        task, loader = ClassifierTask(config, training, None, CPU), data.make_loader(config, training, CPU)
+        next(loader)
+        losses.append(float(task.step(loader, 1)["loss/classifier"]))
+    assert losses[1] == losses[2]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # without a weight the mean is computed another way

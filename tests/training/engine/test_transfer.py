@@ -7,7 +7,7 @@ from torch import nn
 from duetgan.models.dcgan import DcganConfig, DcganDiscriminator
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.training.classifier.config import ClassifierConfig
-from duetgan.training.engine.transfer import find_donor, plan, transfer
+from duetgan.training.engine.transfer import Fit, find_donor, plan, transfer
 from duetgan.training.gan.config import GanConfig, config_of
 from duetgan.training.optim.ema import EMA
 from duetgan.utils import checkpoint as checkpoints
@@ -38,17 +38,24 @@ def planned(donor: nn.Module, own: nn.Module):
 def test_a_layer_is_taken_whole_or_not_at_all():
     there = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "free": torch.ones(4), "mean": torch.ones(1)}
     here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
-    assert plan(there, here) == {"free": there["free"]}
+    misfits = ["a.weight", "mean"]
+    assert plan(there, here) == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
 
 
 def test_a_generator_of_another_resolution_and_other_classes():
     donor, own = generator(16, classes=3), generator(32, classes=5)
-    taken = planned(donor, own)
+    fit = planned(donor, own)
+    assert fit.misfits == ["mapping.embed.weight"]
     # the embedding's bias belongs to its weight
+    assert {name for name in fit.new if not name.startswith("blocks.3.")} == {"mapping.embed.bias"}
+    assert all(name in fit.new for name in own.state_dict() if name.startswith("blocks.3."))
+    assert fit.unused == []
     kept = {name for name in own.state_dict() if not name.startswith(("blocks.3.", "mapping.embed."))}
-    assert taken.keys() == kept
-    assert all(torch.equal(value, donor.state_dict()[name]) for name, value in taken.items())
-    assert planned(generator(32), generator(16)).keys() == generator(16).state_dict().keys()
+    assert fit.copied.keys() == kept
+    assert all(torch.equal(value, donor.state_dict()[name]) for name, value in fit.copied.items())
+    smaller = planned(generator(32), generator(16))
+    assert (smaller.misfits, smaller.new) == ([], [])
+    assert smaller.unused == [name for name in own.state_dict() if name.startswith("blocks.3.")]
 
 
 class Counter:
@@ -129,7 +136,7 @@ def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
     after = ours["generator"].state_dict()
     assert torch.equal(after["blocks.1.first.conv.weight"], theirs["generator"].blocks[1].first.conv.weight)
     assert torch.equal(after["blocks.3.first.conv.weight"], before["blocks.3.first.conv.weight"])
-    assert "tensors taken; initial: " in text
+    assert "    stays new: blocks.3." in text
     assert text.splitlines()[-1] == "  3 of 5 classes taken by name: a, b, c; new: d, e"
 
 
@@ -177,7 +184,7 @@ def test_a_network_that_the_donor_lacks_stays_new_and_other_names_of_classes_are
     before = ours["discriminator"].output.weight.clone()
     lines = taken_from(path, ours, classes="xbz").splitlines()
     assert torch.equal(ours["discriminator"].output.weight, before)
-    assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in "\n".join(lines)
+    assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in lines
     assert lines[-1] == "  1 of 3 classes taken by name: b; new: x, z; dropped: a, c"
 
 

@@ -1,15 +1,55 @@
+import math
+from typing import Any
+
 import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.data import make_loader
+from duetgan.training.base.monitors import EarlyStopping, EarlyStoppingConfig
 from duetgan.training.base.task import Task
+from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import callbacks
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import log_of
+
+
+def watch(figures, *, lower=False, **config):
+    stopping = EarlyStopping(EarlyStoppingConfig(**config), "x", lower_is_better=lower)
+    for number, figure in enumerate(figures, 1):
+        stopping.see(figure)
+        if stopping.reached:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("figures", "config", "stops"),
+    [
+        ([0.5, 0.6, 0.6, 0.59], {"patience": 2}, 4),
+        ([0.5, 0.6, 0.6, 0.61, 0.5, 0.5], {"patience": 2}, 6),
+        ([0.5, 0.4, 0.3], {"patience": 1}, 2),
+        ([0.5, 0.4, 0.3, 0.2], {"patience": None}, None),
+        ([0.50, 0.52, 0.54, 0.56], {"patience": 2, "min_delta": 0.03}, None),  # small steps add up
+        ([0.50, 0.51, 0.52, 0.56], {"patience": 2, "min_delta": 0.03}, 3),
+        ([math.nan, 0.1, math.nan, math.nan], {"patience": 2}, 4),
+        ([math.nan, math.nan], {"patience": 2}, 2),
+    ],
+)
+def test_when_it_stops(figures, config, stops):
+    assert watch(figures, **config) == stops
+    assert watch([-figure for figure in figures], lower=True, **config) == stops
+
+
+def test_it_needs_images_to_evaluate_with(packed):
+    tree = {"task": "classifier", "early_stopping": {"patience": 1}}
+    config: Any = build_run_config(tree | {"data": {"path": str(packed / "train.lmdb")}}, [], "x")
+    with Dataset(packed / "train.lmdb") as reader, pytest.raises(UserError, match=r"give data\.val_path"):
+        ClassifierTask(config, reader, None, torch.device("cpu"))
 
 
 class Judged(Task):
@@ -46,7 +86,7 @@ class Judged(Task):
         return self.size * step
 
 
-def ran(packed, folder, *, size=8, max_steps=None):
+def ran(packed, folder, patience=None, *, size=8, max_steps=None):
     """A run with batches of this size, or its continuation."""
     tree = {
         "task": "classifier",
@@ -54,6 +94,7 @@ def ran(packed, folder, *, size=8, max_steps=None):
         "batch_size": size,
         "data": {"path": str(packed / "train.lmdb")},
         "evaluation": {"every": 2},
+        "early_stopping": {"patience": patience},
         "log": {"tensorboard": False, "every": 2},
     }
     config = build_run_config(tree, [], "x")
@@ -66,6 +107,20 @@ def ran(packed, folder, *, size=8, max_steps=None):
     loop.run(max_steps)
     run.close()
     return loop
+
+
+def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
+    loop = ran(packed, tmp_path / "run", 2, max_steps=6)  # stopped on the way it counts on
+    assert (loop.step, loop.finished) == (6, False)
+    loop = ran(packed, tmp_path / "run", 2)
+    assert (loop.step, loop.finished, loop.best) == (8, True, {"accuracy": 0.7, "step": 4})
+    assert "early stopping: 2 evaluations without accuracy better than 0.7" in capsys.readouterr().err
+    again = ran(packed, tmp_path / "run", 2)
+    assert (again.step, again.finished) == (8, True)
+    patient = ran(packed, tmp_path / "run", 4)  # asked to wait longer, it goes on
+    assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
+    straight = ran(packed, tmp_path / "straight", 2)
+    assert straight.step == 8
 
 
 def test_what_was_saved_is_on_the_disk_before_a_failing_run_ends(packed, tmp_path, monkeypatch):
