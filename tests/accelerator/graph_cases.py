@@ -16,6 +16,7 @@ from torch import Tensor
 
 from duetgan.training.base import graphs
 from duetgan.training.base.data import make_loader, open_training
+from duetgan.training.classifier.loss import Criterion
 from duetgan.training.engine.tasks import TASKS
 from duetgan.training.gan import discriminator_step
 from duetgan.training.gan import draws as gan_draws
