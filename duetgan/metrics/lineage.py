@@ -1,6 +1,7 @@
 """Provenance of images and weights, and checks that a judge is independent of what it judges."""
 
 import glob
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -55,13 +56,13 @@ def provenance_of(
         return Generated.read(provenance).model_dump()
 
 
-def lineage_of(*datasets: Dataset) -> Lineage:
-    """Return the lineage of weights trained on these datasets."""
+def lineage_of(*datasets: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:
+    """Return the lineage of weights trained on these datasets and samples of these provenances."""
     metas = [meta for dataset in datasets for meta in metas_of(dataset)]
     hashes = chain.from_iterable((meta.content_hash, meta.fingerprint) for meta in metas)
     return Lineage.of(
         trained_on=list(filter(None, hashes)),
-        synthetic=[meta.passport for meta in metas if meta.passport],
+        synthetic=[*(meta.passport for meta in metas if meta.passport), *samples],
     )
 
 

@@ -81,11 +81,12 @@ R3 = gan("gan-r3gan", precision="fp16", generator_optimizer={"beta2_final": 0.9}
 FAST: dict[str, Tree] = {
     "GAN, growing, path lengths": gan(progressive=GROWING, loss=PATHS),
     "R3GAN, fp16, schedules": R3,
-    "classifier, fp16, mixed, clipped, unfrozen": classifier(
+    "classifier, fp16, mixed, clipped, unfrozen, resized": classifier(
         precision="fp16",
         augment={"mixup": 0.5, "cutmix": 0.5, "flip": True, "shift": 1},
-        optimizer={"name": "adamw", "lr": 0.01, "clip_norm": 0.5},
+        optimizer={"name": "adamw", "lr": 0.01, "clip_adaptive": 0.01},
         finetune={"unfreeze": {"backbone": 7, "layer4": 3, "head": 0}},
+        resizing={"initial_scale": 0.5, "delay_fraction": 0.2},
         steps=10,
     ),
 }
@@ -96,9 +97,11 @@ SLOW: dict[str, Tree] = {
     "GAN, half-life that changes": gan(ema={"ema_kimg": 0.1, "ema_kimg_start": 0.0, "ema_rampup": None}),
     "GAN, pairs in one pass": gan("gan-pairs", loss=PAIRS | {"same_pairs": True, "r2_gamma": 0.0, "r1_interval": 2}),
     "GAN, noise and cutout": gan(ada=ADA | {"operations": {"noise": 1.0, "cutout": 1.0, "filter": 1.0, "blit": 1.0}}),
-    "GAN, AdamW, one-cycle": gan(generator_optimizer={"name": "adamw", "schedule": "one-cycle", "clip_value": 0.01}),
+    "GAN, AdamW, one-cycle": gan(
+        generator_optimizer={"name": "adamw", "schedule": "one-cycle", "cycle_momentum": [0.9, 0.5], "clip_value": 0.01}
+    ),
     "GAN, muon-adam": gan(generator_optimizer={"name": "muon-adam", "clip_norm": 0.1}),
-    "classifier, one-cycle": optimizer("sgd", schedule="one-cycle", momentum=0.9),
+    "classifier, one-cycle": optimizer("sgd", schedule="one-cycle", cycle_momentum=[0.95, 0.85], momentum=0.9),
     "classifier, micro-batches": classifier(micro_batch=3),
     "classifier, frozen by and by": classifier(finetune={"freeze_at": {"stem": 4, "layer1": 8}}),
 }
@@ -160,6 +163,16 @@ def frozen_number(number: Any) -> Any:
     return lambda function, step, *_: function(step)
 
 
+def replacing(at: Any) -> Any:
+    """The smoothing of each step is another tensor."""
+
+    def faulty(self: Criterion, step: int) -> None:
+        self.smoothing = self.smoothing.clone()
+        at(self, step)
+
+    return faulty
+
+
 def not_copied(replay: Any) -> Any:
     """The metrics of every step are the same memory."""
 
@@ -180,8 +193,10 @@ def forgotten(apply: Any) -> Any:
 
 
 # name -> what is replaced, by what, in which training
+SMOOTHED = classifier(loss={"label_smoothing_final": 0.9})
 FAULTS: dict[str, tuple[Any, str, Any, Tree]] = {
     "a number in place of a tensor": (discriminator_step, "number", frozen_number, R3),
+    "a tensor replaced instead of filled": (Criterion, "at", replacing, SMOOTHED),
     "a generator used inside": (gan_draws.GanDraws, "noise", lambda noise: noise.__wrapped__, gan()),
     "a host read": (Updater, "step", reading_norms, classifier()),
     "metrics in the graph's memory": (graphs.CapturedStep, "replay", not_copied, classifier()),

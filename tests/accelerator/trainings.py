@@ -70,10 +70,12 @@ SLOW: dict[str, dict[str, Any]] = {
     ),
     "classifier, AdamW, clipped norm": optimizer("adamw", clip_norm=0.5),
     "classifier, SGD, clipped values": optimizer("sgd", clip_value=0.01),
-    "classifier, Muon": optimizer("muon"),
+    "classifier, Muon, adaptive clipping": optimizer("muon", clip_adaptive=0.01),
+    "classifier, schedule-free SGD": optimizer("schedulefree-sgd", schedule="constant"),
     "classifier, images without labels": classifier(
         unlabelled={"path": "data.lmdb", "spread": 0.5}, finetune={"probe": True, "unfreeze": {"head": 0}}
     ),
+    "classifier, schedule-free AdamW": optimizer("schedulefree-adamw", schedule="constant"),
 }
 # without augmentation, which the estimate leaves out, and large enough for activations to count
 WIDE = {key: TREES["gan"][key] | {"channel_base": 512, "channel_max": 32} for key in ("generator", "discriminator")}

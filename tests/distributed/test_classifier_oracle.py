@@ -11,6 +11,7 @@ from duetgan.data.packing.records import pack_arrays
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE
 from tests.distributed.worker import Records, largest_difference
+from tests.metrics.conftest import gan_run
 
 EVERYTHING: dict[str, Any] = {
     "augment": {
@@ -18,7 +19,8 @@ EVERYTHING: dict[str, Any] = {
         **{"mixup": 0.4, "cutmix": 1.0, "mix_prob": 0.8},
     },
     "loss": {"class_weights": "balanced", "label_smoothing": 0.1},
-    "optimizer": worker.TREES["classifier"]["optimizer"] | {"lr": 0.05, "clip_value": 0.002},
+    "optimizer": worker.TREES["classifier"]["optimizer"] | {"lr": 0.05, "clip_adaptive": 0.02},
+    "resizing": {"initial_scale": 0.5, "delay_fraction": 0.0, "finetune_fraction": 0.9},  # a step of 8 px, then 16 px
 }
 SMALL = worker.TREES["classifier"] | {"model": {"name": "resnet18", "stem": "small-stride2"}}
 worker.TREES["classifier-everything"] = SMALL | EVERYTHING
@@ -26,9 +28,13 @@ worker.TREES["classifier-everything"] = SMALL | EVERYTHING
 fixed = SMALL | EVERYTHING | {"finetune": {"freeze_bn": True}}
 worker.TREES["classifier-fixed"] = fixed | {"loss": {"kind": "squared-error", "class_weights": {"b": 3.0}}}
 worker.TREES["classifier-plain"] = SMALL | {"augment": {"mixup": 0.4}}
+average = {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "weight_decay": 0.1}
+worker.TREES["classifier-average"] = SMALL | {"optimizer": average}
 mixture = {"path": "synthetic.lmdb", "share": 0.3, "weight": 0.5, "balance": "fill"}
 worker.TREES["classifier-mixture"] = SMALL | EVERYTHING | {"data": {"synthetic": mixture}}
 worker.TREES["gan-mixture"] = worker.GAN | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.5}}}
+fresh = {"checkpoint": "generator", "share": 0.3}
+worker.TREES["classifier-fresh"] = SMALL | {"data": {"synthetic": fresh}}
 worker.TREES["classifier-airbench"] = SMALL | {
     "model": {"name": "airbench"},
     "optimizer": {"name": "muon", "lr": 0.1, "unit_filters": True},
@@ -39,8 +45,8 @@ worker.TREES["classifier-airbench"] = SMALL | {
 worker.TREES["classifier-local"] = worker.TREES["classifier-everything"] | {"sync_bn": "off"}
 LOCAL = ("classifier-local:4", "classifier-local:0")  # in one process, on two ranks
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-BOTH = ("everything", "airbench")
-MIXTURES = ["classifier-mixture:0", "gan-mixture:0"]
+BOTH = ("everything", "average", "airbench")
+MIXTURES = ["classifier-mixture:0", "classifier-fresh:0", "gan-mixture:0"]
 VARIANTS = {
     1: [f"classifier-{name}:0" for name in (*BOTH, "fixed", "plain")] + ["classifier-fixed:3", LOCAL[0], *MIXTURES],
     2: [f"classifier-{name}:0" for name in BOTH] + ["classifier-fixed:3", LOCAL[1], *MIXTURES],
@@ -63,6 +69,7 @@ def records(tmp_path_factory):
     pack_arrays(folder / "data.lmdb", images, labels=labels, classes=CLASSES, smallest=8)
     others = np.random.default_rng(1).integers(0, 256, (10, 3, 16, 16), dtype=np.uint8)
     pack_arrays(folder / "synthetic.lmdb", others, labels=np.arange(10) % 3, classes=CLASSES, smallest=8)
+    gan_run(folder / "generator", classes=CLASSES, channels=3, side=16)
     return Records(folder, "tests.distributed.test_classifier_oracle", VARIANTS)
 
 
@@ -88,9 +95,13 @@ def test_unsynchronised_statistics_are_those_of_micro_batches(records, part):
     assert largest_difference(records[1]["classifier-everything:0"], records[1][LOCAL[0]], "gradients") > 1e-6
 
 
+<<<<<<< HEAD
 def test_the_comparison_is_of_something(records):
+=======
+def test_the_comparison_is_of_something_and_a_schedule_free_network_its_own(records: Records) -> None:
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
     one = {name.removesuffix(":0"): record for name, record in records[1].items()}
-    for name in ("everything", "fixed"):
+    for name in ("everything", "fixed", "average"):
         record = one[f"classifier-{name}"]
         assert largest_difference(record[:1], record[-1:], "weights") > 1e-4
     everything, plain = one["classifier-everything"], one["classifier-plain"]
@@ -99,6 +110,9 @@ def test_the_comparison_is_of_something(records):
     told, kept = zip(*map(norms, (everything, plain)), strict=True)
     assert kept[0] < 0.9 * told[0]  # it was clipped
     assert kept[1] == pytest.approx(told[1])
+    last = records[2]["classifier-average:0"][-1]
+    difference = (last["average"]["network.fc.weight"] - last["weights"]["model.network.fc.weight"]).abs().max()
+    assert difference > 1e-7
 
 
 def norms(record: list[dict[str, Any]]) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
     kind = name.partition("-")[0]
     tree = TREES[name] | {"micro_batch": micro_batch or None, "data": {"path": data} | TREES[name].get("data", {})}
     if synthetic := tree["data"].get("synthetic"):
-        beside = {"path": str(Path(data).parent / synthetic["path"])}
+        beside = {key: str(Path(data).parent / synthetic[key]) for key in ("path", "checkpoint") if key in synthetic}
         tree["data"] = tree["data"] | {"synthetic": synthetic | beside}
     if "loss" in tree and tree["loss"].get("classifier"):
         tree = tree | {"loss": tree["loss"] | {"classifier": str(Path(data).parent / CLASSIFIER)}}

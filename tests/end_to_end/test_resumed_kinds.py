@@ -81,11 +81,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "judged": GAN | {"loss": {"classifier": "taught/run"}},
     "several labels": GAN | {"data": SEVERAL, "loss": {"mismatch_weight": 0.5}},
     "mixed": GAN | {"data": {"synthetic": MIXED, "crop": "random"}, "loss": {"objective": "relativistic"}},
+    "drawn": GAN | {"data": {"synthetic": MIXED | {"path": None, "checkpoint": "generator"}}},
     "cycle": CLASSIFIER
     | {
+<<<<<<< HEAD
         "optimizer": {"name": "sgd", "schedule": "one-cycle", "cycle_momentum": [0.95, 0.8]},
+=======
+        "optimizer": {"name": "sgd", "schedule": "one-cycle", "cycle_momentum": [0.95, 0.8], "clip_adaptive": 0.05},
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
         "augment": {"flip": True, "shift": 1, "erase": 0.2, "trivial_augment": True, "mixup": 0.4, "cutmix": 1.0},
-        **{"micro_batch": 20, "loss": {"class_weights": "balanced"}},
+        **{"resizing": {"initial_scale": 0.5}, "micro_batch": 20, "loss": {"class_weights": "balanced"}},
         "data": {"sampling": "balanced"},
     },
     "airbench": CLASSIFIER
@@ -93,10 +98,12 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"model": {"name": "airbench"}, "optimizer": MUON},
         "finetune": {"stage_lr": {"*.bias": 9.0}, "freeze_at": {"stem": 4}},
         "augment": {"flip": "alternating", "shift": 1, "shift_edge": "reflect"},
+        "resizing": {"initial_scale": 0.75, "delay_fraction": 0.8},
     },
     "unfreezing": CLASSIFIER
     | {
-        "finetune": {"freeze": ["stem"], "unfreeze": {"head": 0, "layer4": "0.2ep"}, "layer_decay": 0.7},
+        "finetune": {"freeze": ["stem"], "unfreeze": {"head": 0, "layer4": 1}, "unfreeze_by": "epoch"}
+        | {"layer_decay": 0.7, "layer_decay_by": "stage"},
         "optimizer": {"name": "adamw", "schedule": "step", "step_every": 2, "beta2_final": 0.9},
     },
     "kept features": CLASSIFIER
@@ -110,19 +117,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "readout": CLASSIFIER
     | {"model": {"stem": "small-stride2", "head": "readout", "readout_parts": 1}}
     | {"optimizer": {"name": "muon-adam"}},
-    "bf16": CLASSIFIER | {"micro_batch": "auto", "precision": "bf16", "loss": {"kind": "squared-error"}},
+    "schedule-free": CLASSIFIER
+    | {"optimizer": FREE | {"name": "schedulefree-adamw"}, "micro_batch": "auto", "precision": "bf16"}
+    | {"loss": {"kind": "squared-error"}, "resizing": {"initial_scale": 0.5}},
+    "schedule-free sgd": CLASSIFIER | {"optimizer": FREE | {"name": "schedulefree-sgd"}, "ema": {"decay": 0.5}},
     "taught": CLASSIFIER | {"loss": {"teacher": "taught/run", "logit_adjustment": 0.5}},
     "bce": CLASSIFIER
     | {"data": SEVERAL, "loss": {"kind": "bce"}, "evaluation": {"every": 1}}
     | {"early_stopping": {"patience": 9, "min_delta": 1}},  # waits from the second evaluation on
+    "asymmetric": CLASSIFIER | {"data": SEVERAL, "loss": {"kind": "asymmetric"}},
     "filled up": CLASSIFIER
     | {"data": {"synthetic": {"path": "test.lmdb", "balance": "fill", "weight": 0.5}, "class_rates": {"Bag": 0.2}}},
 }
-SECTIONS = ("ada", "augment", "finetune", "loss", "optimizer", "generator_optimizer", "progressive")
+SECTIONS = ("ada", "augment", "finetune", "loss", "optimizer", "generator_optimizer", "progressive", "resizing")
 WITHOUT_ROW = {  # of a GAN: what a classifier's rows have, or a GAN refuses
-    f"generator_optimizer.name={name}" for name in ("adamw", "sgd", "muon")
+    f"generator_optimizer.name={name}" for name in ("adamw", "sgd", "muon", "schedulefree-sgd", "schedulefree-adamw")
 } | {f"architecture=stylegan3-{name}" for name in "tr"}  # tests/extras/stylegan3/test_training.py
-SWEPT = ("cycle", "unlabelled", "bf16")  # a learning-rate search comes first and leaves nothing behind
+SWEPT = ("cycle", "unlabelled", "schedule-free")  # a learning-rate search comes first and leaves nothing behind
 UNMOVED = {  # parts of a checkpoint that are as they were before the first step, and where they are not
     "loader": {"count", "seed", "shuffle", "weights", "batch"},  # the data's; a step is whole
     "loop": {"failing"},  # tests/faults, tests/training/base

@@ -21,13 +21,15 @@ from tests.oracle.optimizer import Optimizer, in_updates
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {
-        **{"freeze": [], "unfreeze": {}, "freeze_at": {}, "freeze_bn": False, "stage_lr": {}},
-        "layer_decay": 1.0,
+        **{"freeze": [], "unfreeze": {}, "freeze_at": {}, "unfreeze_by": "step", "freeze_bn": False, "stage_lr": {}},
+        **{"layer_decay": 1.0, "layer_decay_by": "block"},
     },
     "loss": {
         "kind": "cross-entropy",
         "label_smoothing": 0.1,
+        "label_smoothing_final": None,
         "focal_gamma": 2.0,
+        "gce_q": 0.7,
         "class_weights": None,
         "logit_adjustment": 0.0,
         "teacher": None,
@@ -51,9 +53,11 @@ class ClassifierReference:
         self.steps = tree["steps"]
         self.synthetic_weight = tree["data"].get("synthetic", {}).get("weight", 1.0)
         self.model, self.average = copy.deepcopy(task.model), copy.deepcopy(task.ema.model)
+        epoch = len(task.dataset) / self.batch if self.tree["finetune"]["unfreeze_by"] == "epoch" else 1
         self.names = dict(self.model.named_parameters())
         given = self.tree["finetune"]
-        starts, ends = given["unfreeze"], given["freeze_at"]
+        starts, ends = ({part: math.ceil(when * epoch) for part, when in given[key].items()}
+                        for key in ("unfreeze", "freeze_at"))  # fmt: skip
         self.span = {
             name: (
                 math.inf if self.last(dict.fromkeys(given["freeze"], True), name, False)
@@ -62,7 +66,8 @@ class ClassifierReference:
             )
             for name in self.names
         }  # fmt: skip
-        self.optimizer = Optimizer(self.names, self.tree["optimizer"], tree["steps"], self.batch, self.factors())
+        head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
+        self.optimizer = Optimizer(self.names, self.tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
         self.teacher: Any = task.criterion.teacher
         frequencies = torch.tensor(label_frequencies(task.dataset, tree["data"]))
         self.prior = (frequencies / frequencies.max()).log()
@@ -84,6 +89,8 @@ class ClassifierReference:
     def factors(self) -> dict[str, float]:
         """Of the rate: a stage's own, and `layer_decay` for every layer further from the head."""
         given, layer = self.tree["finetune"], self.model.block_of
+        if given["layer_decay_by"] == "stage":
+            layer = {name: self.model.stage_of(name) for name in layer}
         depth = {each: number for number, each in enumerate(reversed(dict.fromkeys(layer.values())))}
         return {n: self.last(given["stage_lr"], n, 1.0) * given["layer_decay"] ** depth[layer[n]] for n in self.names}
 
@@ -150,7 +157,9 @@ class ClassifierReference:
             images, pairs = torch.cat([images, more]), [(1.0, torch.cat([targets, named]))]
             counted = torch.cat([counted, used])
         given = self.tree["loss"]
-        smoothing = given["label_smoothing"]
+        smoothing, end = given["label_smoothing"], given["label_smoothing_final"]
+        if end is not None:
+            smoothing = end + (smoothing - end) * (1 + math.cos(math.pi * step / self.steps)) / 2
         logits = plain = self.model(images)
         chosen = plain[: len(labels)].argmax(1)  # counts as right by its part of the label
         right = (part * label[torch.arange(len(labels)), chosen] for part, label in pairs)
@@ -165,6 +174,8 @@ class ClassifierReference:
                 loss = ((plain - smooth) ** 2).mean(1)
             elif given["kind"] == "focal":
                 loss = -(smooth * (1 - p) ** given["focal_gamma"] * p.log()).sum(1)
+            elif given["kind"] == "generalised-cross-entropy":
+                loss = (smooth * (1 - p ** given["gce_q"])).sum(1) / given["gce_q"]
             else:
                 loss = -(smooth * logits.log_softmax(1)).sum(1)
             losses = losses + part * (label @ self.weights) * loss

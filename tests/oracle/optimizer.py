@@ -11,7 +11,7 @@ from torch import Tensor
 # what the keys of an optimizer are where a tree does not set them
 DEFAULTS: dict[str, Any] = {
     **{"name": "adam", "betas": [0.9, 0.999], "beta2_final": None, "eps": 1e-8, "momentum": 0.9, "weight_decay": 0.0},
-    **{"clip_norm": None, "clip_value": None, "warmup_steps": 0, "schedule": "constant"},
+    **{"clip_norm": None, "clip_value": None, "clip_adaptive": None, "warmup_steps": 0, "schedule": "constant"},
     **{"hold": 0.0, "final_lr": 0.0, "milestones": [], "step_every": None, "gamma": 0.1},
     **{"pct_start": 0.3, "cycle_start": 0.04, "cycle_momentum": None, "lr_batch_size": None},
 }
@@ -43,8 +43,9 @@ class Optimizer:
         steps: int,  # of the schedules
         batch_size: int,
         factors: Mapping[str, float] | None = None,  # of the rate
+        head: frozenset[str] = frozenset(),  # never clipped adaptively
     ) -> None:
-        self.parameters, self.steps = dict(parameters), steps
+        self.parameters, self.steps, self.head = dict(parameters), steps, head
         self.given = DEFAULTS | dict(given)
         self.factors = dict.fromkeys(parameters, 1.0) | dict(factors or {})
         self.lr = self.given["lr"] * (batch_size / (self.given["lr_batch_size"] or batch_size))
@@ -115,4 +116,12 @@ class Optimizer:
             return {name: g * min(1.0, given["clip_norm"] / (norm + 1e-6)) for name, g in gradients.items()}
         if given["clip_value"] is not None:
             return {name: g.clamp(-given["clip_value"], given["clip_value"]) for name, g in gradients.items()}
+        if given["clip_adaptive"] is not None:  # 2102.06171, equation 3: each unit by its weights' norm
+            for name, g in gradients.items():
+                if name in self.head:
+                    continue
+                weights = self.parameters[name]
+                for own, unit in [(g, weights)] if g.ndim < 2 else zip(g, weights, strict=True):
+                    largest = given["clip_adaptive"] * max(float(unit.norm()), 1e-3)
+                    own *= min(1.0, largest / max(float(own.norm()), 1e-6))
         return gradients

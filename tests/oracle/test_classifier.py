@@ -22,7 +22,7 @@ SGD = {
 }
 ADAMW = {
     **{"name": "adamw", "lr": 0.01, "betas": [0.8, 0.95], "beta2_final": 0.9, "eps": 1e-3, "weight_decay": 0.1},
-    **{"schedule": "step", "step_every": 2, "gamma": 0.3},
+    **{"clip_adaptive": 0.02, "schedule": "step", "step_every": 2, "gamma": 0.3},
     "warmup_steps": 0,
 }
 CYCLE = {
@@ -44,14 +44,15 @@ TREES: dict[str, dict[str, Any]] = {
     "plain": COMMON,
     "fine-tuning": COMMON | {"finetune": UNFREEZE, "optimizer": ADAMW},
     "epochs": COMMON
-    | {"finetune": {"unfreeze": {"head": 0, "backbone": "1ep"}, "layer_decay": 0.5}}
+    | {"finetune": {"unfreeze": {"head": 0, "backbone": 1}, "unfreeze_by": "epoch", "layer_decay": 0.5}}
     | {"optimizer": CYCLE, "batch_size": 24, "loss": {"class_weights": "balanced"}},  # 2.08 updates an epoch
     "lengths": COMMON | {"optimizer": SGD | {"warmup_steps": "0.25ep"}, "steps": "1.9ep"},  # 1.56 and 11.9 updates
     "milestones": COMMON | {"optimizer": ADAMW | {"step_every": None, "milestones": ["0.2ep", "0.45ep"]}},
     "every": COMMON | {"optimizer": ADAMW | {"step_every": "0.25ep"}},
     "defaults": {key: COMMON[key] for key in ("task", "batch_size", "steps", "seed", "model")},
     "still": COMMON | {"finetune": {"freeze": ["stem"], "freeze_bn": True}, "optimizer": CYCLE},
-    "blocks": COMMON | {"model": CONVNEXT, "finetune": {"layer_decay": 0.6}},
+    "blocks": COMMON | {"model": CONVNEXT, "finetune": {"layer_decay": 0.6, "layer_decay_by": "block"}},
+    "stages": COMMON | {"model": CONVNEXT, "finetune": {"layer_decay": 0.6, "layer_decay_by": "stage"}},
     "squared-error": COMMON
     | {"loss": {"kind": "squared-error", "label_smoothing": 0.1, "class_weights": {"a": 2.0}}, "optimizer": ADAMW},
     "mixed": COMMON
@@ -67,7 +68,12 @@ TREES: dict[str, dict[str, Any]] = {
         | {"teacher": "teacher", "teacher_share": 0.7, "temperature": 3.0, "logit_adjustment": 0.6}
     }
     | {"augment": {"mixup": 0.7}, "data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
-    "focal": COMMON | {"loss": COMMON["loss"] | {"kind": "focal", "focal_gamma": 1.5}} | {"augment": {"mixup": 0.7}},
+    "focal": COMMON
+    | {"loss": COMMON["loss"] | {"kind": "focal", "focal_gamma": 1.5, "label_smoothing_final": 0.0}}
+    | {"augment": {"mixup": 0.7}},
+    "gce": COMMON
+    | {"loss": {"kind": "generalised-cross-entropy", "gce_q": 0.4, "label_smoothing_final": 0.3}}
+    | {"augment": {"cutmix": 0.7}},
     "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
 }
 

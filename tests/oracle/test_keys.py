@@ -17,6 +17,7 @@ from tests.oracle.test_classifier import folder as classifier_folder
 from tests.oracle.test_gan import folder as gan_folder
 
 __all__ = ["classifier_folder", "gan_folder"]  # fixtures
+FREE = {"name": "schedulefree-adamw", "schedule": "constant", "warmup_steps": 0}
 MUON = {"name": "muon", "lr": 0.02, "schedule": "constant", "warmup_steps": 0}
 PLAIN = {"name": "adam", "lr": 0.01, "betas": [0.5, 0.9], "schedule": "constant", "warmup_steps": 0}
 COSINE = PLAIN | {"schedule": "cosine"}
@@ -32,7 +33,7 @@ OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
         "weight_decay": (0.3, PLAIN),
         "clip_norm": (1e-3, PLAIN),
     },
-    **{"clip_value": (1e-4, PLAIN), "warmup_steps": (5, PLAIN)},
+    **{"clip_value": (1e-4, PLAIN), "clip_adaptive": (1e-4, PLAIN), "warmup_steps": (5, PLAIN)},
     **{"momentum": (0.2, PLAIN | {"name": "sgd"}), "schedule": ("linear", PLAIN), "hold": (0.5, COSINE)},
     **{"final_lr": (0.7, COSINE), "milestones": ([2], STEPPED), "gamma": (0.7, STEPPED)},
     **{"step_every": (1, PLAIN | {"schedule": "step", "step_every": 2}), "pct_start": (0.8, CYCLE)},
@@ -107,8 +108,13 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "data.path": "tests/training/base/test_data.py",
     "data.val_path": "tests/training/base/test_data.py",
     "data.workers": "tests/training/base/test_data.py",
+<<<<<<< HEAD
     "data.prefetch": "tests/data/reading/test_dataset_damage.py",
     "data.synthetic.path": "tests/training/base/test_synthetic.py",
+=======
+    "data.prefetch": "tests/options/test_parameters.py",
+    **dict.fromkeys(("data.synthetic.path", "data.synthetic.checkpoint"), "tests/training/base/test_generated.py"),
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
     "augment.own": "tests/data/augment/test_transforms.py",
     **dict.fromkeys((f"log.{key}" for key in ("every", "samples_every", "tensorboard")), "tests/end_to_end/helpers.py"),
     "log.tracker": "tests/extras/trackers/test_trackers.py",
@@ -149,7 +155,7 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"optimizer.lr_batch_size": (32, "plain"), "optimizer.sgd_momentum": (0.1, "plain", MUON)},
     **{"optimizer.ns_steps": (1, "plain", MUON), "optimizer.unit_filters": (True, "plain", MUON)},
     **{"loss.kind": ("squared-error", "plain"), "loss.label_smoothing": (0.5, "plain")},
-    "loss.focal_gamma": (0.5, "focal"),
+    **{"loss.label_smoothing_final": (0.9, "plain"), "loss.focal_gamma": (0.5, "focal"), "loss.gce_q": (1.0, "gce")},
     **{
         "loss.logit_adjustment": (1.0, "plain"),
         "loss.class_weights": ("balanced", "plain"),
@@ -164,18 +170,19 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
         "finetune.freeze": (["stem"], "fine-tuning"),
         "finetune.unfreeze": ({"head": 0, "backbone": 1}, "fine-tuning"),
     },
-    "finetune.freeze_at": ({"head": 1}, "fine-tuning"),
+    **{"finetune.freeze_at": ({"head": 1}, "fine-tuning"), "finetune.unfreeze_by": ("epoch", "fine-tuning")},
     **{"finetune.freeze_bn": (True, "plain"), "finetune.stage_lr": ({"head": 0.1}, "fine-tuning")},
     **{"unlabelled.ratio": (2, "unlabelled"), "unlabelled.weight": (0.2, "unlabelled")},
     **{"unlabelled.spread": (0.9, "unlabelled")},
     **{"unlabelled.threshold": (1.0, "sure"), "unlabelled.adaptive": (False, "unlabelled")},
-    "finetune.layer_decay": (0.2, "fine-tuning"),
+    **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
 }
 WATCHED = ("patience", "margin_high", "diversity_fall", "norm_factor", "memorised")
 GAN_ELSEWHERE |= {f"watch.{key}": "a warning, which no test gives another threshold yet" for key in WATCHED}
 SHARED = {"path": "synthetic.lmdb", "share": 0.4}
 RANDOM = {"crop": "random"}
 MIXING = {"mixup": 0.7, "cutmix": 1.0}
+SMALLER = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2}
 CLASSIFIER |= {
     **{"data.resolution": (8, "plain"), "data.crop": ("random", "plain")},
     "data.crop_area": ([0.2, 0.3], "plain", RANDOM),
@@ -193,6 +200,8 @@ CLASSIFIER |= {
     **{"augment.erase": (0.9, "plain"), "augment.mixup": (0.2, "plain", MIXING)},
     "augment.cutmix": (0.2, "plain", MIXING),
     "augment.mix_prob": (0.5, "plain", MIXING),
+    **{f"resizing.{key}": (value, "plain", SMALLER)
+       for key, value in (("initial_scale", 1.0), ("delay_fraction", 0.0), ("finetune_fraction", 0.8))},
 }  # fmt: skip
 CLASSIFIER_ELSEWHERE = {
     "sync_bn": "tests/distributed/worker.py",

@@ -53,10 +53,10 @@ Shape = dict[str, Any]
 class SyntheticConfig(Config):
     """Synthetic images that training mixes with those of data.path."""
 
-    old_keys = {"checkpoint": None}
-
     # LMDB of samples, made by `generate.py dataset` or duet pack; null: none
     path: str | None = None
+    # instead of path: a GAN's run or checkpoint; new samples are drawn from it in every epoch
+    checkpoint: str | None = None
     # fraction of each global batch that is synthetic; null: computed, with balance fill
     share: PositiveFraction | None = None
     weight: NonNegativeFloat = 1.0  # weight of a synthetic image's loss (real: 1); classifiers only
@@ -76,6 +76,10 @@ class SyntheticConfig(Config):
                 "has settings but no images; give data.synthetic.path FILE",
             ),
             (
+                self.path is not None and self.checkpoint is not None,
+                "path and checkpoint are both set; give a file or a generator",
+            ),
+            (
                 self.until > 1 and self.until != int(self.until),
                 f"until {self.until}: give a share of the steps, up to 1, or a whole step",
             ),
@@ -84,7 +88,7 @@ class SyntheticConfig(Config):
     @property
     def on(self) -> bool:
         """Return True if there are synthetic images."""
-        return self.path is not None
+        return self.path is not None or self.checkpoint is not None
 
     def last_step(self, steps: int) -> int | None:
         """Return the step from which a training of `steps` steps uses real images alone.

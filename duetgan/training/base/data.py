@@ -22,6 +22,7 @@ from duetgan.data.reading.stages import StagedLoader
 from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
+from duetgan.training.base.generated import GeneratedSamples
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, refuse, require_same_classes
@@ -52,7 +53,12 @@ def open_training(config: DataConfig) -> Dataset:
         crop=crop,
         workers=decoding_threads(config),
     )
-    if synthetic.path is not None:
+    if synthetic.checkpoint is not None:
+        frequencies = None
+        if synthetic.balance == "fill":
+            frequencies = missing_per_class(real_label_frequencies(config, training)).tolist()
+        training.synthetic = GeneratedSamples(synthetic.checkpoint, len(training), frequencies)
+    elif synthetic.path is not None:
         training.synthetic = open_images(
             "data.synthetic.path",
             synthetic.path,
@@ -108,10 +114,14 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, ob
     return result
 
 
-def lineage(training: Dataset) -> Lineage:
+def lineage(config: RunConfig, training: Dataset) -> Lineage:
     """Return the lineage of a run on these images, including that of synthetic ones."""
     synthetic = training.synthetic
-    return lineage_of(training) if synthetic is None else lineage_of(training, synthetic)
+    if synthetic is None:
+        return lineage_of(training)
+    if isinstance(synthetic, GeneratedSamples):
+        return lineage_of(training, samples=[synthetic.passport(config.seed)])
+    return lineage_of(training, synthetic)
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
@@ -152,13 +162,14 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
     # Reading the labels raises an error for a damaged index and for a label without a class.
     training.label_numbers()
     synthetic = training.synthetic
-    resized = config.data.resolution is not None
+    resized = config.data.resolution is not None  # applies to files, not to generated images
     if synthetic is not None:
         for images in (training, synthetic):  # labels() raises an error for several labels an image
             images.labels()
         remedy = "draw samples from a generator of these images"
+        any_size = resized and isinstance(synthetic, Dataset)
         require_same_images(
-            synthetic.path, synthetic, training.path, training, remedy, any_size=resized
+            synthetic.path, synthetic, training.path, training, remedy, any_size=any_size
         )
         remedy = "draw samples from a generator that was trained on these classes"
         require_same_classes(
@@ -172,13 +183,13 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
     require_same_images(path, held_out, config.data.path, training, remedy, any_size=resized)
     if collectives.is_main():
         _warn_of_leaks(training, held_out)
-        if synthetic is not None:
+        if isinstance(synthetic, Dataset):
             _warn_of_leaks(synthetic, held_out)
 
 
 def require_same_images(
     path: object,
-    images: Dataset,
+    images: Dataset | GeneratedSamples,
     training_path: object,
     training: Dataset,
     remedy: str,
@@ -320,12 +331,12 @@ def synthetic_fraction(
 def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
     """Return sampling weights of synthetic images with which all classes become equally frequent.
 
-    Returns: float64 [n]; None if `data.synthetic.balance` is off.
+    Returns: float64 [n]; None if `data.synthetic.balance` is off or the images are generated.
 
     Raises UserError if a class that needs synthetic images has none in the file.
     """
     source = dataset.synthetic
-    if config.synthetic.balance != "fill" or source is None:
+    if config.synthetic.balance != "fill" or not isinstance(source, Dataset):
         return None
     missing = missing_per_class(real_label_frequencies(config, dataset))
     present = np.bincount(source.labels(), minlength=len(missing))
@@ -361,6 +372,8 @@ def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
         len(source),
         weights=fill,
         groups=None if fill is None else source.labels(),
+        # generated samples already have the right labels, and are random in any order
+        shuffle=isinstance(source, Dataset),
         stream="synthetic",
     )
     end = mixture.last_step(config.steps)
@@ -380,6 +393,10 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     """Build this rank's endless loader of training images."""
     # On a CPU the step itself needs the cores, and a batch of raw images is read in microseconds.
     prefetch = config.data.prefetch if device.type != "cpu" else 0
+    if isinstance(dataset.synthetic, GeneratedSamples):
+        dataset.synthetic.generator.to(device)
+        # Drawing samples changes the global precision, so it must not run in parallel with a step.
+        prefetch = 0
     spans = config.spans(dataset.resolution)
     build: Callable[..., InfiniteLoader] = InfiniteLoader
     if len(spans) > 1:
@@ -413,6 +430,7 @@ def data_text(dataset: Dataset) -> str:
 
 
 def mixture_text(config: RunConfig, dataset: Dataset) -> str:
+<<<<<<< HEAD
     source = dataset.synthetic
     text = data_text(source)
     if not source.meta.passport:
@@ -421,3 +439,17 @@ def mixture_text(config: RunConfig, dataset: Dataset) -> str:
         config.data.synthetic, real_label_frequencies(config.data, dataset)
     )
     return f"{text}; {float(fraction):.3g} of each batch"
+=======
+    source, mixture = dataset.synthetic, config.data.synthetic
+    if isinstance(source, Dataset):
+        text = data_text(source)
+        if not source.meta.passport:
+            text += ", no passport: they count as real"
+    else:
+        text = f"{source.meta.source}, {len(source):,} an epoch"
+    fraction = synthetic_fraction(mixture, real_label_frequencies(config.data, dataset))
+    text += f"; {float(fraction):.3g} of each batch"
+    if mixture.balance == "fill":
+        text += ", of the classes that lack images"
+    return text
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)

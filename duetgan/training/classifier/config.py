@@ -11,6 +11,7 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import check_same_classes
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
+from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.config.model import Config, Decay
 from duetgan.utils.config.yaml_files import Tree
@@ -20,7 +21,11 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class ClassifierEmaConfig(Config):
-    """The moving average of the classifier: the network that is evaluated and used."""
+    """The moving average of the classifier: the network that is evaluated and used.
+
+    With a schedule-free optimizer this network has the optimizer's own average of the weights, and
+    only the statistics of BatchNorm are averaged here.
+    """
 
     decay: Decay = 0.999  # decay per step, at most (1 + step) / (10 + step)
 
@@ -28,9 +33,6 @@ class ClassifierEmaConfig(Config):
 class ClassifierConfig(RunConfig):
     """All settings of a classifier's training."""
 
-    old_keys = RunConfig.old_keys | {
-        "resizing": {"initial_scale": 1.0, "delay_fraction": 0.5, "finetune_fraction": 0.2}
-    }
     can_halve: ClassVar[bool] = True
 
     task: Literal["classifier"] = "classifier"
@@ -45,6 +47,7 @@ class ClassifierConfig(RunConfig):
     )
     ema: ClassifierEmaConfig = ClassifierEmaConfig()
     augment: MixingAugment = MixingAugment()
+    resizing: ResizingConfig = ResizingConfig()
 
     def check(self) -> None:
         super().check()
@@ -66,6 +69,10 @@ class ClassifierConfig(RunConfig):
             (
                 self.finetune.probe and not has_linear_head,
                 "finetune.probe fits a linear head with a bias: set model.head linear, or leave it out",
+            ),
+            (
+                model.head == "readout" and self.resizing != ResizingConfig(),
+                "model.head readout has as many inputs as its maps have parts: leave resizing out",
             ),
         )
 
@@ -131,7 +138,7 @@ def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Datas
         ),
         (
             have_several and not config.loss.several,
-            f"{path}: its images may have several labels: set --loss.kind bce",
+            f"{path}: its images may have several labels: set --loss.kind bce, or asymmetric where most are absent",
         ),
         (
             config.loss.several and config.finetune.probe,

@@ -3,22 +3,23 @@
 Everything is a function of the config and the step, so there is no state.
 """
 
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from duetgan.models.classifier import Classifier
-from duetgan.training.base.config import Updates
-from duetgan.training.optim.config import WarmUp
 from duetgan.training.optim.optimizers import Group
 from duetgan.utils.config.model import (
     Config,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveFraction,
+    PositiveInt,
 )
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import did_you_mean
@@ -35,19 +36,18 @@ class FineTuneConfig(Config):
     of parameter names (`layer4.*.conv?.weight`).
     """
 
-    old_keys = {"unfreeze_by": "step", "layer_decay_by": "block"}
-
     freeze: list[str] = []  # parts that never train; overrides unfreeze
-    # {part: step, or epoch (5ep), at which it starts to train}; other parts never train; {}: all
-    # train
-    unfreeze: dict[str, WarmUp] = {}
-    freeze_at: dict[str, Updates] = {}  # {part: step, or epoch (5ep), at which it stops training}
+    # {part: step or epoch at which it starts to train}; other parts never train; {}: all train
+    unfreeze: dict[str, NonNegativeInt] = {}
+    freeze_at: dict[str, PositiveInt] = {}  # {part: step or epoch at which it stops training}
+    unfreeze_by: Literal["step", "epoch"] = "step"  # unit of unfreeze and freeze_at
     # freeze the statistics of every BatchNorm; those of frozen layers are always frozen
     freeze_bn: bool = False
     # {part: factor of the learning rate}; the last part that contains a parameter counts
     stage_lr: dict[str, PositiveFloat] = {}
-    # factor of the learning rate for each block further from the head, in addition to stage_lr
+    # factor of the learning rate for each layer further from the head, in addition to stage_lr
     layer_decay: PositiveFraction = 1.0
+    layer_decay_by: Literal["stage", "block"] = "block"  # unit that layer_decay counts as a layer
     # GiB of memory to store outputs of frozen stages, which are then computed once; 0: compute
     # them in each step
     cache: NonNegativeFloat = 16.0
@@ -82,30 +82,37 @@ class FineTuning:
     Raises UserError for a part that matches no parameter, and for steps in which nothing trains.
     """
 
-    def __init__(self, model: Classifier, config: FineTuneConfig) -> None:
+    def __init__(
+        self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float = 1.0
+    ) -> None:
         self.model = model
         self.config = config
         self.parameters = dict(model.named_parameters())
         self._check_parts()
+        unit = steps_per_epoch if config.unfreeze_by == "epoch" else 1.0
+        starts = {part: math.ceil(at * unit - 1e-9) for part, at in config.unfreeze.items()}
+        stops = {part: math.ceil(at * unit - 1e-9) for part, at in config.freeze_at.items()}
         frozen = dict.fromkeys([*model.backbone.frozen, *config.freeze], True)
         self.begins: dict[str, int | None] = {}
         self.ends: dict[str, int | None] = {}
         for name in self.parameters:
             is_frozen = self._last(frozen, name, False)
-            begin = self._last(config.unfreeze, name, None if config.unfreeze else 0)
+            begin = self._last(starts, name, None if starts else 0)
             self.begins[name] = None if is_frozen else begin
-            self.ends[name] = self._last(config.freeze_at, name, None)
+            self.ends[name] = self._last(stops, name, None)
         for step in (0, *sorted(filter(None, self.ends.values()))):
             if not any(self.trains(name, step) for name in self.parameters):
                 raise UserError(
                     f"finetune: nothing trains at step {step}; leave a part, such as head, out of "
                     "freeze and freeze_at, or let it begin at 0: unfreeze {head: 0}"
                 )
-        # blocks from the head backwards
-        from_head = list(reversed(dict.fromkeys(model.block_of.values())))
+        layers = model.block_of
+        if config.layer_decay_by == "stage":
+            layers = {name: model.stage_of(name) for name in model.block_of}
+        from_head = list(reversed(dict.fromkeys(layers.values())))  # layers from the head backwards
         self.factors: dict[str, float] = {}
         for name in self.parameters:
-            decay = config.layer_decay ** from_head.index(model.block_of[name])
+            decay = config.layer_decay ** from_head.index(layers[name])
             self.factors[name] = self._last(config.stage_lr, name, 1.0) * decay
         # Each BatchNorm with the names of its parameters.
         self.norms: list[tuple[_BatchNorm, list[str]]] = []

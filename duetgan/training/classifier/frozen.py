@@ -19,6 +19,7 @@ from duetgan.metrics.features.precision import device_of, evaluating
 from duetgan.models.classifier import Classifier
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuning
+from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.distributed import collectives
 from duetgan.utils.machine import MIB, available_bytes, local_processes
@@ -110,6 +111,7 @@ class FrozenStages:
         config: ClassifierConfig,
         dataset: Dataset,
         finetuning: FineTuning,
+        sizes: Resizing,
         precision: Precision,
     ) -> None:
         self.config = config
@@ -126,7 +128,7 @@ class FrozenStages:
             # A cache does not pay in a span with fewer samples than images, unless the probe needs
             # it.
             samples = 0 if config.finetune.probe else self.count * (1 + self.mirror)
-            for span in self._frozen_spans(finetuning):
+            for span in self._frozen_spans(finetuning, sizes):
                 if (span.stop - span.start) * config.batch_size > samples:
                     self.spans.append(span)
         self.begin = 0  # number of stages whose outputs the batches hold
@@ -146,11 +148,12 @@ class FrozenStages:
             return False
         return config.loss.teacher is None
 
-    def _frozen_spans(self, finetuning: FineTuning) -> Iterator[Span]:
-        """Yield the spans of steps with the same frozen first stages."""
-        changes = {0, *finetuning.begins.values(), *finetuning.ends.values()}
+    def _frozen_spans(self, finetuning: FineTuning, sizes: Resizing) -> Iterator[Span]:
+        """Yield the spans of steps with the same frozen first stages and image size."""
+        changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}
         steps = sorted(step for step in changes if step is not None and step < self.config.steps)
-        starts = [(next(group), border) for border, group in groupby(steps, finetuning.border)]
+        groups = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
+        starts = [(next(group), border) for (border, _), group in groups]
         for (start, border), (stop, _) in pairwise([*starts, (self.config.steps, 0)]):
             if border:
                 yield Span(start, stop, border)

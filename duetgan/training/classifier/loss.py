@@ -18,6 +18,7 @@ from torch import Tensor
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.gan import one_hot
 from duetgan.training.base.teacher import Teacher
+from duetgan.training.optim.config import cosine
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import (
@@ -25,26 +26,31 @@ from duetgan.utils.config.model import (
     Decay,
     NonNegativeFloat,
     PositiveFloat,
+    PositiveFraction,
     Probability,
 )
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.text import did_you_mean
 
+FOCUS, MARGIN = 4, 0.05  # settings of the asymmetric loss, as in 2009.14119
 MIN_FREQUENCY = 1e-9  # least class frequency / largest one, in the logarithm of the prior
 
 
 class ClassifierLossConfig(Config):
     """Settings of the classifier's loss, which every loss function gets."""
 
-    old_keys = {"gce_q": 0.7, "label_smoothing_final": None}
-
-    # cross-entropy, focal (1708.02002) or squared-error (2006.07322); for images with several labels
-    # bce
+    # cross-entropy, focal (1708.02002), generalised-cross-entropy (1805.07836) or squared-error
+    # (2006.07322); for images with several labels bce, binary-focal or asymmetric (2009.14119)
     kind: str = "cross-entropy"
-    # exponent of the weight (1 - probability) in focal; 0: cross-entropy
+    # exponent of the weight (1 - probability) in focal and binary-focal; 0: cross-entropy
     focal_gamma: NonNegativeFloat = 2.0
+    # generalised-cross-entropy: 1 is the mean absolute error, near 0 is cross-entropy; larger
+    # values are more robust to wrong labels
+    gce_q: PositiveFraction = 0.7
     # fraction of every target that is spread over all classes, or with several labels over 0 and 1
     label_smoothing: Decay = 0.1
+    # final value of label_smoothing, reached by a cosine over all steps; null: constant
+    label_smoothing_final: Decay | None = None
     # {class: weight}, 1 for other classes; balanced: 1 / frequency. With several labels an image:
     # weights of present labels
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
@@ -112,11 +118,38 @@ def focal(logits: Tensor, targets: Tensor, config: ClassifierLossConfig) -> Tens
     return -(targets * q**config.focal_gamma * log_p).sum(1)
 
 
+def binary_focal(logits: Tensor, targets: Tensor, config: ClassifierLossConfig) -> Tensor:
+    """Return the focal loss of each label's sigmoid, [n, classes] (1708.02002, equation 4)."""
+    log_p, log_q = F.logsigmoid(logits), F.logsigmoid(-logits)
+    present = (config.focal_gamma * log_q).exp() * log_p
+    absent = (config.focal_gamma * log_p).exp() * log_q
+    return -torch.lerp(absent, present, targets)
+
+
+def generalised_cross_entropy(
+    logits: Tensor, targets: Tensor, config: ClassifierLossConfig
+) -> Tensor:
+    """Return (1 - p^q) / q for the probability p of the target (1805.07836, equation 6)."""
+    powers = config.gce_q * logits.log_softmax(1)
+    return -(targets * powers.expm1()).sum(1) / config.gce_q
+
+
+def asymmetric(logits: Tensor, targets: Tensor, _config: ClassifierLossConfig) -> Tensor:
+    """Return the asymmetric loss of each label, [n, classes] (2009.14119, equations 4 to 7).
+
+    The loss of an absent label with probability p is weighted by q^FOCUS with q = max(p - MARGIN,
+    0).
+    """
+    q = (logits.sigmoid() - MARGIN).clamp(min=0)
+    return -targets * F.logsigmoid(logits) - (1 - targets) * q**FOCUS * torch.log1p(-q)
+
+
 CLASSIFIER_LOSSES = {
     "cross-entropy": ClassifierLoss(
         errors=lambda logits, targets, _: F.cross_entropy(logits, targets, reduction="none")
     ),
     "focal": ClassifierLoss(errors=focal, softmax=False),
+    "generalised-cross-entropy": ClassifierLoss(errors=generalised_cross_entropy, softmax=False),
     # The error is that between logits and one-hot targets (2006.07322).
     "squared-error": ClassifierLoss(
         errors=lambda logits, targets, _: (logits - targets).square().mean(1), softmax=False
@@ -127,6 +160,8 @@ CLASSIFIER_LOSSES = {
         ),
         several=True,
     ),
+    "binary-focal": ClassifierLoss(errors=binary_focal, several=True),
+    "asymmetric": ClassifierLoss(errors=asymmetric, several=True),
 }
 
 
@@ -214,14 +249,17 @@ class Criterion:
         dataset: Dataset,
         label_frequencies: Sequence[float],  # in training, of each class or label set
         precision: Precision,
+        steps: int = 1,  # length of the schedule of label smoothing
     ) -> None:
         self.config = config
+        self.steps = steps
         self.precision = precision
         device = precision.device
         frequencies = np.array(label_frequencies)
         if config.several:
             frequencies = frequencies @ dataset.meta.multi_hot / frequencies.sum()
         class_frequencies = frequencies.tolist()
+        self.smoothing = torch.tensor(config.label_smoothing, device=device)  # 0-d
         self.weights: Tensor | None = None  # [classes]
         weights = class_weight_list(config, dataset.meta.classes, class_frequencies)
         if weights is not None:
@@ -235,9 +273,16 @@ class Criterion:
         if config.teacher:
             self.teacher = Teacher("loss.teacher", config.teacher, dataset, device)
 
+    def at(self, step: int) -> None:
+        """Set the label smoothing of update number `step`."""
+        start, end = self.config.label_smoothing, self.config.label_smoothing_final
+        if end is not None:
+            self.smoothing.fill_(cosine(start, end, step, self.steps))
+
     def __call__(self, logits: Tensor, targets: Targets, images: Tensor) -> Tensor:
         """Return the sum of the samples' losses, 0-d; `images` are the inputs of the logits."""
-        loss = classifier_loss(logits, targets, self.config, self.weights, self.prior)
+        smoothing = self.smoothing.to(logits.dtype)
+        loss = classifier_loss(logits, targets, self.config, self.weights, self.prior, smoothing)
         if self.teacher is None:
             return loss
         with self.precision.autocast():
@@ -252,6 +297,7 @@ def classifier_loss(
     config: ClassifierLossConfig,
     weights: Tensor | None = None,  # [classes]: class weights
     prior: Tensor | None = None,  # [classes]: added to the logits
+    smoothing: Tensor | float | None = None,  # 0-d; None: the config's
 ) -> Tensor:
     """Return the sum of the weighted losses of the samples, 0-d.
 
@@ -263,13 +309,15 @@ def classifier_loss(
     """
     loss = config.function
     classes = logits.shape[1]
+    if smoothing is None:
+        smoothing = config.label_smoothing
     if prior is None:
         smooth = logits.new_full((classes,), 1 / (2 if loss.several else classes))
     else:
         logits, smooth = logits + prior, prior.to(logits.dtype).softmax(0)
 
     def errors(hard: Tensor, label_weights: Tensor | None) -> Tensor:
-        soft = torch.lerp(hard, smooth.expand_as(hard), config.label_smoothing)
+        soft = torch.lerp(hard, smooth.expand_as(hard), smoothing)
         values = loss.errors(logits, soft, config)
         if label_weights is not None:
             values = values * label_weights

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.packing.duplicates import find, look_alikes
+from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.intervals import wilson
 from duetgan.training.base.monitors import Fields
 from duetgan.utils.runlog.progress import Bar
@@ -24,6 +27,7 @@ STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)
 # Limit of images x features x classes in the cross-validation, for about half a minute.
 WORK = 2e8
 ITERATIONS = 100  # largest number of iterations of L-BFGS
+COMPARED = 20_000  # most images that are searched for look-alikes, which takes seconds
 FeatureScale = tuple[Tensor, Tensor]  # mean and deviation of each feature, [F]
 
 
@@ -71,12 +75,27 @@ class ProbeSummary(Fields):
             head.bias.copy_(probe.bias)
 
 
+def look_alike_groups(dataset: Dataset) -> np.ndarray:
+    """Return for each image the number of the first image that looks like it, int64 [n].
+
+    An image without look-alikes gets its own number, and so does each image of a data set that is
+    not searched: one of several files, of more than COMPARED images, or not packed.
+    """
+    firsts = np.arange(len(dataset))
+    reader = dataset.shards[0]
+    if len(dataset) == len(reader) <= COMPARED and isinstance(reader, LMDBReader):
+        for group in look_alikes(len(reader), find(reader, similar=True)):
+            firsts[group] = group[0]
+    return firsts
+
+
 def fit(
     features: Tensor,
     labels: Tensor,
     classes: int,
     *,
     seed: int = 0,
+    groups: np.ndarray | None = None,
     scale: FeatureScale | None = None,
 ) -> Probe:
     """Fit a logistic regression, and choose the strength of its penalty by cross-validation.
@@ -87,10 +106,13 @@ def fit(
     Args:
         features: [n, V, F] of V views of each image, on the device that computes.
         labels: int64 [n] below `classes`.
+        groups: int64 [n]. Images of a group are in one fold; None if each image is a group.
         scale: The mean and deviation that standardise the features; None for those of `features`.
     """
     n, _, width = features.shape
-    folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed))
+    if groups is None:
+        groups = np.arange(n)
+    folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed, groups))
     limit = max(FOLDS * classes, int(WORK / width / classes))
     subset = np.sort(numpy_generator(seed, "probe", "images").permutation(n)[:limit])
     rows = torch.from_numpy(subset)
@@ -109,13 +131,17 @@ def fit(
     return Probe(weight, bias, hits / len(rows), interval, len(rows), STRENGTHS[best])
 
 
-def _folds(labels: np.ndarray, seed: int) -> np.ndarray:
-    """Return the fold of each image, int64 [n]; each class is spread evenly over the folds."""
-    order = numpy_generator(seed, "probe", "folds").permutation(len(labels))
-    order = order[np.argsort(labels[order], kind="stable")]
-    folds = np.empty(len(labels), np.int64)
-    folds[order] = np.arange(len(labels)) % FOLDS
-    return folds
+def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
+    """Return the fold of each image, int64 [n].
+
+    The groups of each class are spread evenly over the folds.
+    """
+    _, firsts, group = np.unique(groups, return_index=True, return_inverse=True)
+    order = numpy_generator(seed, "probe", "folds").permutation(len(firsts))
+    order = order[np.argsort(labels[firsts][order], kind="stable")]
+    folds = np.empty(len(firsts), np.int64)
+    folds[order] = np.arange(len(firsts)) % FOLDS
+    return folds[group]
 
 
 def scale_of(features: Tensor) -> FeatureScale:

@@ -5,10 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier
+from duetgan.models.layers.scaling import scaled
 from duetgan.training.base.compiled import Compiled, CompileSetting
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import plain
@@ -52,7 +54,19 @@ class Replica:
         self.model = model.train()  # It stays in training mode: only the average is evaluated.
         self.config = config
         self.device = device
-        self.statistics = list(model.buffers())  # running statistics of BatchNorm
+        # The BatchNorms whose batches `count_batches` counts, with their counters.
+        self.counters: dict[_BatchNorm, Tensor] = {}
+        for norm in model.modules():
+            # torch's SyncBatchNorm and cumulative averages need the counter.
+            if not isinstance(norm, _BatchNorm) or isinstance(norm, nn.SyncBatchNorm):
+                continue
+            if norm.num_batches_tracked is not None and norm.momentum is not None:
+                self.counters[norm] = norm.num_batches_tracked
+        counted = set(self.counters.values())
+        # running statistics of BatchNorm
+        self.statistics = [buffer for buffer in model.buffers() if buffer not in counted]
+        # Layers of each stage whose trained weights autocast would cast one by one.
+        self._cast: list[list[tuple[nn.Module, str]]] = []
         self._ddp: DistributedDataParallel | None = None
         self._exchange: GradientExchange | None = None  # in place of DDP
         self._is_captured = captured
@@ -70,6 +84,7 @@ class Replica:
         is_first = not self._trained
         self._trained = trained
         self._ddp = self._forward = None  # This frees the previous buckets.
+        self._cast = self._castable()
         self.model.zero_grad()
         module = ClassifierFromStage(self.model)
         if self._is_captured:
@@ -98,7 +113,60 @@ class Replica:
     def __call__(self, x: Tensor, begin: int = 0) -> Tensor:
         """Return the logits [n, classes] of images, or of the outputs of `begin` stages."""
         assert self._forward is not None
-        return self._forward(x, begin)
+        with self._together():
+            return self._forward(x, begin)
+
+    def _castable(self) -> list[list[tuple[nn.Module, str]]]:
+        """Return the layers whose weights `_together` casts, with the parameters' names, by stage.
+
+        Gradients of a stage are ready for DDP when the stage's backward pass ends.
+        """
+        layers: dict[object, list[tuple[nn.Module, str]]] = {}
+        for prefix, module in self.model.named_modules():
+            # Subclasses may compute with their weights, which autocast leaves in float32.
+            if type(module) not in (nn.Conv2d, nn.Linear):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and parameter.dtype == torch.float32:
+                    key = self.model.stage_of(f"{prefix}.{name}"), parameter.device
+                    layers.setdefault(key, []).append((module, name))
+        return list(layers.values())
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Replace operators of single layers, inside the block, by one operator for several layers.
+
+        The weights of a stage are cast together, and BatchNorms do not count their batches (see
+        `count_batches`). A compiled network has its own fused casts.
+        """
+        assert self._forward is not None
+        device = self.device.type
+        attributes: list[tuple[nn.Module, str, Tensor | None]] = []
+        for norm in self.counters:
+            attributes.append((norm, "num_batches_tracked", None))
+        if torch.is_autocast_enabled(device) and not self._forward.on:
+            for layers in self._cast:
+                weights = [module.get_parameter(name) for module, name in layers]
+                copies = scaled(weights, None, torch.get_autocast_dtype(device))
+                for (module, name), copy in zip(layers, copies, strict=True):
+                    attributes.append((module, name, copy))
+        for module, name, value in attributes:
+            vars(module)[name] = value  # Python finds it before the parameter or buffer.
+        try:
+            yield
+        finally:
+            for module, name, _ in attributes:
+                del vars(module)[name]
+
+    def count_batches(self, applied: Tensor, passes: int) -> None:
+        """Add the number of forward passes of a step to the counters of BatchNorms that train.
+
+        `applied` is bool, 0-d: False if the update was masked.
+        """
+        counters = [counter for norm, counter in self.counters.items() if norm.training]
+        for (device, dtype), (group,) in by_kind(counters).items():
+            # With another dtype CUDA would run a kernel for each counter.
+            torch._foreach_add_(group, applied.to(device, dtype), alpha=passes)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for a micro-batch; the gradients are exchanged in the last one."""

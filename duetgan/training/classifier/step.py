@@ -20,6 +20,7 @@ from duetgan.training.classifier.inputs import Inputs, Samples
 from duetgan.training.classifier.loss import Criterion
 from duetgan.training.classifier.network import build_network
 from duetgan.training.classifier.replica import Replica
+from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.distributed import collectives
@@ -40,11 +41,14 @@ class ClassifierStep(Task):
         self.graphs = Graphs(config.graphs, device, obstacle=several)
         captured = not self.graphs.obstacle
         self.replica = Replica(self.model, config, device, captured=captured)
-        self.finetuning = FineTuning(self.model, config.finetune)
-        self.frozen = FrozenStages(config, dataset, self.finetuning, self.precision)
+        self.resizing = Resizing(config.resizing, self.model, config.steps)
+        self.finetuning = FineTuning(
+            self.model, config.finetune, steps_per_epoch=len(dataset) / config.batch_size
+        )
+        self.frozen = FrozenStages(config, dataset, self.finetuning, self.resizing, self.precision)
         self.inputs = Inputs(config, dataset, self.frozen, device)
         frequencies = label_frequencies(config.data, dataset)
-        self.criterion = Criterion(config.loss, dataset, frequencies, self.precision)
+        self.criterion = Criterion(config.loss, dataset, frequencies, self.precision, config.steps)
         optimizer = config.optimizer.for_batch(config.batch_size)
         self.updater = Updater(
             self.model,
@@ -71,6 +75,8 @@ class ClassifierStep(Task):
             update = self.updater.step(step)
             # The NaN of a masked step must not remain in the running statistics.
             statistics.restore(update.applied)
+            passes = len(self.inputs.micro.slices())
+            self.replica.count_batches(update.applied, passes)
             self.replica.average_statistics()
             self.precision.update_scale()
         with phase("ema"):
@@ -80,8 +86,9 @@ class ClassifierStep(Task):
 
     def _average(self, skipped: Tensor, step: int) -> None:
         """Update the moving average of the weights."""
+        average = self.updater.average(self.model.parameters())
         decay = min(self.config.ema.decay, (1 + step) / (10 + step))
-        self.ema.update(self.model, decay, skipped)
+        self.ema.update(self.model, decay, skipped, average)
 
     def kind(self, step: int) -> Hashable:
         """Return the kind of a step; None if hooks, which run on the host, are due."""
@@ -91,7 +98,7 @@ class ClassifierStep(Task):
         """Return the values, besides the kind, that the kernels of a step depend on, after `set_up`."""
         modes = [module.training for module in self.model.modules()]
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
-        sizes = (self.inputs.micro.size, self.frozen.begin)
+        sizes = (self.model.side, self.inputs.micro.size, self.frozen.begin)
         return sizes, *modes, *trained, self.precision.scaler, self.updater.optimizer
 
     def samples(self, batch: Batch, step: int) -> Samples:
@@ -100,13 +107,15 @@ class ClassifierStep(Task):
             return self.inputs.augmented(batch, step, self.inputs.first_row)
 
     def set_up(self, step: int) -> None:
-        """Prepare update number `step`: what trains.
+        """Prepare update number `step`: what trains, label smoothing, and the size of the images.
 
         A second call for a step changes nothing: `ClassifierTask.source` calls it before the batch
         is read, and `step` after that.
         """
         self.finetuning.at(step)
-        if self.replica.wrap():
+        self.criterion.at(step)
+        # Both sides of `|` are called, unlike those of `or`.
+        if self.resizing.at(step) | self.replica.wrap():
             self.inputs.micro.is_stale = True
 
     def gradients(self, samples: Samples) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,13 @@ from duetgan.training.base.config import Shape
 from duetgan.training.base.graphs import MANY
 from duetgan.training.base.task import Networks, Outline, Stateful
 from duetgan.training.classifier.config import ClassifierConfig, check_run
-from duetgan.training.classifier.probe import FeatureScale, Probe, ProbeSummary, fit
+from duetgan.training.classifier.probe import (
+    FeatureScale,
+    Probe,
+    ProbeSummary,
+    fit,
+    look_alike_groups,
+)
 from duetgan.training.classifier.step import ClassifierStep
 from duetgan.utils.checkpoint.provenance import Lineage, join
 from duetgan.utils.distributed import collectives
@@ -85,12 +91,14 @@ class ClassifierTask(ClassifierStep):
                 labels,
                 self.shape["classes"],
                 seed=self.config.seed,
+                groups=look_alike_groups(self.dataset),
                 scale=self.feature_scale(),
             )
             return probe, round(time.perf_counter() - start, 3)
 
         probe, self.probe.seconds = collectives.from_main_process(fitted)
         self.probe.install(probe, [self.model.head, self.ema.model.head])
+        self.updater.reset()  # A schedule-free optimizer holds a copy of the replaced weights.
         say_main(f"probe: {self.probe}; training begins there")
 
     def feature_scale(self) -> FeatureScale | None:
@@ -131,8 +139,11 @@ class ClassifierTask(ClassifierStep):
     def images_at(self, step: int) -> int:
         return step * self.config.batch_size
 
+    def typical_steps(self, first: int) -> dict[int, float]:
+        return self.resizing.typical_steps() if self.resizing.on else {first: 1.0}
+
     def describe(self) -> dict[str, str]:
-        rows = {}
+        rows = self.resizing.describe()
         if self.model.parts:
             rows["split"] = "; ".join(map(str, self.model.parts))
         if self.config.loss.teacher:

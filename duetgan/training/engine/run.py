@@ -176,7 +176,7 @@ def prepare(
         say_main(transferred)
     loop = Loop(config, task, loader, folder, callbacks(config, task, loader, folder))
     loop.manager.origin = donor
-    loop.manager.lineage = join(data.lineage(dataset), task.lineage(), donor_lineage)
+    loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
     return loop
 
 

@@ -18,6 +18,7 @@ from duetgan.models.registry import DEFAULT
 from duetgan.models.restore import inherited_lineage
 from duetgan.training.base.config import RunConfig
 from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import Updater
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.checkpoint.state_schema import check_tensors
@@ -97,7 +98,7 @@ def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
 def transfer(
     file: str, registry: Mapping[str, object], classes: Sequence[str]
 ) -> tuple[str, Lineage]:
-    """Copy a donor's weights that fit into the networks of `registry`.
+    """Copy a donor's weights that fit into the networks of `registry`, and reset its optimizers.
 
     Args:
         file: The donor's checkpoint, which `find_donor` has checked.
@@ -141,6 +142,9 @@ def transfer(
             state[tensor].copy_(source)
         lines.append(f"  {name}: {len(fit.copied)} of {len(state)} tensors taken")
         lines += [f"    {line}" for line in fit.lines()]
+    for part in registry.values():
+        if isinstance(part, Updater):
+            part.reset()  # A schedule-free optimizer holds a copy of the previous weights.
     if match := describe_match(classes, content["classes"]):
         lines.append(f"  {match}")
     return "\n".join(lines), lineage

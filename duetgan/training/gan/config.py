@@ -191,6 +191,11 @@ class GanConfig(RunConfig):
                 "optimizer muon is for classifiers: take adam or muon-adam for a GAN",
             ),
             (
+                self.generator_optimizer.schedule_free
+                or self.discriminator_optimizer.schedule_free,
+                "schedule-free optimizers are for classifiers: a GAN has an average of its own (ema)",
+            ),
+            (
                 self.data.synthetic.weight != 1,
                 "data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone",
             ),

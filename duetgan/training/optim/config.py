@@ -21,7 +21,7 @@ from duetgan.utils.config.model import (
     PositiveInt,
     Probability,
 )
-from duetgan.utils.errors import refuse
+from duetgan.utils.errors import UserError, refuse
 
 WarmUp = Annotated[
     NonNegativeInt, BeforeValidator(in_updates, json_schema_input_type=NonNegativeInt | Epochs)
@@ -35,14 +35,23 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
+MOMENTA = ("sgd", "muon", "muon-adam")  # names of the optimizers that use `momentum`
+
+
 class OptimizerConfig(Config):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
+<<<<<<< HEAD
     old_keys = {"clip_adaptive": None}
 
+=======
+    # schedulefree-*: the evaluated weights are an average, which replaces a decay of the rate.
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
     # muon: Muon for matrices and filters, SGD for norms, biases and the head; classifiers only.
     # muon-adam: Muon for filters larger than 1x1, Adam for other parameters
-    name: Literal["adam", "adamw", "sgd", "muon", "muon-adam"] = "adam"
+    name: Literal[
+        "adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon", "muon-adam"
+    ] = "adam"
     lr: PositiveFloat = 0.001  # peak learning rate
     # global batch size for which lr is meant; for others lr is scaled in proportion; null: never
     lr_batch_size: PositiveInt | None = None
@@ -50,7 +59,8 @@ class OptimizerConfig(Config):
     # Adam: final value of beta2, by a cosine over the schedule's length; null: constant
     beta2_final: Decay | None = None
     eps: NonNegativeFloat = 1e-8  # Adam: added to the denominator
-    momentum: Decay = 0.9  # momentum of SGD (Nesterov) and Muon
+    # momentum of SGD (Nesterov) and Muon; schedulefree-sgd: beta, the fraction of the average
+    momentum: Decay = 0.9
     sgd_momentum: InnerFraction = 0.9  # muon: momentum of the parameters that SGD updates
     # Muon: Newton-Schulz iterations per step
     ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5
@@ -62,6 +72,8 @@ class OptimizerConfig(Config):
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
+    # largest ratio of the norms of an output unit's gradient and weights; 0.01 in 2102.06171
+    clip_adaptive: PositiveFloat | None = None
     # steps, or epochs (5ep), in which the rate rises linearly from 0; multiplies one-cycle's rise
     warmup_steps: WarmUp = 0
     # schedule of the rate over the steps: constant, cosine, linear, step or one-cycle
@@ -78,16 +90,29 @@ class OptimizerConfig(Config):
     cycle_start: PositiveFraction = 0.04  # one-cycle: initial rate, as a fraction of lr
     # one-cycle: momentum, or Adam's beta1, at both ends and at the peak of the rate: [0.95, 0.85];
     # null: constant
+<<<<<<< HEAD
     cycle_momentum: tuple[Decay, Decay] | None = None
+=======
+    cycle_momentum: list[Decay] | None = None
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
 
     def check(self) -> None:
         entry(dict.fromkeys(("constant", *DECAYS, "step", "one-cycle")), self.schedule, "schedule")
+        clipping = [
+            key
+            for key in ("clip_norm", "clip_value", "clip_adaptive")
+            if getattr(self, key) is not None
+        ]
         refuse(
             (
-                self.clip_norm is not None and self.clip_value is not None,
-                "clip_norm and clip_value are given; gradients are clipped in one way, keep one",
+                len(clipping) > 1,
+                f"{' and '.join(clipping)} are given; gradients are clipped in one way, keep one",
             ),
             (len(self.betas) != 2, f"betas {self.betas}: must be two numbers"),
+            (
+                self.cycle_momentum is not None and len(self.cycle_momentum) != 2,
+                f"cycle_momentum {self.cycle_momentum}: must be two numbers",
+            ),
             (
                 self.schedule == "step" and bool(self.milestones) == bool(self.step_every),
                 "schedule step needs milestones, the updates where the rate falls: [3000, 6000], or "
@@ -98,10 +123,32 @@ class OptimizerConfig(Config):
                 f"milestones {self.milestones}: must be rising numbers of updates",
             ),
             (
+                self.cycle_momentum is not None and self.name in MOMENTA and not self.momentum,
+                "cycle_momentum changes a momentum, but momentum is 0; leave out one of them",
+            ),
+            (
+                self.schedule_free and self.schedule != "constant",
+                f"name {self.name} replaces schedules; set schedule constant",
+            ),
+            (
                 self.beta2_final is not None and self.name not in ("adam", "adamw", "muon-adam"),
                 f"beta2_final is Adam's; leave it out with {self.name}",
             ),
         )
+        if self.schedule_free and not self.average_beta:
+            key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
+            raise UserError(
+                f"name {self.name} needs {key} above 0: the average's share; 0.9 is usual"
+            )
+
+    @property
+    def schedule_free(self) -> bool:
+        return self.name.startswith("schedulefree-")
+
+    @property
+    def average_beta(self) -> float:
+        """The weight of the average where a schedule-free optimizer computes gradients."""
+        return self.momentum if self.name == "schedulefree-sgd" else float(self.betas[0])
 
     def for_batch(self, batch_size: int) -> "OptimizerConfig":
         """Return this config with the learning rate for a global batch size.

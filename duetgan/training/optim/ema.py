@@ -1,6 +1,7 @@
 """Exponential moving average of a network's weights."""
 
 import copy
+from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 
 import torch
@@ -31,12 +32,14 @@ class EMA(Generic[Network]):
         model: nn.Module,
         beta: float,
         skipped: Tensor | None = None,
+        average: Sequence[Tensor] | None = None,
     ) -> None:
         """Move the average towards `model`.
 
         Args:
             beta: Weight of the previous average.
             skipped: 0-d flag: 1.0 if the step was masked, so that the average must not change.
+            average: The optimizer's own average of the parameters, which is copied instead.
         """
         reference = next(self.model.parameters())
         if skipped is None:  # Filled on the device, since the host would have to wait for a copy.
@@ -48,15 +51,18 @@ class EMA(Generic[Network]):
         for pair in zip(self.model.buffers(), model.buffers(), strict=True):
             is_averaged = self.average_buffers and pair[0].is_floating_point()
             (averaged if is_averaged else copied).append(pair)
-        pairs = list(zip(self.model.parameters(), model.parameters(), strict=True))
-        if self._frozen is None:
-            # A fake tensor has no values to compare.
-            fixed = [pair for pair in pairs if not pair[1].requires_grad]
-            self._frozen = {
-                a for a, b in fixed if not hasattr(b, "fake_mode") and torch.equal(a, b)
-            }
-        self._frozen -= {a for a, b in pairs if b.requires_grad}
-        averaged += [(a, b) for a, b in pairs if a not in self._frozen]
+        if average is None:
+            pairs = list(zip(self.model.parameters(), model.parameters(), strict=True))
+            if self._frozen is None:
+                # A fake tensor has no values to compare.
+                fixed = [pair for pair in pairs if not pair[1].requires_grad]
+                self._frozen = {
+                    a for a, b in fixed if not hasattr(b, "fake_mode") and torch.equal(a, b)
+                }
+            self._frozen -= {a for a, b in pairs if b.requires_grad}
+            averaged += [(a, b) for a, b in pairs if a not in self._frozen]
+        else:
+            copied += zip(self.model.parameters(), average, strict=True)
         for (device, _), (targets, sources) in by_kind(*zip(*averaged, strict=True)).items():
             difference = torch._foreach_sub(sources, targets)
             torch._foreach_mul_(difference, weight.to(device))

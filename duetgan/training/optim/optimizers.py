@@ -1,6 +1,7 @@
-"""The optimizers of a config, those of torch and two with Muon, and the clipping of gradients.
+"""The optimizers of a config, those of torch and three others, and the clipping of gradients.
 
-The step of each can be masked on the device.
+The step of each can be masked on the device. Gradients are clipped by their total norm, their
+values, or their ratio to the weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,10 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import StateDict
 from torch.optim.sgd import sgd
 
 from duetgan.training.optim.config import OptimizerConfig
+from duetgan.utils.distributed.collectives import by_kind, widest
 
+# Lower bounds of norms in adaptive clipping, so that weights of zero can change.
+SMALLEST_WEIGHTS = 1e-3
+SMALLEST_GRADIENT = 1e-6
 Group = dict[str, Any]  # a parameter group of torch's optimizers: `params` and settings
 
 
@@ -48,6 +54,8 @@ def build_optimizer(
     # The factors of the learning rates are left to the Updater, so that the optimizer's state is
     # compatible with older checkpoints.
     groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
+    if config.schedule_free:
+        return ScheduleFree(groups, config)
     if config.name == "muon":
         return Muon(groups, config, head)
     if config.name == "muon-adam":
@@ -251,9 +259,150 @@ class MuonAdam(Muon):
         )
 
 
-def clip_(parameters: Sequence[Tensor], config: OptimizerConfig, norm: Tensor) -> None:
-    """Clip the gradients of `parameters`, whose total norm is `norm`, as `config` says."""
+class ScheduleFree(Masked):
+    """Schedule-free SGD and AdamW (2405.15682).
+
+    An average of the weights takes the place of a decay of the learning rate. The parameters hold
+    y, where gradients are computed, and `average` returns x, the weights to evaluate and to use: y
+    = (1 - beta) z + beta x. The steps change z, and x is the mean of all z, weighted by the square
+    of the highest rate until then. beta is `betas[0]`. Weight decay is decoupled, at y.
+
+    The package `schedulefree` has its counters on the host, so that it cannot mask a step without
+    waiting for the device. Tests compare this class with it.
+    """
+
+    def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
+        # Otherwise the optimizer is SGD, which does not use the second of betas.
+        self.adamw = config.name == "schedulefree-adamw"
+        betas = (config.average_beta, float(config.betas[1]))
+        super().__init__(
+            groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0}
+        )
+        for group in self.param_groups:
+            # Counters: number of updates, sum of their weights, highest rate. The dtype is the
+            # widest because the sum has many small terms.
+            device = group["params"][0].device
+            group["counters"] = torch.zeros(3, dtype=widest(device), device=device)
+            for parameter in group["params"]:
+                self.state[parameter]["z"] = parameter.detach().clone()
+                if self.adamw:
+                    self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def update(self, group: Group, parameters: list[Tensor]) -> None:
+        counters: Tensor = group["counters"]
+        if self.found_inf is None:
+            is_active = torch.ones_like(counters[0])
+        else:
+            is_active = 1 - (self.found_inf.to(counters) > 0).to(counters.dtype)
+        updates, weight_sum, highest_rate = counters.unbind()
+        updates += is_active
+        lr = group["lr"] * is_active
+        highest_rate.copy_(torch.maximum(highest_rate, lr))
+        weight = highest_rate.square() * is_active
+        weight_sum += weight
+        # The weight of the new z in x is 0 while all rates are 0.
+        fraction = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
+        for (device, _), (tensors,) in by_kind(parameters).items():
+            self._move(
+                group,
+                tensors,
+                is_active.to(device),
+                updates.to(device),
+                fraction.to(device),
+                lr.to(device),
+            )
+
+    def _move(
+        self,
+        group: Group,
+        parameters: list[Tensor],  # of one device and dtype
+        is_active: Tensor,  # 0-d: 1.0, or 0.0 if the step is masked
+        updates: Tensor,
+        fraction: Tensor,
+        lr: Tensor,
+    ) -> None:
+        beta, beta2 = group["betas"]
+        dtype = parameters[0].dtype
+        zs = self.buffers(parameters, "z")
+        # The gradients of a masked step may be NaN, which a factor of 0 would not remove.
+        directions = [torch.where(is_active > 0, grad, 0.0) for grad in _gradients(parameters)]
+        if self.adamw:
+            moments = self.buffers(parameters, "exp_avg_sq")
+            torch._foreach_mul_(moments, (1 - (1 - beta2) * is_active).to(dtype))
+            torch._foreach_addcmul_(moments, directions, directions, value=1 - beta2)
+            correction = torch.where(updates > 0, 1 - beta2**updates, 1.0)
+            denominators = torch._foreach_div(moments, correction.to(dtype))
+            torch._foreach_sqrt_(denominators)
+            torch._foreach_add_(denominators, group["eps"])
+            torch._foreach_div_(directions, denominators)
+        if group["weight_decay"]:
+            torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+        towards_z = torch._foreach_sub(zs, parameters)
+        torch._foreach_mul_(towards_z, fraction.to(dtype))
+        torch._foreach_add_(parameters, towards_z)
+        torch._foreach_mul_(directions, lr.to(dtype))
+        torch._foreach_sub_(zs, directions)
+        torch._foreach_mul_(directions, (beta * (1 - fraction) - 1).to(dtype))
+        torch._foreach_add_(parameters, directions)
+
+    @torch.no_grad()
+    def average(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return x = y + (1 - 1 / beta) (z - y) for each parameter; frozen parameters as they are."""
+        betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
+        return [
+            torch.lerp(p, self.state[p]["z"], 1 - 1 / betas[p]) if p in betas else p.detach()
+            for p in parameters
+        ]
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load the state, and move the counters to the device of the parameters."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            device = group["params"][0].device
+            group["counters"] = group["counters"].to(device, widest(device))
+
+
+# --- clipping
+
+
+def clip_(
+    parameters: Sequence[Tensor], config: OptimizerConfig, norm: Tensor, head: Iterable[Tensor]
+) -> None:
+    """Clip the gradients of `parameters`, whose total norm is `norm`, as `config` says.
+
+    Adaptive clipping leaves out the `head` (2102.06171, section 4.1).
+    """
     if config.clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, norm)
     if config.clip_value is not None:
         torch.nn.utils.clip_grad_value_(parameters, config.clip_value)
+    if config.clip_adaptive is not None:
+        left_out = {id(parameter) for parameter in head}
+        body = (parameter for parameter in parameters if id(parameter) not in left_out)
+        clip_adaptively_(body, config.clip_adaptive)
+
+
+def _unit_norm(values: Tensor) -> Tensor:
+    """Return the norm of the weights of each output unit, [units, 1, ...].
+
+    For a vector, return the norm of all values, [1].
+    """
+    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)) or None, keepdim=True)
+
+
+@torch.no_grad()
+def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
+    """Scale the gradient of each output unit to at most `factor` times the norm of its weights.
+
+    Source: 2102.06171, equation 3.
+    """
+    pairs = [(weights, weights.grad) for weights in parameters if weights.grad is not None]
+    for trained, gradients in by_kind(*zip(*pairs, strict=True)).values():
+        ratios = [_unit_norm(weights) for weights in trained]
+        norms = [_unit_norm(gradient) for gradient in gradients]
+        torch._foreach_clamp_min_(ratios, SMALLEST_WEIGHTS)
+        torch._foreach_mul_(ratios, factor)
+        torch._foreach_clamp_min_(norms, SMALLEST_GRADIENT)
+        torch._foreach_div_(ratios, norms)
+        torch._foreach_clamp_max_(ratios, 1)
+        torch._foreach_mul_(gradients, ratios)

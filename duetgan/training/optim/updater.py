@@ -12,13 +12,13 @@ from torch.optim.optimizer import StateDict
 from duetgan.training.base.config import PrecisionName
 from duetgan.training.base.graphs import outside
 from duetgan.training.optim.config import OptimizerConfig
-from duetgan.training.optim.optimizers import Group, build_optimizer, clip_
+from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer, clip_
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError
 
 # Keys of a parameter group that are loaded from checkpoints; the others come from the config.
-STATE = {"params", "param_names", "lr"}
+STATE = {"params", "param_names", "lr", "counters"}
 
 
 class Precision:
@@ -104,7 +104,7 @@ class Updater:
         growing: bool = False,
         exchange: bool = True,  # False if DDP adds up the gradients
         compress: Compression = "off",  # compression of the exchanged gradients
-        # Parameters without Muon.
+        # Parameters without adaptive clipping (2102.06171, section 4.1) and without Muon.
         head: Iterable[Tensor] = (),
         # Parameter groups with their `lr_scale`; None for those of `parameter_groups`.
         groups: Sequence[Group] | None = None,
@@ -151,7 +151,7 @@ class Updater:
         self.precision.unscale(self.optimizer)
         # With several devices the norm is computed on the device of the first gradient.
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
-        clip_(self.parameters, self.config, norm)
+        clip_(self.parameters, self.config, norm, self.head)
         applied = norm < math.inf  # False for NaN, too
         skipped = applied.new_empty((), dtype=torch.float32)
         torch.logical_not(applied, out=skipped)
@@ -185,6 +185,15 @@ class Updater:
                     group["momentum"] = momentum
                 else:
                     group["betas"] = (momentum, group["betas"][1])
+<<<<<<< HEAD
+=======
+
+    def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
+        """Return the averaged weights of a schedule-free optimizer, for evaluation, else None."""
+        if isinstance(self.optimizer, ScheduleFree):
+            return self.optimizer.average(parameters)
+        return None
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
 
     def reset(self) -> None:
         """Build a new optimizer, with empty moments."""
@@ -206,6 +215,13 @@ class Updater:
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
         for group, saved_group in zip(current, saved, strict=True):
+            if isinstance(self.optimizer, ScheduleFree):
+                beta, saved_beta = group["betas"][0], saved_group["betas"][0]
+                if beta != saved_beta:
+                    raise UserError(
+                        f"the average of schedule-free weights was begun with a share of {saved_beta}, which a "
+                        "resume cannot change; give the same optimizer.momentum (schedulefree-adamw: betas)"
+                    )
             for key in STATE & saved_group.keys():
                 group[key] = saved_group[key]
         self.optimizer.load_state_dict({"state": state["state"], "param_groups": current})

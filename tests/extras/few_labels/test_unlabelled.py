@@ -15,7 +15,7 @@ from duetgan.extras.few_labels.spreading import spread_to
 from duetgan.metrics.grad_cam import image_heat
 from duetgan.models.restore import classifier_from
 from duetgan.training.classifier.frozen import image_features
-from duetgan.training.classifier.probe import fit, scale_of
+from duetgan.training.classifier.probe import fit, look_alike_groups, scale_of
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -38,7 +38,7 @@ def test_a_run_of_it_is_evaluated_predicts_explains_and_is_exported(few, tmp_pat
         images, labels = (torch.from_numpy(part) for part in reader.read(np.arange(len(reader))))
     with Dataset(few / "few.lmdb") as reader, Dataset(few / "all.lmdb") as every:
         found, like = image_features(task.model, reader, mirror=False), image_features(task.model, every, mirror=False)
-        expected = fit(*found, 10, scale=scale_of(like[0][:, 0]))
+        expected = fit(*found, 10, groups=look_alike_groups(reader), scale=scale_of(like[0][:, 0]))
         logits = task.model.head(found[0][:, 0]).detach()
     torch.testing.assert_close(logits, F.linear(found[0][:, 0], expected.weight, expected.bias), rtol=1e-3, atol=1e-3)
     said = spread_to(like[0][:, 0], found[0][:, 0], found[1], 10)

@@ -63,8 +63,9 @@ def faked() -> Iterator[None]:
     [
         ({"name": "adam"}, False),
         ({"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1}, True),
-        ({"name": "sgd", "clip_value": 0.01}, False),
+        ({"name": "sgd", "clip_adaptive": 0.01}, False),
         ({"name": "adam", "scaled": True}, False),
+        ({"name": "schedulefree-adamw", "scaled": True, "weight_decay": 0.1}, False),
     ],
 )
 def test_an_update_is_made_on_each_device(options, frozen, slim, monkeypatch):
@@ -89,7 +90,7 @@ def test_an_update_is_made_on_each_device(options, frozen, slim, monkeypatch):
             update = updater.step(step)
             before.restore(update.applied)
             mixed.update_scale()
-            average.update(model, 0.9, update.skipped)
+            average.update(model, 0.9, update.skipped, updater.average(model.parameters()))
             assert [figure.device for figure in update] == [GPUS[0]] * 4
         for parameter in updater.parameters:
             for key, value in updater.optimizer.state[parameter].items():

@@ -78,6 +78,7 @@ GRAPHS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "R3GAN": (TREES["gan-r3gan"], ["DG", "", "", "", "", ""]),
     "DCGAN": (TREES["gan-dcgan"], ["G", "D", "", "", "", ""]),
     "mixup": (IMAGES | {"augment": {"mixup": 0.4, "cutmix": 1.0}}, ["C", "", "", "", "", ""]),
+    "resizing": (IMAGES | {"resizing": {"initial_scale": 0.5}, "steps": 6}, ["C", "", "", "", "C", ""]),
     "unfreezing": (IMAGES | UNFREEZE, ["C", "", "C", "", "C", ""]),
 }
 
@@ -123,7 +124,7 @@ def test_graphs_of_each_step(folder, traced, capsys, request, name):  # noqa: F8
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("name", ["penalties lazy, one pass", "growth"])
+@pytest.mark.parametrize("name", ["penalties lazy, one pass", "growth", "resizing"])
 def test_inductors_code_gives_the_same_step(folder, capsys, name):  # noqa: F811
     tree, expected = GRAPHS[name]
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ import pytest
 from duetgan.training.base.config import CheckpointConfig, LogConfig, RunConfig, SyntheticConfig
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
+from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.ada import AdaConfig
 from duetgan.training.gan.config import GanConfig
@@ -25,6 +26,7 @@ def test_shares_and_micro_batches(batch, micro, world, share, passes):
 
 
 DRAWN = {"path": "x", "share": 0.5}
+FREE = {"name": "schedulefree-adamw"}
 
 
 def test_only_a_classifier_finds_its_micro_batch_by_itself():
@@ -39,6 +41,11 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
     ("config", "bad", "problem"),
     [
         (GanConfig, {"discriminator_optimizer": {"name": "muon"}}, "muon is for classifiers: take adam"),
+        (
+            GanConfig,
+            {"generator_optimizer": FREE | {"betas": [0.9, 0.99]}},
+            "schedule-free optimizers are for classif",
+        ),
         (GanConfig, {"data": {"synthetic": DRAWN | {"weight": 0.5}}}, r"data\.synthetic\.weight is of a classifier's"),
         (GanConfig, {"data": {"synthetic": DRAWN}, "progressive": {"start": 8}}, r"set progressive\.start to null"),
         (ClassifierConfig, {"early_stopping": {"patience": 1}, "evaluation": {"every": 0}}, r"set evaluation\.every"),
@@ -46,15 +53,21 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         (CheckpointConfig, {"keep_every": 250}, "^keep_every 250: must be a multiple of checkpoint.every 500"),
         (SyntheticConfig, {"path": "x"}, r"share is not set; give the share of each batch"),
         (SyntheticConfig, {"share": 0.5}, r"has settings but no images; give data\.synthetic\.path"),
+        (SyntheticConfig, DRAWN | {"checkpoint": "y"}, r"path and checkpoint are both set"),
         (SyntheticConfig, DRAWN | {"until": 2.5}, r"until 2\.5: give a share of the steps, up to 1, or a whole step"),
         (OptimizerConfig, {"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value"),
         (OptimizerConfig, {"betas": [0.9]}, "betas .0.9.: must be two numbers"),
+        (OptimizerConfig, {"cycle_momentum": [0.9]}, "cycle_momentum .0.9.: must be two numbers"),
         (GanConfig, {"steps": 0}, "^steps 0: must be greater than 0"),
         (AdaConfig, {"p": math.nan}, "^p nan"),
         (OptimizerConfig, {"schedule": "step"}, "needs milestones, .* step_every"),
         (OptimizerConfig, {"milestones": [3, 2]}, "rising"),
         (OptimizerConfig, {"milestones": [0]}, r"milestones\[0\] 0: must be greater than 0"),
+        (OptimizerConfig, {"name": "sgd", "momentum": 0.0, "cycle_momentum": [0.9, 0.8]}, "momentum is 0"),
         (OptimizerConfig, {"name": "sgd", "beta2_final": 0.99}, "Adam's; leave it out with sgd"),
+        (OptimizerConfig, FREE | {"schedule": "cosine"}, "set schedule constant"),
+        (OptimizerConfig, FREE | {"betas": [0.0, 0.99]}, "the first of betas above 0"),
+        (OptimizerConfig, {"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum above 0"),
         (AdaConfig, {"operations": {"color": 1.0}}, "group 'color' is unknown \\(did you mean 'colour'\\?\\)"),
         (AdaConfig, {"operations": {"colour": 1.5}}, r"^operations.colour 1.5"),
         (AdaConfig, {"mode": "fixed"}, "fixed with p 0"),
@@ -65,6 +78,8 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         (ProgressiveConfig, {"batch_sizes": {16: 0}}, r"^batch_sizes\.16 0: must be greater than 0"),
         (WatchConfig, {"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1"),
         (WatchConfig, {"margin_high": (1.0, 2.0)}, "^margin_high 1.0, 2.0"),
+        (ResizingConfig, {"initial_scale": 1.5}, r"^initial_scale 1\.5: must be less than or equal to 1"),
+        (ResizingConfig, {"delay_fraction": 0.9, "finetune_fraction": 0.2}, r"finetune_fraction 0\.2: together they"),
         (ClassifierLossConfig, {"class_weights": {"a": -1.0}}, r"^class_weights\.a -1.0: must be greater than or"),
     ],
 )

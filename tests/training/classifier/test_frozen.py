@@ -174,11 +174,15 @@ def borders(packed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **more:
     return found
 
 
-def test_the_border_moves_with_what_trains(packed, tmp_path, monkeypatch, capsys):
+def test_the_border_moves_with_what_trains_and_with_the_size(packed, tmp_path, monkeypatch, capsys):
     unfreeze = {"finetune": {"unfreeze": {"head": 0, "layer4": 5, "layer3": 11}, "freeze_at": {"head": 14}}}
     found = borders(packed, tmp_path / "one", monkeypatch, **unfreeze, steps=15)
     assert found == [5] * 5 + [4] * 6 + [0] * 4  # layer3's last steps are fewer than the images
     assert capsys.readouterr().err.count("computed once") == 2
+    grown = {"resizing": {"initial_scale": 0.5, "delay_fraction": 0.5, "finetune_fraction": 0.5}}
+    found = borders(packed, tmp_path / "two", monkeypatch, **grown)
+    assert found == [5] * 12
+    assert capsys.readouterr().err.count("computed once") == 2  # at 8 px and at 16 px
 
 
 NEVER: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ def batch():
     return logits, labels, others, own
 
 
-@pytest.mark.parametrize("kind", ["cross-entropy", "focal"])
+@pytest.mark.parametrize("kind", ["cross-entropy", "focal", "generalised-cross-entropy"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("counts", [None, [1.0, 0.3, 0.0, 4.0, 1.0, 0.3]])  # of the images
@@ -64,6 +64,9 @@ def test_cross_entropy_is_torchs():
     [
         ({"kind": "focal", "focal_gamma": 0.0}, lambda p: -p.log()),
         ({"kind": "focal", "focal_gamma": 2.5}, lambda p: -((1 - p) ** 2.5) * p.log()),
+        ({"kind": "generalised-cross-entropy", "gce_q": 1.0}, lambda p: 1 - p),
+        ({"kind": "generalised-cross-entropy", "gce_q": 0.3}, lambda p: (1 - p**0.3) / 0.3),
+        ({"kind": "generalised-cross-entropy", "gce_q": 1e-6}, lambda p: -p.log()),
     ],
 )
 def test_losses_of_the_probability_of_the_label(settings, expected):
@@ -76,11 +79,13 @@ def test_losses_of_the_probability_of_the_label(settings, expected):
     assert torch.autograd.gradcheck(lambda z: classifier_loss(z, mixed, config), logits.requires_grad_())
 
 
+@pytest.mark.parametrize("kind", ["focal", "binary-focal", "generalised-cross-entropy"])
 @pytest.mark.parametrize("power", [0.0, 0.5, 2.0])
-def test_gradients_of_certain_predictions_are_finite(power):
+def test_gradients_of_certain_predictions_are_finite(kind, power):
     logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], requires_grad=True)
-    config = ClassifierLossConfig(kind="focal", focal_gamma=power)
-    classifier_loss(logits, Targets(torch.tensor([0, 0])), config).backward()
+    config = ClassifierLossConfig(kind=kind, focal_gamma=power, gce_q=max(0.1, power / 2))
+    labels = torch.eye(2) if config.several else torch.tensor([0, 0])
+    classifier_loss(logits, Targets(labels), config).backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
 
@@ -89,7 +94,7 @@ def test_gradients_of_certain_predictions_are_finite(power):
     ("settings", "told"),
     [
         ({"kind": "focal", "logit_adjustment": 1.0}, "logit_adjustment is for one class an image by a softmax"),
-        ({"kind": "bce", "teacher": "a run"}, "teacher is for one class an image"),
+        ({"kind": "binary-focal", "teacher": "a run"}, "teacher is for one class an image"),
         ({"kind": "focl"}, r"did you mean 'focal'\?"),
     ],
 )
@@ -120,7 +125,10 @@ def slow_label_loss(logits, shown, config, weights):
     for z, targets in zip(logits.tolist(), shown.tolist(), strict=True):
         for place, (value, told) in enumerate(zip(z, targets, strict=True)):
             p = 1 / (1 + math.exp(-value))
-            yes, no = -math.log(p), -math.log(1 - p)
+            focus, q = {"bce": (0, p), "asymmetric": (4, max(p - 0.05, 0.0)), "binary-focal": (2, p)}[config.kind]
+            yes, no = -math.log(p), -(q**focus) * math.log(1 - q)
+            if config.kind == "binary-focal":
+                yes *= (1 - p) ** focus
             total += told * weights[place] * ((1 - spread) * yes + spread * no) / len(z)
             total += (1 - told) * (spread * yes + (1 - spread) * no) / len(z)
     return total
@@ -159,6 +167,7 @@ def optimum(config, frequencies, posterior, mixed=False, teacher=None):
         {"class_weights": "balanced"},
         {"class_weights": "balanced", "kind": "squared-error"},
         {"class_weights": "balanced", "kind": "focal"},
+        {"class_weights": "balanced", "kind": "generalised-cross-entropy"},
         {"class_weights": "balanced", "teacher": "a run", "teacher_share": 0.5, "temperature": 1.0},
         {"class_weights": "balanced", "label_smoothing": 0.0},
         {"logit_adjustment": 1.0},
@@ -177,10 +186,13 @@ def test_the_optimum_names_the_class_that_is_most_frequent_for_its_frequency(los
     assert named == [0, 0, classes - 1, classes - 1]
 
 
-def test_the_optimum_of_several_labels():
+@pytest.mark.parametrize(
+    ("kind", "ratios"),
+    [("bce", [0.0, 0.95, 1.05, 100.0]), ("asymmetric", [0.0, 100.0]), ("binary-focal", [0.0, 0.9, 1.1, 100.0])],
+)
+def test_the_optimum_of_several_labels(kind, ratios):
     """K1: a label of one image in a hundred was named for every image."""
-    config, named = ClassifierLossConfig(kind="bce", class_weights="balanced"), []
-    ratios = [0.0, 0.95, 1.05, 100.0]
+    config, named = ClassifierLossConfig(kind=kind, class_weights="balanced"), []
     (weight,) = class_weight_list(config, ["rare"], [0.01]) or []
     logits = torch.linspace(-8, 8, 32001, dtype=torch.float64)[:, None].requires_grad_()
     slopes = []
@@ -193,13 +205,14 @@ def test_the_optimum_of_several_labels():
     assert named == [ratio > 1 for ratio in ratios]
 
 
+@pytest.mark.parametrize("kind", ["bce", "asymmetric", "binary-focal"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0, 0.0, 1.0, 3.0]])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_losses_of_several_labels_against_loops_and_by_their_gradients(smoothing, weights, mixed):
+def test_losses_of_several_labels_against_loops_and_by_their_gradients(kind, smoothing, weights, mixed):
     logits, _, _, own = batch()
     shown = (torch.rand(N, CLASSES, generator=generator(0, "shown")) < 0.4).float()
-    others, config = shown.flip(0), ClassifierLossConfig(kind="bce", label_smoothing=smoothing)
+    others, config = shown.flip(0), ClassifierLossConfig(kind=kind, label_smoothing=smoothing)
     targets = Targets(shown, others, own) if mixed else Targets(shown)
     both = own[:, None] * shown + (1 - own[:, None]) * others if mixed else shown
     given = None if weights is None else torch.tensor(weights).double()

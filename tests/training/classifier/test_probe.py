@@ -9,6 +9,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from duetgan.commands import evaluate
+from duetgan.data.packing.records import pack_arrays
+from duetgan.data.reading.dataset import Dataset
 from duetgan.training.classifier import probe
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.engine.lr_find import Sweep
@@ -101,12 +103,17 @@ def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys):
     task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
     assert not list((tmp_path / "one").rglob("*.png"))  # log.samples_every is 0
     assert task.frozen.begin == 5  # the regression needs all outputs, however few steps follow
-    expected = probe.fit(*image_features(task.model, task.dataset), 10, seed=0)
+    expected = probe.fit(
+        *image_features(task.model, task.dataset), 10, seed=0, groups=probe.look_alike_groups(task.dataset)
+    )
     for head in (task.model.head, task.ema.model.head):
         torch.testing.assert_close(head.weight.detach(), expected.weight, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(head.bias.detach(), expected.bias, rtol=1e-4, atol=1e-5)
     assert (state["probe"]["accuracy"], state["probe"]["images"]) == (expected.accuracy, 200)
     assert f"accuracy {expected.accuracy:.3f}" in capsys.readouterr().err
+    free = {"name": "schedulefree-sgd", "lr": 1e-12, "schedule": "constant"}  # which holds weights of its own
+    task, _ = train(config_of(packed, **frozen, steps=1, optimizer=free), tmp_path / "free")
+    torch.testing.assert_close(task.ema.model.head.weight, expected.weight, rtol=1e-4, atol=1e-5)
     search = prepare(config_of(packed, **frozen), RunFolder(tmp_path / "search"), torch.device("cpu"))
     capsys.readouterr()
     with pytest.raises(UserError, match="the loss falls at no rate"):  # the head's best is where it begins
@@ -132,6 +139,17 @@ def test_two_ranks_begin_at_the_same_probe(packed, tmp_path, donor):
     options = ["--device", "cpu", "--procs", "2", "--max-steps", "2", "--precision", "fp32"]
     run = run_command("train.py", "--config", tmp_path / "recipe.yaml", "--run-dir", tmp_path / "run", *options)
     assert run.success().err.count("training begins there") == 1
+
+
+def test_look_alikes_share_a_fold(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32), np.uint8)
+    images = images.repeat(2, 0)
+    images[1::2, :, 0, 0] ^= 1  # a pixel
+    pack_arrays(tmp_path / "twins.lmdb", images, np.arange(24) // 2 % 3, ["a", "b", "c"], source="twins")
+    with Dataset(tmp_path / "twins.lmdb") as dataset:
+        assert probe.look_alike_groups(dataset).tolist() == (np.arange(24) // 2 * 2).tolist()
+    with Dataset([tmp_path / "twins.lmdb"] * 2) as several:
+        assert probe.look_alike_groups(several).tolist() == list(range(48))
 
 
 @pytest.mark.parametrize("model", [{"head": "hidden"}, {"name": "airbench", "stem": None}])

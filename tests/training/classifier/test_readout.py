@@ -77,6 +77,7 @@ def config_of(few: Any, **more: Any) -> Any:
     [
         ({"model": {"head": "readout", "split": "auto"}}, "head readout takes the maps of stages"),
         ({"model": {"head": "readout", "name": "timm:test_resnet", "stem": None}}, "head readout takes the maps"),
+        ({"resizing": {"initial_scale": 0.5}}, "model.head readout has as many inputs as its maps have parts"),
     ],
 )
 def test_what_it_is_refused_for(few, more, text):

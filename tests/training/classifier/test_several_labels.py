@@ -36,7 +36,7 @@ TREE: dict[str, Any] = {
     "precision": "fp32",
     "model": {"stem": "small-stride2"},
     "augment": {"flip": True, "mixup": 0.2, "cutmix": 1.0, "mix_prob": 0.3},
-    "loss": {"kind": "bce", "class_weights": "balanced"},
+    "loss": {"kind": "asymmetric", "class_weights": "balanced"},
     "optimizer": {"name": "adamw", "lr": 0.01, "warmup_steps": 5},
     "ema": {"decay": 0.9},
     "evaluation": {"every": 25},

@@ -31,8 +31,9 @@ TREE: dict[str, Any] = {
     "checkpoint": {"every": 100},  # they are large: besides the evaluations only where a run ends
     "log": {"every": 4, "tensorboard": False, "samples_every": 0},
 }
-OTHER: dict[str, Any] = {
-    "optimizer": {"name": "adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},
+FREE: dict[str, Any] = {
+    "optimizer": {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},
+    "resizing": {"initial_scale": 0.5},
     "micro_batch": "auto",
     "precision": "bf16",
     "loss": {"kind": "squared-error"},
@@ -54,10 +55,26 @@ def task_of(packed: Path, *overrides: str, **more: Any) -> Any:
     return ClassifierTask(config_of(packed, *overrides, **more), Dataset(packed / "train.lmdb"), None, CPU)
 
 
-def test_an_epoch_of_unfreezing_is_one_of_the_global_batch(packed):
-    finetune = {"unfreeze": {"head": 0, "layer4": "2ep"}}
+def test_an_epoch_of_unfreezing_is_one_of_the_global_batch(packed, monkeypatch):
+    """A process of two computes half of each batch of 8."""
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
+    finetune = {"unfreeze": {"head": 0, "layer4": 2}, "unfreeze_by": "epoch"}
     begins = task_of(packed, "--batch_size", "8", finetune=finetune).finetuning.begins
     assert {begin for name, begin in begins.items() if name.startswith("network.layer4")} == {2 * 200 // 8}
+
+
+def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
+    task = task_of(packed, **FREE)
+    loader = make_loader(task.config, task.dataset, CPU)
+    for step in range(3):
+        task.step(loader, step)
+    x = task.updater.average(task.model.parameters())
+    for found, expected, y in zip(task.ema.model.parameters(), x, task.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, y)
+    ours, theirs = task.ema.state_dict(), task.model.state_dict()
+    name = "network.bn1.running_mean"
+    assert not torch.equal(ours[name], theirs[name])  # these are averaged as ever
 
 
 def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):

@@ -81,26 +81,26 @@ def test_a_task_without_a_choice_is_in_fp32():
 
 
 def test_a_run_goes_on_as_it_began_on_another_machine(packed, tmp_path, monkeypatch, capsys):
-    """The other machine has instructions for bf16, and is busy."""
+    """The other machine has no instructions for bf16, and is busy."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert train_in_process(recipe, tmp_path / "straight", "--max-steps", "6") == 0
     assert train_in_process(recipe, tmp_path / "resumed", "--max-steps", "2") == 0
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(machine, "busy_since_start", lambda: 1.0)
     capsys.readouterr()
     assert train_in_process(recipe, tmp_path / "resumed", "--max-steps", "6") == 0
     told = capsys.readouterr().err
-    assert "fp32 (kept: the run began in it)" in told
+    assert "bf16 (kept: the run began in it)" in told
     assert "config changed" not in told
     check_same(tmp_path / "straight", tmp_path / "resumed", 6)
     assert differing(state_of(tmp_path / "straight", 6), state_of(tmp_path / "resumed", 6)) == []
     saved = read_yaml(tmp_path / "resumed" / "config.yaml")
-    assert (saved["precision"], saved["threads"]) == ("fp32", 2)
-    other = ["--max-steps", "7", "--precision", "bf16", "--threads", "1"]
+    assert (saved["precision"], saved["threads"]) == ("bf16", 2)
+    other = ["--max-steps", "7", "--precision", "fp32", "--threads", "1"]
     assert train_in_process(recipe, tmp_path / "resumed", *other) == 0
     told = capsys.readouterr().err
-    assert "precision was 'fp32', is 'bf16'" in told
+    assert "precision was 'bf16', is 'fp32'" in told
     assert "threads was 2, is 1; not the same to the bit from here on" in told
 
 

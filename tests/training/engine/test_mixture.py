@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from duetgan.data.packing.records import pack_arrays
-from duetgan.metrics.lineage import provenance_of
-from duetgan.models.restore import generator_from
 from duetgan.training.base import data
+from duetgan.training.base.generated import GeneratedSamples
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
-from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.checkpoint import load
 from duetgan.utils.errors import UserError
 from tests.conftest import sample_images
 from tests.metrics.conftest import gan_run
@@ -69,14 +68,16 @@ def test_a_run_cannot_go_on_with_another_mixture(packed, tmp_path):
 def test_checkpoints_record_who_drew_the_images(packed, tmp_path):
     images, labels, classes = sample_images("test", 5)
     run = gan_run(tmp_path / "generator", classes=classes, side=16)
-    content = load(resolve(str(run)))
-    passport = provenance_of(generator_from(content), content, seed=0)
+    passport = GeneratedSamples(str(run), 10).passport(0)
     pack_arrays(tmp_path / "drawn.lmdb", images, labels=labels, classes=classes, passport=passport)
-    config = config_of(packed, path=str(tmp_path / "drawn.lmdb"))
-    training = data.open_training(config.data)
-    found = data.lineage(training).document()
-    assert found["synthetic"] == [passport]
-    assert {training.meta.content_hash, training.synthetic.meta.content_hash} <= {*found["trained_on"]}
+    file, fresh = {"path": str(tmp_path / "drawn.lmdb")}, {"path": None, "checkpoint": str(run)}
+    for settings in (file, fresh):
+        config = config_of(packed, **settings)
+        training = data.open_training(config.data)
+        found = data.lineage(config, training).document()
+        assert found["synthetic"] == [passport]
+        assert training.meta.content_hash in found["trained_on"]
+        assert (training.synthetic.meta.content_hash in found["trained_on"]) == (settings is file)
     folder = tmp_path / "run"
     train(config, folder, max_steps=1)
     assert load(folder / "checkpoints" / "step-00000001.pt")["lineage"] == found

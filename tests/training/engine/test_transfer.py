@@ -9,7 +9,9 @@ from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generat
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.transfer import Fit, find_donor, plan, transfer
 from duetgan.training.gan.config import GanConfig, config_of
+from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.build import to_tree
@@ -123,6 +125,20 @@ def test_every_network_takes_its_own_weights(tmp_path):
     count = len(ours["discriminator"].state_dict())
     assert lines[2] == f"  discriminator: {count} of {count} tensors taken"
     assert len(lines) == 4
+
+
+def test_an_optimizer_with_weights_of_its_own_starts_from_the_donors(tmp_path):
+    """Found by review: a schedule-free one went back to the weights of before the transfer in its first step."""
+    theirs, ours = registry(), registry()
+    model = ours["generator"]
+    settings = OptimizerConfig(name="schedulefree-adamw", lr=1e-9, schedule="constant")
+    ours["optimizer"] = Updater(model, settings, Precision("fp32", torch.device("cpu")), 10)
+    taken_from(saved(tmp_path, theirs), ours)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    ours["optimizer"].step(0)
+    for (name, now), then in zip(model.named_parameters(), theirs["generator"].parameters(), strict=True):
+        torch.testing.assert_close(now, then, msg=name)
 
 
 def both(a, b):

@@ -1,9 +1,10 @@
-"""Muon against torch's own optimizers on reshaped weights, and schedules against torch's."""
+"""Muon against torch's own optimizers on reshaped weights, schedule-free ones against their package."""
 
 import math
 from typing import Any
 
 import pytest
+import schedulefree  # type: ignore[import-untyped]
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
@@ -18,6 +19,12 @@ from duetgan.utils.seeding import forked, generator
 CPU = torch.device("cpu")
 MUON: dict[str, Any] = {"name": "muon", "lr": 0.1, "weight_decay": 0.02}
 MUON |= {"momentum": 0.6, "sgd_momentum": 0.8, "ns_steps": 3}
+FREE: list[dict[str, Any]] = [
+    {"name": "schedulefree-sgd", "lr": 0.1},
+    {"name": "schedulefree-sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "warmup_steps": 3},
+    {"name": "schedulefree-adamw", "lr": 0.01},
+    {"name": "schedulefree-adamw", "lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1, "warmup_steps": 3},
+]
 
 
 def build_muon(layout=torch.contiguous_format, precision="fp32", **options):
@@ -125,6 +132,56 @@ def test_scales_are_no_matrices():
         torch.testing.assert_close(mine.detach(), theirs)
 
 
+def build_free(**options):
+    with forked(0, "init", "schedule free"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    return model, Updater(model, OptimizerConfig(**options), Precision("fp32", CPU), 100)
+
+
+def library(model, config):
+    """The package's optimizer over the same groups."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    common = {"lr": config.lr, "warmup_steps": config.warmup_steps}
+    if config.name == "schedulefree-sgd":
+        return schedulefree.SGDScheduleFree(groups, momentum=config.momentum, **common)
+    return schedulefree.AdamWScheduleFree(groups, betas=tuple(config.betas), eps=config.eps, **common)
+
+
+@pytest.mark.parametrize("options", FREE)
+def test_both_points_are_the_packages(options):
+    model, updater = build_free(**options)
+    other, _ = build_free(**options)
+    reference = library(other, updater.config)
+    reference.train()
+    for step in range(8):
+        for m in (model, other):
+            set_gradients(m, step)
+        updater.step(step)
+        reference.step()
+        torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-10, atol=1e-12)
+        reference.eval()
+        found = updater.average(model.parameters())
+        torch.testing.assert_close(found, [p.detach() for p in other.parameters()], rtol=1e-9, atol=1e-11)
+        reference.train()
+
+
+def test_what_is_frozen_is_its_own_average():
+    model, _ = build_free(**FREE[0])
+    model[0].requires_grad_(False)
+    updater = Updater(model, OptimizerConfig(**FREE[0]), Precision("fp32", CPU), 100)
+    for step in range(2):  # after one step both points are the same
+        set_gradients(model[1], step)
+        updater.step(step)
+    found, frozen = updater.average(model.parameters()), next(model.parameters())
+    assert torch.equal(found[0], frozen)
+    assert not torch.equal(found[2], list(model.parameters())[2])
+    other, plain = build_free(name="sgd", lr=0.1)
+    assert plain.average(other.parameters()) is None
+
+
 @pytest.mark.parametrize("skipped", [0.0, 1.0])
 def test_the_average_moves_unless_the_step_was_masked(skipped):
     model, ema = nn.Linear(2, 2), EMA(nn.Linear(2, 2), buffers="copy")
@@ -158,9 +215,15 @@ def test_a_constant_stays_no_length_is_the_end_and_a_long_warm_up_is_told():
     assert "warning" not in schedule_text(config, 101, 8)
 
 
+<<<<<<< HEAD
 def torch_rates(make, steps, *, lr=0.4):
     """(rate, momentum) of every update as a scheduler of torch sets them."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
+=======
+def torch_rates(make, steps, *, lr=0.4, momentum=0.9):
+    """(rate, momentum) of every update as a scheduler of torch sets them."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=momentum)
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
     scheduler = make(optimizer)
     found = []
     for _ in range(steps):
@@ -178,8 +241,12 @@ def test_one_cycle_is_torchs(steps, rise):
     cycle: dict[str, Any] = {"cycle_start": 1 / 20, "final_lr": 1 / 1000, "cycle_momentum": [0.97, 0.8]}
     config = OptimizerConfig(lr=0.4, schedule="one-cycle", pct_start=share, **cycle)
     for step, (rate, momentum) in enumerate(expected):
+<<<<<<< HEAD
         assert config.momentum_at(step, steps + 1) == pytest.approx(momentum, rel=1e-9)
+=======
+>>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
         assert config.lr_at(step, steps + 1) == pytest.approx(rate, rel=1e-9)
+        assert config.momentum_at(step, steps + 1) == pytest.approx(momentum, rel=1e-9)
     for step in (steps, steps + 20):  # never up again
         assert config.lr_at(step, steps + 1) == pytest.approx(0.4 / 1000)
 
@@ -187,6 +254,7 @@ def test_one_cycle_is_torchs(steps, rise):
 def test_one_cycle_at_its_borders_and_the_rate_by_the_batch():
     config = OptimizerConfig(lr=1.0, schedule="one-cycle", cycle_start=0.1)
     assert config.lr_at(0, 1) == pytest.approx(0.0)  # the end: there is no room for more
+    assert config.momentum_at(0, 10) is None
     config = OptimizerConfig(lr=1.0, schedule="one-cycle", pct_start=0.5, cycle_start=0.1)
     assert config.lr_at(0, 2) == pytest.approx(1.0)  # the first of two updates is the peak
     config = OptimizerConfig(lr=0.1, lr_batch_size=256, warmup_steps=2)

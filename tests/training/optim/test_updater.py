@@ -7,6 +7,7 @@ from torch import nn
 
 from duetgan.training.optim.optimizers import parameter_groups
 from duetgan.training.optim.updater import STATE, OptimizerConfig, Precision, Updater
+from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
 
 CPU = torch.device("cpu")
@@ -23,6 +24,8 @@ CLIPPED = [{"name": name, "clip_norm": 1.0} for name in ("adam", "sgd")]
 OURS = [
     {"name": "muon", "weight_decay": 0.02, "momentum": 0.6, "sgd_momentum": 0.8, "unit_filters": True},
     {"name": "muon-adam", "momentum": 0.5, "betas": [0.0, 0.9], "beta2_final": 0.99, "weight_decay": 0.1},
+    {"name": "schedulefree-sgd", "momentum": 0.5, "weight_decay": 0.1, "warmup_steps": 3},
+    {"name": "schedulefree-adamw", "betas": [0.8, 0.95], "weight_decay": 0.1, "warmup_steps": 3},
 ]
 
 
@@ -80,7 +83,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_step
     torch.testing.assert_close(snapshot(model, updater), snapshot(untouched, other), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "muon", "muon-adam"])
+@pytest.mark.parametrize(
+    "name", ["adam", "adamw", "sgd", "muon", "muon-adam", "schedulefree-sgd", "schedulefree-adamw"]
+)
 @pytest.mark.parametrize("other", ["gradients", "moments"])
 def test_any_memory_order_of_gradients_and_moments_will_do(name, other):
     """torch's fused optimizers take weights, gradients and moments element by element as they lie in memory."""
@@ -115,6 +120,7 @@ def test_any_memory_order_of_gradients_and_moments_will_do(name, other):
         ("muon", {"weight_decay": 0.5, "momentum": 0.1}),
         ("muon-adam", {"betas": [0.5, 0.9], "eps": 1e-3}),
         ("muon-adam", {"weight_decay": 0.5, "momentum": 0.1, "muon_rms": 1.0}),
+        ("schedulefree-adamw", {"weight_decay": 0.5, "betas": [0.9, 0.9], "eps": 1e-3}),
     ],
 )
 def test_settings_that_changed_since_the_checkpoint_are_taken(name, changed):
@@ -130,6 +136,13 @@ def test_settings_that_changed_since_the_checkpoint_are_taken(name, changed):
     for m, u in ((model, updater), (other, restored)):
         steps(m, u, [1])
     assert not model.weight.equal(other.weight)
+
+
+def test_the_share_of_a_schedule_free_average_is_refused_if_it_changed():
+    updater, other = (build(name="schedulefree-sgd", momentum=momentum)[1] for momentum in (0.9, 0.8))
+    told = "a share of 0.9, which a resume cannot change; give the same optimizer.momentum"
+    with pytest.raises(UserError, match=told):
+        other.load_state_dict(updater.state_dict())
 
 
 def run_scaled(bad_step=None, precision="fp16", name="sgd", **config):
@@ -160,7 +173,7 @@ def test_with_the_scaler_norms_and_updates_are_those_without(clip_norm):
     torch.testing.assert_close(model.weight.double(), plain.weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "muon", "muon-adam"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "muon", "muon-adam", "schedulefree-adamw"])
 @pytest.mark.parametrize("bad_step", [0, 1])
 def test_an_overflow_is_skipped_and_halves_the_scale(bad_step, name):
     model, mixed, _, flags = run_scaled(bad_step, name=name)
@@ -203,8 +216,9 @@ def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
     assert flags == [0.0] * 16 + [1.0] * 4
 
 
-def test_clipping_does_not_hide_what_is_not_finite():
-    model, updater = build(name="sgd", clip_value=1.0)
+@pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_adaptive": 0.1}])
+def test_clipping_does_not_hide_what_is_not_finite(clip):
+    model, updater = build(name="sgd", **clip)
     before = [p.detach().clone() for p in model.parameters()]
     set_gradients(model, 0)
     model.weight.grad[0, 0] = math.inf
