@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.utils import extras
+<<<<<<< HEAD
 from duetgan.utils.checkpoint import resolve
+=======
+from duetgan.utils.checkpoint import resolve, resolve_for_people
+from duetgan.utils.checkpoint.provenance import describe_history
+>>>>>>> parent of f5cad2f9 (train.py --new-data, data.history and matching by resolution go; --init-from stays)
 from duetgan.utils.config.cli import (
     Parser,
     add_model_options,
@@ -189,6 +194,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process; of several processes (ranks), rank 0 writes and prints."""
     from duetgan.metrics.lineage import run_folder
     from duetgan.utils.distributed import collectives
+    from duetgan.utils.runlog.run_log import say_main
 
     path = collectives.from_main_process(lambda: resolve(options.checkpoint, options.which))
     if not (options.out or path.is_file()):
@@ -210,6 +216,9 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     document = {**head, "seed": options.seed, **metrics}
     document["data_hash"] = reader.meta.content_hash
     document["training_seed"] = checkpoint["config"].get("seed")
+    if history := describe_history(checkpoint):
+        document["history"] = history
+        say_main(history)
     if kind is KINDS["gan"] and collectives.is_main():
         from duetgan.inference.samples import draw_style_tables
 

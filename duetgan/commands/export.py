@@ -9,7 +9,12 @@ from pathlib import Path
 
 from duetgan.inference.export.formats import FORMATS
 from duetgan.utils import machine
+<<<<<<< HEAD
 from duetgan.utils.checkpoint import resolve
+=======
+from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.checkpoint.provenance import describe_history
+>>>>>>> parent of f5cad2f9 (train.py --new-data, data.history and matching by resolution go; --init-from stays)
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
 from duetgan.utils.text import columns
 
@@ -94,6 +99,8 @@ def main(argv: list[str]) -> int:
 
     machine.settle()
     checkpoint = read(path)
+    if history := describe_history(checkpoint):
+        print(history, file=sys.stderr)
     rows, subject, failure = export(options, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:

@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from duetgan.utils import extras
+from duetgan.utils.checkpoint import newest_first
 from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, number, positive
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
@@ -46,6 +47,12 @@ def parser() -> Parser:
         "--init-from",
         metavar="FILE|RUN",
         help="start from the weights of another run, as far as they fit; this is not a resume",
+    )
+    add(
+        "--new-data",
+        action="store_true",
+        help="continue the run in the run folder with the images of data.path, even if it was "
+        "trained on other images",
     )
     add(
         "--profile",
@@ -127,6 +134,11 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]
     folder = RunFolder(options.run_dir or default_folder(Path(options.config)))
     if os.environ.get("RANK", "0") == "0" and not options.dry_run:
         folder.open()  # fails at once if another run is writing there
+    if options.new_data and not newest_first(folder.checkpoints):
+        raise UserError(
+            f"--new-data: {folder.path} has no checkpoint to continue; leave --new-data out to start "
+            "a run, or name a run with --run-dir"
+        )
     with closing(folder):
         # This imports torch, which must not happen before --gpus is applied.
         from duetgan.training.engine.run import train
@@ -142,6 +154,7 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, float]
                 sweep=sweep if options.lr_find else None,
                 dry_run=DRY_RUNS[options.dry_run][0] if options.dry_run else None,
                 layers=options.layers,
+                new_data=options.new_data,
             )
         except UnknownKey as error:
             # A misspelt option of this script is a key to the parser.

@@ -117,7 +117,7 @@ def test_folders_of_others_keep_everything(command, gan_run, tmp_path, packed, r
     pack_arrays(tmp_path / "other.lmdb", np.zeros((20, 1, 16, 16), np.uint8), np.arange(20) % 10, classes)
     line = refused(train.main, "--config", gan_run / "config.yaml", "--data.path", tmp_path / "other.lmdb")
     assert "was trained on other images (200 then, 20 in" in line
-    assert "--init-from and this run" in line
+    assert "add --new-data to continue with these" in line
     assert contents(gan_run) == before
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "chapter1.txt").write_text("years of work")

@@ -171,7 +171,7 @@ def check_module(module: str, arguments: list[str], *, network: bool = False) ->
 
     Code of one's own would stay registered here; tests/test_package.py runs it.
     """
-    if "--import" in arguments:
+    if "--import" in arguments or "--new-data" in arguments:  # the latter takes a run
         network = True
     if module == "train" and "--list" not in arguments and not network:
         arguments = without_processes(arguments)

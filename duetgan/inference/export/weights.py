@@ -23,6 +23,7 @@ from duetgan.models.restore import (
     read_weights,
 )
 from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.checkpoint.provenance import data_history
 from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import ImageSpec
 
@@ -55,6 +56,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     data: dict[str, Any] = {
         "resize_filter": checkpoint.get("data", {}).get("resize_filter", "none")
     }
+    if len(history := data_history(checkpoint)) > 1:
+        data["history"] = [images.model_dump(exclude={"path"}) for images in history]
     entries = {name: checkpoint[name] for name in (*KEYS, *OPTIONAL_KEYS) if name in checkpoint}
     return entries | {
         "config": sections,

@@ -1,7 +1,6 @@
 """The checks before a checkpoint is restored: of its images, and of the states of all objects."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from textwrap import shorten
 from typing import Any
 
@@ -10,19 +9,57 @@ from torch import Tensor, nn
 from duetgan.data.lmdb.format import Meta
 from duetgan.training.base.task import Stateful
 from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.checkpoint.provenance import TrainedOn, data_history
 from duetgan.utils.checkpoint.state_schema import FAULTS, check_tensors
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import say_main
 
 
-def check_images(content: Checkpoint, path: str, meta: Meta, folder: Path) -> None:
-    """Raise UserError unless the run in `folder` was trained on the images of `path`."""
-    data = content.get("data") or {}
-    if data.get("content_hash") != meta.content_hash:
-        raise UserError(
-            f"{folder}: was trained on other images ({data.get('count', 0)} then, {meta.count} in "
-            f"{path} now); set data.path to its images, or choose another --run-dir, with "
-            "--init-from and this run to start from its weights"
+class ImageHistory:
+    """The images that a run was trained on, in order; `path` and `meta` are the present ones."""
+
+    def __init__(self, path: str, meta: Meta) -> None:
+        self.path = path
+        self.meta = meta
+        self.periods = [self._present(0)]  # The present images are last.
+        # Changes a checkpoint of other images so that the run continues with the present ones.
+        self.adapt: Callable[[Checkpoint], str] | None = None
+        self.new_data = False  # False: a checkpoint of other images is refused
+
+    def _present(self, step: int) -> TrainedOn:
+        meta = self.meta
+        return TrainedOn(
+            step=step, content_hash=meta.content_hash, count=meta.count, path=self.path
         )
+
+    def document(self) -> dict[str, object]:
+        """Return the entry `data` of a checkpoint."""
+        return {
+            "content_hash": self.meta.content_hash,
+            "count": self.meta.count,
+            "resize_filter": self.meta.resize_filter,
+            "history": [images.model_dump() for images in self.periods],
+        }
+
+    def restore(self, content: Checkpoint, folder: RunFolder) -> None:
+        """Continue the history of a checkpoint of the run in `folder`.
+
+        If its images are not the present ones, adapt its state or raise UserError.
+        """
+        self.periods = data_history(content)
+        earlier = self.periods[-1]
+        if earlier.content_hash != self.meta.content_hash:
+            if self.adapt is None or not self.new_data:
+                raise UserError(
+                    f"{folder.path}: was trained on other images ({earlier.count} then, "
+                    f"{self.meta.count} in {self.path} now); set data.path to its images, add "
+                    "--new-data to continue with these, or choose another --run-dir"
+                )
+            say_main(self.adapt(content))
+            self.periods.append(self._present(content["step"]))
+        # A later roll-back may reach a checkpoint of the earlier images.
+        self.new_data |= len(self.periods) > 1
 
 
 def load_states(registry: Mapping[str, Stateful], states: Mapping[str, Any], path: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.restoring import check_images, load_states
+from duetgan.training.base.restoring import ImageHistory, load_states
 from duetgan.training.base.task import Stateful
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
@@ -44,7 +44,7 @@ class CheckpointManager:
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config = config
         self.folder = folder
-        self.meta = loader.dataset.meta
+        self.images = ImageHistory(str(config.data.path), loader.dataset.meta)
         self.lineage = Lineage.of()  # all data that the weights were trained on
         # The other run's checkpoint with which this run started (training.engine.transfer).
         self.origin: Mapping[str, object] | None = None
@@ -87,12 +87,8 @@ class CheckpointManager:
             "step": step,
             "config": to_tree(self.config),
             # empty for an unconditional generator, even if its images have classes
-            "classes": list(self.meta.classes)[: metadata["shape"]["classes"]],
-            "data": {
-                "content_hash": self.meta.content_hash,
-                "count": self.meta.count,
-                "resize_filter": self.meta.resize_filter,
-            },
+            "classes": list(self.images.meta.classes)[: metadata["shape"]["classes"]],
+            "data": self.images.document(),
             "lineage": self.lineage.document(),
             "versions": self._versions,
             "figure": evaluation or {},  # the file format's key for the evaluation
@@ -157,7 +153,7 @@ class CheckpointManager:
         if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
-        check_images(content, self.config.data.path, self.meta, self.folder.path)
+        self.images.restore(content, self.folder)
         load_states(registry, content["state"], path)
         self.lineage = join(self.lineage, recorded(content))
         self.origin = content.get("origin")

@@ -66,6 +66,7 @@ def train(
     sweep: Mapping[str, Any] | None = None,
     dry_run: str | None = None,
     layers: bool = False,
+    new_data: bool = False,
 ) -> int:
     """Train or resume a run; or search a learning rate or print the plan, if requested.
 
@@ -74,6 +75,7 @@ def train(
         sweep: Options of `lr_find.Sweep` for a learning-rate search.
         dry_run: If not None, only print the plan; a module's name adds its predictions.
         layers: Print every layer in the plan.
+        new_data: Continue the run even if it was trained on other images than the present ones.
 
     Returns the exit code. Raises errors that `run_cli` prints.
     """
@@ -95,6 +97,7 @@ def train(
             torch_device,
             optional_weights="model.weights" not in given_keys(overrides),
         )
+        loop.manager.images.new_data = new_data
         if dry_run is not None:
             collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run))
             return 0
@@ -168,7 +171,9 @@ def prepare(
     if donor is not None:
         # empty for an unconditional network, even if its images have classes
         classes = dataset.meta.classes[: task.shape["classes"]]
-        transferred, donor_lineage = transfer.transfer(donor["file"], task.registry(), classes)
+        transferred, donor_lineage = transfer.transfer(
+            donor["file"], task.registry(), resolution=dataset.resolution, classes=classes
+        )
     loader = data.make_loader(config, dataset, device)
     rows = preflight.plan_rows(config, task, dataset, val_dataset, device, precision)
     say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
@@ -176,6 +181,7 @@ def prepare(
         say_main(transferred)
     loop = Loop(config, task, loader, folder, callbacks(config, task, loader, folder))
     loop.manager.origin = donor
+    loop.manager.images.adapt = transfer.NewImages(loop).adapt
     loop.manager.lineage = join(data.lineage(config, dataset), task.lineage(), donor_lineage)
     return loop
 
@@ -215,9 +221,11 @@ def _resume(loop: Loop, activity: str) -> None:
 
     collectives.from_main_process(open_folder)
     resumed, steps = loop.resume(), loop.config.steps
-    if loop.step > steps:
+    # A run with new images must make at least one step on them.
+    least = loop.step + (loop.step == loop.manager.images.periods[-1].step > 0)
+    if least > steps:
         raise UserError(
-            f"--steps {steps}: the run has done {loop.step} already; give {loop.step} or more"
+            f"--steps {steps}: the run has done {loop.step} already; give {least} or more"
         )
     if resumed:
         say_main(f"{activity} step {loop.step} of {steps}")
@@ -240,6 +248,9 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train with a heartbeat of this process, and write the final status."""
     _resume(loop, "resumed at")
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
+    periods = loop.manager.images.periods
+    if len(periods) > 1:
+        facts["history"] = {f"step {images.step}": images.path for images in periods}
     status = StatusFile(folder)
     signals = StopSignals(status)
     loop.callbacks.append(signals)

@@ -2,9 +2,11 @@
 
 Weights that fit by name and shape are copied, network by network, and the others are listed.
 Optimizers, schedules, counters and augmentation are not copied. A resumed run loads its own
-checkpoint and ignores the option.
+checkpoint and ignores the option. `NewImages` continues a run, with all of its state, on other
+images.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,10 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from duetgan.data.reading.sampler import Position
 from duetgan.models.by_class import class_parts, copy_by_name, describe_match
 from duetgan.models.registry import DEFAULT
 from duetgan.models.restore import inherited_lineage
 from duetgan.training.base.config import RunConfig
+from duetgan.training.engine.loop import Loop
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Updater
 from duetgan.utils import checkpoint as checkpoints
@@ -25,12 +29,22 @@ from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.config.recipes import shipped_file
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, refuse
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed
 
 LINES = 4  # number of tensors that a message lists; further ones are only counted
+
+# Module lists of a discriminator start at its highest resolution, those of a generator at 4 px.
+FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
+# layers that convert from and to RGB at the highest resolution
+AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
+
+# Optimizer state -> its power of the scale of the weights. If weights are multiplied by s so that
+# the outputs stay the same, gradients are divided by s.
+POWERS = {"z": 1, "momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
 @dataclass
@@ -96,12 +110,13 @@ def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
 
 
 def transfer(
-    file: str, registry: Mapping[str, object], classes: Sequence[str]
+    file: str, registry: Mapping[str, object], *, resolution: int | str, classes: Sequence[str]
 ) -> tuple[str, Lineage]:
     """Copy a donor's weights that fit into the networks of `registry`, and reset its optimizers.
 
     Args:
         file: The donor's checkpoint, which `find_donor` has checked.
+        resolution: The resolution of this run's images.
         classes: The class names of this run's images.
 
     Returns: A text for the user that lists what was copied and what was not, and the data that the
@@ -111,6 +126,7 @@ def transfer(
     """
     content = checkpoints.load(Path(file), verify=False)
     lineage = inherited_lineage(content)  # of the donor's own tensors, before any is changed
+    resolutions = (ImageSpec.read(content["shape"]).side, ImageSpec.of(1, resolution).side)
     networks: dict[str, nn.Module] = {}
     for name, part in registry.items():
         model = part.model if isinstance(part, EMA) else part
@@ -128,7 +144,7 @@ def transfer(
                 donor_state[tensor] = copy_by_name(
                     state[tensor], donor_state[tensor], class_part, classes, content["classes"]
                 )
-        fits[name] = plan(donor_state, state)
+        fits[name] = plan(donor_state, state, name, resolutions)
     # Scalars and biases may fit by chance, matrices and filters do not.
     if not any(tensor.ndim > 1 for fit in fits.values() for tensor in fit.copied.values()):
         raise UserError(
@@ -150,27 +166,148 @@ def transfer(
     return "\n".join(lines), lineage
 
 
-def plan(donor_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Fit:
-    """Match a donor's tensors with those of a network.
+def plan(
+    donor_state: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    network: str,
+    resolutions: tuple[int, int],
+) -> Fit:
+    """Match a donor's tensors with those of the network named `network`.
 
     A layer is copied whole or not at all, since a bias is of no use without its filter.
+    `resolutions` are those of donor and network in px, to match parts of a discriminator.
     """
-    fit = Fit(unused=[name for name in donor_state if name not in state])
+    donors = {by_resolution(name, network, resolutions[0]): name for name in donor_state}
+    sources = {
+        name: donors.pop(by_resolution(name, network, resolutions[1]), None) for name in state
+    }
+    fit = Fit(unused=list(donors.values()))
     fitting = set()
-    for name in state:
-        if name in donor_state and donor_state[name].shape == state[name].shape:
+    for name, source in sources.items():
+        if source is not None and donor_state[source].shape == state[name].shape:
             fitting.add(name)
     broken = {_layer(name) for name in state.keys() - fitting}
-    for name in state:
-        if name in donor_state and name not in fitting:
+    for name, source in sources.items():
+        if source is not None and name not in fitting:
             fit.misfits.append(name)
-        elif name not in donor_state or _layer(name) in broken:
+        elif source is None or _layer(name) in broken:
             fit.new.append(name)
         else:
-            fit.copied[name] = donor_state[name]
+            fit.copied[name] = donor_state[source]
     return fit
 
 
 def _layer(name: str) -> str:
     """Return the name of a tensor's layer; a tensor outside all layers is its own layer."""
     return name.rpartition(".")[0] or name
+
+
+def by_resolution(name: str, network: str, resolution: int) -> str:
+    """Return a tensor's name with px in place of indices that depend on the highest `resolution`."""
+    member = FROM_THE_TOP.match(name)
+    if network == "discriminator" and member:
+        return f"{member[1]}@{resolution >> int(member[2])}.{name[member.end() :]}"
+    top = AT_THE_TOP.match(name)
+    if top:  # Use the name that such a layer has with progressive growing.
+        return f"{top[1]}s.{resolution}.{name[top.end() :]}"
+    return name
+
+
+# --- other images for a run that is resumed
+
+
+class NewImages:
+    """Other images with which a run continues (`train.py --new-data`).
+
+    Networks, averages, optimizers, counters and ADA's strength are kept. The order of samples, the
+    best evaluation and early stopping start again, because they belong to the images.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        dataset = loop.loader.dataset
+        self.path = dataset.path
+        # empty for an unconditional generator, even if its images have classes
+        self.classes = list(dataset.classes)[: loop.task.shape["classes"]]
+        self.has_label_sets = dataset.meta.sets is not None
+        # Initial weights of each class, by id of the network, with which new classes begin.
+        self.initial: dict[int, dict[str, Tensor]] = {}
+        for part in loop.task.registry().values():
+            model = part.model if isinstance(part, EMA) else part
+            if isinstance(model, nn.Module):
+                state = model.state_dict()
+                self.initial[id(model)] = {
+                    name: state[name].detach().clone() for name in class_parts(model)
+                }
+
+    def adapt(self, content: checkpoints.Checkpoint) -> str:
+        """Change a checkpoint's state so that training continues with these images.
+
+        Weights and moments of classes are matched by class name.
+
+        Returns a message for the user. Raises UserError if images or classes do not fit the
+        networks.
+        """
+        self._check(content)
+        state = content["state"]
+        if self.classes != list(content["classes"]):
+            for name, part in self.loop.task.registry().items():
+                model = part.model if isinstance(part, EMA) else part
+                if isinstance(part, Updater):
+                    self._match_moments(part, state[name]["state"], content["classes"])
+                elif isinstance(model, nn.Module):
+                    for key, class_part in class_parts(model).items():
+                        initial = self.initial[id(model)][key]
+                        state[name][key] = copy_by_name(
+                            initial, state[name][key], class_part, self.classes, content["classes"]
+                        )
+        loader = self.loop.loader
+        first = Position(batches=content["step"] * loader.batches_per_step)
+        state["loader"] = loader.state_dict(first)
+        state["loop"] |= {"best": {}, "stopping": {"best": None, "waited": 0}}
+        message = f"step {content['step']}: continuing with other images, those of {self.path}"
+        if match := describe_match(self.classes, content["classes"]):
+            message += f"; {match}"
+        return message
+
+    def _check(self, content: checkpoints.Checkpoint) -> None:
+        spec, expected = ImageSpec.read(self.loop.task.shape), ImageSpec.read(content["shape"])
+        saved = content["classes"]
+        had_label_sets = content.get("sets") or "thresholds" in content["state"].get("model", {})
+        where = f"--new-data: {self.path}"
+        refuse(
+            (
+                spec != expected,
+                f"{where}: its images are of {spec}, {spec.words}, the run's networks are for {expected}, "
+                f"{expected.words}; pack them alike, or set --data.resolution {expected.resolution}",
+            ),
+            (
+                self.classes and not saved,
+                f"{where}: its images have classes, the run has none; set --conditional false",
+            ),
+            (
+                saved and set(saved).isdisjoint(self.classes),
+                f"{where}: has none of the run's classes ({listed(saved)}), its own are "
+                f"{listed(self.classes) or 'none'}; give images of at least one of them",
+            ),
+            (
+                saved and self.has_label_sets != bool(had_label_sets),
+                f"{where}: either its images or the run's earlier ones have several labels; pack both alike",
+            ),
+        )
+
+    def _match_moments(
+        self, updater: Updater, state: dict[int, dict[str, Tensor]], saved: Sequence[str]
+    ) -> None:
+        parts = class_parts(updater.model)
+        names = {id(parameter): name for name, parameter in updater.model.named_parameters()}
+        for index, parameter in enumerate(updater.parameters):
+            name, moments = names[id(parameter)], state.get(index, {})
+            if name not in parts:
+                continue
+            for key in POWERS.keys() & moments.keys():
+                initial = self.initial[id(updater.model)][name]
+                if key != "z":  # z is a copy of the parameter (schedule-free optimizers)
+                    initial = initial.new_zeros(initial.shape)
+                part = parts[name]._replace(exponent=parts[name].exponent * POWERS[key])
+                moments[key] = copy_by_name(initial, moments[key], part, self.classes, saved)

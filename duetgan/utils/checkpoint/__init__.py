@@ -17,7 +17,7 @@ from annotated_types import Interval
 from pydantic import Field
 
 from duetgan.utils import files
-from duetgan.utils.checkpoint.provenance import Lineage
+from duetgan.utils.checkpoint.provenance import Lineage, TrainedOn
 from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import StoppedBySignal, UserError, explained, refuse
@@ -52,6 +52,7 @@ class Data(Stored):
     content_hash: str = ""
     count: Count = 0
     resize_filter: str = ""
+    history: list[TrainedOn] = []  # in order; these images are last
 
 
 class Origin(Stored):

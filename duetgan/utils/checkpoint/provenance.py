@@ -27,6 +27,15 @@ class Generated(Stored):
     classes: list[str]  # class names
 
 
+class TrainedOn(Stored):
+    """The images that a run was trained on from a step on (`train.py --new-data`)."""
+
+    step: Count  # number of updates before the first one on these images
+    content_hash: str
+    count: Count  # images
+    path: str = ""  # empty in exported files
+
+
 class Lineage(Stored):
     """The images and networks from which weights have learnt, or from which their initial weights
     had learnt.
@@ -97,6 +106,34 @@ def join(*lineages: Lineage) -> Lineage:
         for key, parts in joined.items():
             parts += [part for part in getattr(lineage, key) if part not in parts]
     return Lineage(**joined)
+
+
+def data_history(checkpoint: Mapping[str, Any]) -> list[TrainedOn]:
+    """Return the images that a run was trained on, in order; at least one entry.
+
+    Older checkpoints only name the last images.
+    """
+    data = checkpoint.get("data") or {}
+    path = (checkpoint["config"].get("data") or {}).get("path")
+    last = {
+        "step": 0,
+        "content_hash": data.get("content_hash") or "",
+        "count": data.get("count") or 0,
+        "path": str(path or ""),
+    }
+    return [TrainedOn.read(entry) for entry in data.get("history") or [last]]
+
+
+def describe_history(checkpoint: Mapping[str, Any]) -> str:
+    """Return a line about the images of a run that changed them; empty for other runs."""
+    history = data_history(checkpoint)
+    if len(history) == 1:
+        return ""
+    texts = []
+    for images in history:
+        name = images.path or images.content_hash[:12]
+        texts.append(f"{images.count:,} of {name} from step {images.step:,}")
+    return f"training images: {', '.join(texts)}"
 
 
 def recorded(checkpoint: Mapping[str, Any]) -> Lineage:

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from duetgan.models.dcgan import DcganConfig, DcganDiscriminator
+from duetgan.models.growing import GrowingDiscriminator
+from duetgan.models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.transfer import Fit, find_donor, plan, transfer
@@ -28,25 +30,26 @@ def generator(resolution=16, classes=3, **more):
     return Generator(config, resolution=resolution, channels=1, classes=classes)
 
 
-def discriminator(resolution=16, classes=3):
+def discriminator(resolution=16, classes=3, progressive=False):
     config = DiscriminatorConfig(**FLAT, mapping_layers=1)
-    return Discriminator(config, resolution=resolution, channels=1, classes=classes)
+    kind = GrowingDiscriminator if progressive else Discriminator
+    return kind(config, resolution=resolution, channels=1, classes=classes)
 
 
-def planned(donor: nn.Module, own: nn.Module):
-    return plan(donor.state_dict(), own.state_dict())
+def planned(donor: nn.Module, own: nn.Module, name: str, resolutions=(16, 16)):
+    return plan(donor.state_dict(), own.state_dict(), name, resolutions)
 
 
 def test_a_layer_is_taken_whole_or_not_at_all():
     there = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "free": torch.ones(4), "mean": torch.ones(1)}
     here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
     misfits = ["a.weight", "mean"]
-    assert plan(there, here) == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
+    assert plan(there, here, "model", (8, 8)) == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
 
 
 def test_a_generator_of_another_resolution_and_other_classes():
     donor, own = generator(16, classes=3), generator(32, classes=5)
-    fit = planned(donor, own)
+    fit = planned(donor, own, "generator", (16, 32))
     assert fit.misfits == ["mapping.embed.weight"]
     # the embedding's bias belongs to its weight
     assert {name for name in fit.new if not name.startswith("blocks.3.")} == {"mapping.embed.bias"}
@@ -55,9 +58,50 @@ def test_a_generator_of_another_resolution_and_other_classes():
     kept = {name for name in own.state_dict() if not name.startswith(("blocks.3.", "mapping.embed."))}
     assert fit.copied.keys() == kept
     assert all(torch.equal(value, donor.state_dict()[name]) for name, value in fit.copied.items())
-    smaller = planned(generator(32), generator(16))
+    smaller = planned(generator(32), generator(16), "generator", (32, 16))
     assert (smaller.misfits, smaller.new) == ([], [])
     assert smaller.unused == [name for name in own.state_dict() if name.startswith("blocks.3.")]
+
+
+@pytest.mark.parametrize(("there", "here"), [(16, 32), (16, 64), (32, 16), (64, 16)])
+def test_discriminator_blocks_are_matched_by_resolution(there, here):
+    donor, own = discriminator(there), discriminator(here)
+    fit = planned(donor, own, "discriminator", (there, here))
+    blocks = {there: len(donor.blocks), here: len(own.blocks)}
+    common = min(blocks.values())
+    for from_the_end in range(1, common + 1):
+        for key, value in donor.blocks[-from_the_end].state_dict().items():
+            assert torch.equal(fit.copied[f"blocks.{blocks[here] - from_the_end}.{key}"], value)
+    above = [f"blocks.{i}." for i in range(blocks[here] - common)]
+    assert {name for name in own.state_dict() if name.startswith((*above, "from_rgb."))} == set(fit.new)
+    unused = [f"blocks.{i}." for i in range(blocks[there] - common)]
+    assert {name for name in donor.state_dict() if name.startswith((*unused, "from_rgb."))} == set(fit.unused)
+
+
+def test_from_rgb_is_taken_by_its_resolution():
+    donor, own = discriminator(16), discriminator(32, progressive=True)
+    taken = planned(donor, own, "discriminator", (16, 32)).copied
+    assert torch.equal(taken["from_rgbs.16.weight"], donor.from_rgb.weight)
+    assert "from_rgb.weight" not in taken
+    back = planned(own, donor, "discriminator", (32, 16)).copied
+    assert torch.equal(back["from_rgb.weight"], own.from_rgbs["16"].weight)
+
+
+def test_r3gan_is_matched_by_resolution_too():
+    sizes: dict[str, Any] = {"width": 8, "cardinality": 4, "blocks": 1}
+    shape = {"channels": 1, "classes": 3}
+    donor = R3Discriminator(R3DiscriminatorConfig(**sizes), resolution=16, **shape)
+    own = R3Discriminator(R3DiscriminatorConfig(**sizes), resolution=32, **shape)
+    fit = planned(donor, own, "discriminator", (16, 32))
+    assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.0", "from_rgb.weight"}
+    block = donor.state_dict()["stages.0.blocks.0.expand.weight"]
+    assert torch.equal(fit.copied["stages.1.blocks.0.expand.weight"], block)
+    small, large = (R3Generator(R3GeneratorConfig(**sizes), resolution=size, **shape) for size in (16, 32))
+    fit = planned(small, large, "generator", (16, 32))
+    # the last layer of a generator belongs to its top resolution
+    assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.3", "to_rgb.weight"}
+    block = small.state_dict()["stages.0.blocks.0.expand.weight"]
+    assert torch.equal(fit.copied["stages.0.blocks.0.expand.weight"], block)
 
 
 class Counter:
@@ -107,8 +151,8 @@ def saved(folder, parts, *, resolution=16, classes=("a", "b", "c"), step=40, **m
     return path
 
 
-def taken_from(path, ours, classes="abc"):
-    return transfer(str(path), ours, list(classes))[0]
+def taken_from(path, ours, resolution=16, classes="abc"):
+    return transfer(str(path), ours, resolution=resolution, classes=list(classes))[0]
 
 
 def test_every_network_takes_its_own_weights(tmp_path):
@@ -148,11 +192,12 @@ def both(a, b):
 def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
     theirs, ours = registry(), registry(32, 5)
     before = {name: value.clone() for name, value in ours["generator"].state_dict().items()}
-    text = taken_from(saved(tmp_path, theirs), ours, "abcde")
+    text = taken_from(saved(tmp_path, theirs), ours, 32, "abcde")
     after = ours["generator"].state_dict()
     assert torch.equal(after["blocks.1.first.conv.weight"], theirs["generator"].blocks[1].first.conv.weight)
     assert torch.equal(after["blocks.3.first.conv.weight"], before["blocks.3.first.conv.weight"])
     assert "    stays new: blocks.3." in text
+    assert "    left out: from_rgb." in text
     assert text.splitlines()[-1] == "  3 of 5 classes taken by name: a, b, c; new: d, e"
 
 
@@ -234,7 +279,7 @@ def test_a_run_becomes_its_checkpoint(tmp_path):
     assert (find_donor(plain, folder), plain.init_from) == (None, None)
     donor = find_donor(config, folder)
     assert donor == {"file": str(path), "step": 40, "sha256": checkpoints.file_sha256(path)}
-    assert transfer(str(path), registry(), "abc")[1] == Lineage.read(LINEAGE)
+    assert transfer(str(path), registry(), resolution=16, classes="abc")[1] == Lineage.read(LINEAGE)
     assert config.init_from == str(path)  # a donor that trains on does not change what this run came from
     assert not folder.path.exists()
     folder.path.mkdir()
