@@ -1,4 +1,4 @@
-"""Every kind of run resumes to the same bits: a row each; another kind without a row fails."""
+"""Every kind of run resumes and rolls back to the same bits: a row each; another kind without a row fails."""
 
 import copy
 import shutil
@@ -136,7 +136,7 @@ WITHOUT_ROW = {  # of a GAN: what a classifier's rows have, or a GAN refuses
 SWEPT = ("cycle", "unlabelled", "schedule-free")  # a learning-rate search comes first and leaves nothing behind
 UNMOVED = {  # parts of a checkpoint that are as they were before the first step, and where they are not
     "loader": {"count", "seed", "shuffle", "weights", "batch"},  # the data's; a step is whole
-    "loop": {"failing"},  # tests/faults, tests/training/base
+    "loop": {"roll_backs", "threads", "failing"},  # tests/faults, tests/training/base
     "micro_batch": {"size"},  # tests/training/classifier/test_micro_batch.py
     "scaler": {"growth_factor", "backoff_factor", "growth_interval"},
 }
@@ -188,6 +188,7 @@ def ends(folder: Path, steps: int) -> dict[str, Any]:
     """What a run has left: the last state, its log, and what its pointers name."""
     state = load(folder / "checkpoints" / f"step-{steps:08d}.pt")["state"]
     state.get("probe", {}).pop("seconds", None)
+    state["loop"].pop("threads")
     names = {which: (pointer(folder / "checkpoints", which) or {}) for which in ("last", "best")}
     pointers = {which: {key: entry[key] for key in entry if key != "sha256"} for which, entry in names.items()}
     return {"state": state, "rows": rows(folder), "pointers": pointers}

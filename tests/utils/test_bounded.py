@@ -42,6 +42,7 @@ OWN = {  # what opens files otherwise, and why
     # what the program itself writes or has just written: locks, logs, profiles, signs of life, films
     *("data/lmdb/writer.py", "data/packing/packed_files.py", "inference/interpolate.py", "metrics/figures.py"),
     *("training/engine/loop.py", "training/engine/run.py", "utils/checkpoint/writer.py", "utils/files.py"),
+    "training/engine/rollback.py",  # the run's log
     *("utils/distributed/heartbeat.py", "utils/runlog/run_log.py", "utils/runlog/run_folder.py"),
     *("training/classifier/frozen.py", "utils/images.py"),
     *(

@@ -9,7 +9,7 @@ from annotated_types import Ge, Interval
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from duetgan.training.base.graphs import GraphSetting
-from duetgan.training.base.monitors import EarlyStoppingConfig
+from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from duetgan.utils.config.model import (
     Config,
     NonNegativeFloat,
@@ -207,6 +207,7 @@ class DistributedConfig(Config):
 class RunConfig(Config):
     """The config keys that every task has."""
 
+<<<<<<< HEAD
     old_keys = {
 <<<<<<< HEAD
         "threads": "adapt",
@@ -216,6 +217,8 @@ class RunConfig(Config):
         "spikes": {"action": "warn", "metric": None, "factor": 20.0, "window": 200, "limit": 3}
 >>>>>>> parent of afde9e63 (Early stopping, data.synthetic.weight and the lists of transferred layers go)
     }
+=======
+>>>>>>> parent of 04cee003 (No spike detection and no roll-back: non-finite updates alone go back to a checkpoint)
     # True if the task can split its micro-batches when memory runs out
     can_halve: ClassVar[bool] = False
 
@@ -249,6 +252,7 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    spikes: SpikesConfig = SpikesConfig()
     distributed: DistributedConfig = DistributedConfig()
 
     def check(self) -> None:

@@ -1,17 +1,21 @@
-"""Monitors of a training: time, means of metrics, skipped updates, early stopping."""
+"""Monitors of a training: time, means of metrics, skipped updates, loss spikes, early stopping."""
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
+from duetgan.utils.config.model import AboveOne, Config, NonNegativeFloat, PositiveInt
 from duetgan.utils.distributed import collectives
 
+LEAST = 30  # previous steps that are needed to judge a step as unusual
+GAUSS = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 State = dict[str, Any]  # a state dict
 
 
@@ -57,12 +61,14 @@ COUNTED = ("skipped_updates", "nonfinite_updates")
 class MetricWindow(Fields):
     """Means of the training metrics since the last row of metrics.
 
-    Metrics stay on the device until `fold`.
+    Metrics stay on the device until `fold`. Every value of the metric `watched` is recorded.
     """
 
-    STATE = ("sums", "counts")
+    STATE = ("sums", "counts", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, watched: str | None = None) -> None:
+        self.watched = watched
+        self.values: list[float] = []  # values of the watched metric, one per step
         # one per step since `SkippedUpdates` last emptied it: True if an update was not finite
         self.failed: list[bool] = []
         self._pending: dict[str, list[Tensor]] = {}
@@ -92,6 +98,8 @@ class MetricWindow(Fields):
             for value in values:
                 self.sums[name] = self.sums.get(name, 0.0) + value
             self.counts[name] = self.counts.get(name, 0) + len(values)
+            if name == self.watched:
+                self.values += values
         self.failed += failed
         self._pending.clear()
 
@@ -114,6 +122,7 @@ class MetricWindow(Fields):
         window = copy.copy(self)
         self.sums = {}
         self.counts = {}
+        self.values = []
         return window
 
     def load_state_dict(self, state: State) -> None:
@@ -122,6 +131,69 @@ class MetricWindow(Fields):
         self.failed.clear()
 <<<<<<< HEAD
 =======
+
+
+class SpikesConfig(Config):
+    """Detection of spikes in the loss, at every log tick, and the reaction to them."""
+
+    # roll-back: resume from the last checkpoint before the spike and skip the batches since then
+    action: Literal["off", "warn", "roll-back"] = "warn"
+    # a metric of metrics.jsonl that every step computes; null: the loss
+    metric: str | None = None
+    # a spike is this many robust standard deviations (1.4826 MAD) above the median of the last
+    # steps
+    factor: AboveOne = 20.0
+    # number of previous steps in the median for spikes.factor
+    window: Annotated[int, Ge(LEAST)] = 200
+    limit: PositiveInt = 3  # largest number of roll-backs; one more stops training
+
+    def watched(self, loss_metric: str) -> str | None:
+        """Return the metric in which spikes are detected; None if they are not."""
+        return None if self.action == "off" else self.metric or loss_metric
+
+
+class SpikeDetector(Fields):
+    """A detector that compares the metric of every step with the median of the previous steps.
+
+    Values that are not finite are ignored.
+    """
+
+    STATE = ("history", "unusual")
+
+    def __init__(self, config: SpikesConfig) -> None:
+        self.config = config
+        self.history: list[float] = []  # values of the last `window` usual steps
+        self.unusual = 0  # consecutive unusual steps; after LEAST of them the history starts anew
+
+    def see(self, first: int, values: Sequence[float]) -> tuple[int, float, float] | None:
+        """Record the metric of consecutive steps, the first of which is step `first`.
+
+        Returns: The first spike as (step, value, median of the previous values); None without one.
+        """
+        first_spike = None
+        for step, value in enumerate(values, first):
+            if not math.isfinite(value):
+                continue
+            median = self._median_if_unusual(value)
+            if median is None:
+                self.history = [*self.history, value][-self.config.window :]
+                self.unusual = 0
+                continue
+            self.unusual += 1
+            first_spike = first_spike or (step, value, median)
+            if self.unusual >= LEAST:
+                self.history = []
+                self.unusual = 0
+        return first_spike
+
+    def _median_if_unusual(self, value: float) -> float | None:
+        """Return the median of the history if `value` lies far above it, else None."""
+        if len(self.history) < LEAST:
+            return None
+        median = float(np.median(self.history))
+        spread = GAUSS * float(np.median(np.abs(np.array(self.history) - median)))
+        spread = max(spread, 1e-3 * abs(median))  # a constant loss has a deviation of 0
+        return median if value - median > self.config.factor * spread else None
 
 
 class EarlyStoppingConfig(Config):

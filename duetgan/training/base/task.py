@@ -45,7 +45,7 @@ class Task(ABC):
     best_metric: str  # key of `evaluate()` that chooses the best checkpoint
     best_is_lower: bool
     best_interval: Sequence[float] | None = None  # 95 % interval of best_metric, last evaluation
-    loss_metric: str  # key of every step's metrics: the loss of a learning-rate search
+    loss_metric: str  # key of every step's metrics: the loss in which spikes are detected
     # reason why `--lr-find` does not work for this task, and an alternative; empty if it works
     lr_find_unsupported_reason: ClassVar[str] = ""
 

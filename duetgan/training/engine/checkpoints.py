@@ -8,8 +8,8 @@
 - Restoring: every start of a run calls `Loop.resume` (`_resume` in run.py), which calls
   `CheckpointManager.restore` on all ranks. Rank 0 finds the newest readable file, and each rank
   loads it; base/restoring.py checks it and calls `load_state_dict` of each object. The manager
-  itself restores the lineage and the step of the best checkpoint. After a stop for
-  broken weights (rollback.py) it is the last healthy one. Other programs build a network alone from a checkpoint, by
+  itself restores the lineage and the step of the best checkpoint. A roll-back (rollback.py) calls
+  `restore` with `up_to`. Other programs build a network alone from a checkpoint, by
   models/restore.py.
 
 utils/checkpoint writes and reads the files.
@@ -143,13 +143,16 @@ class CheckpointManager:
         steps = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
         return [saved for saved in steps if saved <= step]
 
-    def restore(self, registry: Registry) -> checkpoints.Checkpoint | None:
+    def restore(
+        self, registry: Registry, *, up_to: int | None = None
+    ) -> checkpoints.Checkpoint | None:
         """Load the newest readable checkpoint into the objects of `registry`; None without one.
 
-        Raises UserError if the checkpoint does not fit the data or the task.
+        With `up_to` checkpoints after this step are deleted. Raises UserError if the checkpoint
+        does not fit the data or the task.
         """
         self.wait()
-        path = collectives.from_main_process(self._find)
+        path = collectives.from_main_process(lambda: self._find(up_to))
         if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
@@ -167,22 +170,22 @@ class CheckpointManager:
                 self._point(Path(path), content.get("figure", {}), self.saved_step, is_best)
         return content
 
-    def _find(self) -> str | None:
-        """Return the path of the newest readable checkpoint.
+    def _find(self, up_to: int | None) -> str | None:
+        """Delete checkpoints after step `up_to`; return the path of the newest readable one.
 
-        If training broke after the step of `last.json`, later checkpoints are deleted first. Called
-        on rank 0.
+        Without `up_to`, the limit is the step of `last.json` if training broke after that step.
+        Called on rank 0.
         """
         folder = self.folder.checkpoints
         last = checkpoints.pointer(folder, "last")
-        if last is not None and "broken_until" in last:
-            healthy = checkpoints.find_step(last["file"])
+        if up_to is None and last is not None and "broken_until" in last:
+            up_to = checkpoints.find_step(last["file"])
             say(
-                f"going back to the checkpoint of step {healthy}: training broke after it and stopped "
+                f"going back to the checkpoint of step {up_to}: training broke after it and stopped "
                 f"at step {last['broken_until']}; checkpoints from between are deleted"
             )
-            if not checkpoints.forget_after(folder, healthy):
-                return None
+        if up_to is not None and not checkpoints.forget_after(folder, up_to):
+            return None
         newest = checkpoints.load_latest(folder, warn=say)
         return None if newest is None else str(newest[0])
 

@@ -39,7 +39,8 @@ class Callback:
     """An option of a training. All ranks call its methods, which do nothing by default.
 
     `begin` prepares a new run. An iteration is a step, and then the row of metrics, the evaluation
-    and the checkpoint that are due. `columns` adds to a row, `state_dict` to the loop's state.
+    and the checkpoint that are due; a callback may go back to a checkpoint in `after_row`.
+    `columns` adds to a row, `state_dict` to the loop's state.
     """
 
     def begin(self, loop: "Loop") -> None: ...
@@ -87,7 +88,7 @@ class Loop(Fields):
         # training images of these updates, counted because a resume may change the batch size
         self.images = 0
         self.best: dict[str, float | int] = {}
-        self.window = MetricWindow()
+        self.window = MetricWindow(config.spikes.watched(task.loss_metric))
         self.stopwatch = Stopwatch()
         self.stopping = EarlyStopping(
             config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower
@@ -185,8 +186,11 @@ class Loop(Fields):
         batches = self.batches()
         while self.step < target and not self.stopping.reached:
             self.take_step(batches)
+            step = self.step
             if self.is_due(self.config.log.every):
                 self._write_row()
+            if self.step < step:  # a callback has gone back to a checkpoint
+                continue
             if self.is_due(self.config.evaluation.every):
                 self.off_the_clock(self._evaluate)
             elif self.is_due(self.config.checkpoint.every):

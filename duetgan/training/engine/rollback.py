@@ -1,11 +1,19 @@
-"""The way back from weights that non-finite updates have broken: the last healthy checkpoint."""
+"""The ways back from broken weights: to a checkpoint after a loss spike, or to a healthy one."""
 
-from duetgan.training.base.monitors import COUNTED, MetricWindow, State
+from collections.abc import Mapping
+
+from duetgan.training.base.monitors import (
+    COUNTED,
+    MetricWindow,
+    SpikeDetector,
+    SpikesConfig,
+    State,
+)
 from duetgan.training.engine.loop import BrokenWeights, Callback, Loop
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import TrainingHalted
-from duetgan.utils.runlog.run_log import Metrics
+from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.runlog.run_log import Metrics, say_main
 
 QUIET = 64  # steps without a skipped update after which training counts as healthy again
 
@@ -84,3 +92,84 @@ def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
     else:
         remedy += f"; the same command then goes on from step {step}, the last checkpoint from before that"
     return TrainingHalted(f"{reason}; {remedy}")
+
+
+class SpikeRollback(Callback):
+    """Warns of spikes in the loss, or goes back to the last checkpoint before one.
+
+    The batches read since that checkpoint are skipped. Raises TrainingHalted after `spikes.limit`
+    roll-backs.
+    """
+
+    def __init__(self, config: SpikesConfig) -> None:
+        self.config = config
+        self.detector = SpikeDetector(config)
+        self.count = 0  # number of roll-backs
+
+    def state_dict(self) -> State:
+        return {"spikes": self.detector.state_dict(), "roll_backs": self.count}
+
+    def load_state_dict(self, state: State) -> None:
+        self.detector.load_state_dict(state["spikes"])
+        self.count = state["roll_backs"]
+
+    def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
+        watched = loop.window.watched
+        if watched is None or watched in metrics:
+            return
+        names = [name for name in metrics if name.startswith(("loss/", "gradient_norm/"))]
+        raise UserError(
+            f"spikes.metric {watched}: not a metric of every step; "
+            f"choose one of {', '.join(sorted(names))}"
+        )
+
+    def columns(self, window: MetricWindow) -> Metrics:
+        return {"roll_backs": self.count} if self.config.action == "roll-back" else {}
+
+    def after_row(self, loop: Loop, row: Metrics, window: MetricWindow) -> None:
+        values = window.values
+        jump = self.detector.see(loop.step - len(values), values)
+        if jump is None:
+            return
+        spike, value, median = jump
+        problem = (
+            f"{window.watched} jumped to {value:.4g} in step {spike}, from {median:.4g} in the "
+            "steps before"
+        )
+        if self.config.action != "roll-back":
+            say_main(f"warning: {problem}")
+        elif self.count >= self.config.limit:
+            raise TrainingHalted(
+                f"{problem}, after {self.count} roll-backs (spikes.limit); lower the learning rate, "
+                "clip gradients, or check the data"
+            )
+        else:
+            loop.off_the_clock(lambda: self.roll_back(loop, spike, problem))
+
+    def roll_back(self, loop: Loop, spike: int, problem: str) -> None:
+        """Go back to the last checkpoint before step `spike`, and continue with new images.
+
+        `problem` describes the spike. Without such a checkpoint this only prints a warning.
+        """
+        broken_step, count = loop.step, self.count + 1
+        position = loop.loader.state_dict()
+        content = loop.manager.restore(loop.registry(), up_to=spike)
+        if content is None:
+            say_main(
+                f"warning: {problem}; there is no checkpoint from before it to go back to: lower "
+                "log.every, at which spikes are checked, or raise checkpoint.keep"
+            )
+            return
+        # The step, which selects the stage of progressive growing, is the checkpoint's.
+        restored = content["state"]["loader"]
+        position |= {key: restored[key] for key in ("step", "batch") if key in restored}
+        loop.loader.load_state_dict(position)
+        self.count = count
+        loop.stopwatch.step = loop.step
+        loop.log.close()
+        loop.log.open(loop.step)
+        say_main(
+            f"warning: {problem}; went back to the checkpoint of step {loop.step} and on from there "
+            f"with other images: those of the {broken_step - loop.step} steps since are left out "
+            f"(roll-back {count} of {self.config.limit})"
+        )

@@ -19,7 +19,7 @@ from duetgan.training.engine import hardware, health, lr_find, preflight, speed,
 from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.engine.outputs import Columns, LayerLog, SampleGrids, StatusFile
 from duetgan.training.engine.profile import Profiler
-from duetgan.training.engine.rollback import SkippedUpdates
+from duetgan.training.engine.rollback import SkippedUpdates, SpikeRollback
 from duetgan.training.engine.signals import StopSignals
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils import extras, seeding
@@ -52,7 +52,12 @@ def callbacks(
         result.append(health.EqualWeights(config.distributed.check_every))
     if config.log.layers:
         result.append(LayerLog(config.log, task.registry(), folder))
-    return [*result, Columns(task, loader.device), SkippedUpdates(config.nonfinite_cap)]
+    result += [
+        Columns(task, loader.device),
+        SkippedUpdates(config.nonfinite_cap),
+        SpikeRollback(config.spikes),
+    ]
+    return result
 
 
 def train(

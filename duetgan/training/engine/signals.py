@@ -7,7 +7,8 @@ before it ends a job):
 1. Rank 0 only remembers the signal (`_receive`) and finishes its step, with the evaluation and the
    checkpoint that are due. Rank 1 knows nothing.
 2. After each step `Loop` calls `after_iteration`, in which all ranks exchange what they have
-   received (`agreed`). Rank 1 learns of the signal here, in the same step.
+   received (`agreed`). Rank 1 learns of the signal here, in the same step; after a
+   roll-back one step later.
 3. All ranks call `Loop.save`: rank 0 writes the checkpoint and status.json, and rank 1 waits for it
    at a barrier, however long that takes.
 4. All ranks raise StoppedBySignal. Rank 0 writes the report, for which rank 1 waits

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from duetgan.training.base.config import CheckpointConfig, LogConfig, RunConfig, SyntheticConfig
+from duetgan.training.base.monitors import SpikesConfig
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
 from duetgan.training.classifier.resizing import ResizingConfig
@@ -60,6 +61,7 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         (OptimizerConfig, {"cycle_momentum": [0.9]}, "cycle_momentum .0.9.: must be two numbers"),
         (GanConfig, {"steps": 0}, "^steps 0: must be greater than 0"),
         (AdaConfig, {"p": math.nan}, "^p nan"),
+        (SpikesConfig, {"factor": math.inf}, "^factor inf"),
         (OptimizerConfig, {"schedule": "step"}, "needs milestones, .* step_every"),
         (OptimizerConfig, {"milestones": [3, 2]}, "rising"),
         (OptimizerConfig, {"milestones": [0]}, r"milestones\[0\] 0: must be greater than 0"),

@@ -1,0 +1,145 @@
+"""Spikes of the loss: what counts as one, and the way back from it."""
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from duetgan.commands import train
+from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
+from duetgan.training.engine.rollback import SpikeRollback
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.distributed.process import run_cli
+from tests.end_to_end.helpers import differing, log_of, state_of, write_config
+from tests.faults import inject
+
+pytestmark = pytest.mark.usefixtures("slim")  # these tests save often
+
+
+def noise(count: int, seed: int = 0) -> list[float]:
+    return list(np.random.default_rng(seed).normal(2.0, 0.1, count))
+
+
+def test_a_jump_is_found_and_noise_is_not():
+    detector = SpikeDetector(SpikesConfig(factor=20))
+    assert detector.see(0, noise(500)) is None
+    found: Any = detector.see(500, [2.1, 1.9, 9.0, 30.0])
+    assert found[:2] == (502, 9.0)
+    assert found[2] == pytest.approx(2.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("value", "spike"), [(2.0 + 0.1 * 5 * 1.4, True), (2.0 + 0.1 * 5 * 0.6, False)])
+def test_the_threshold_is_in_standard_deviations(value, spike):
+    detector = SpikeDetector(SpikesConfig(factor=5, window=5000))
+    detector.history = noise(5000)
+    assert (detector.see(0, [value]) is not None) == spike
+
+
+def test_what_is_no_spike():
+    """A fall, what is not finite, and what comes before anything is usual."""
+    detector = SpikeDetector(SpikesConfig())
+    assert detector.see(0, [*noise(100), -50.0, math.nan, math.inf]) is None
+    assert all(math.isfinite(value) for value in detector.history)
+    assert SpikeDetector(SpikesConfig()).see(0, [1.0] * (LEAST - 1) + [100.0]) is None
+
+
+def test_a_spike_does_not_become_usual_but_a_new_level_does():
+    detector = SpikeDetector(SpikesConfig())
+    detector.see(0, noise(100))
+    assert detector.see(100, [9.0]) is not None
+    assert detector.see(101, [9.0]) is not None
+    assert 9.0 not in detector.history
+    assert detector.see(102, [9.0 + x for x in noise(3 * LEAST)]) is not None
+    assert detector.see(200, [9.0 + x for x in noise(20, seed=1)]) is None
+
+
+def test_a_loss_that_stands_still_may_move_a_little():
+    detector = SpikeDetector(SpikesConfig(factor=20))
+    assert detector.see(0, [0.5] * 100 + [0.505]) is None
+    assert detector.see(101, [0.52]) is not None
+
+
+def test_roll_backs_to_one_checkpoint_are_all_counted():
+    """The checkpoint's own count is that of its time."""
+    callback = SpikeRollback(SpikesConfig())
+    callback.count = 2
+
+    def restore(_registry, *, up_to):
+        callback.count = 0
+        return {"state": {"loader": {}}} if up_to == 8 else None
+
+    loop: Any = SimpleNamespace(
+        step=9, loader=SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None),
+        manager=SimpleNamespace(restore=restore), registry=dict, stopwatch=SimpleNamespace(),
+        log=SimpleNamespace(close=lambda: None, open=lambda _: None),
+    )  # fmt: skip
+    callback.roll_back(loop, 8, "a jump")
+    assert (callback.count, loop.stopwatch.step) == (3, 9)
+
+
+def test_its_state_goes_on():
+    one, two = SpikeDetector(SpikesConfig(window=50)), SpikeDetector(SpikesConfig(window=50))
+    one.see(0, [*noise(80), 9.0, 9.0])
+    assert len(one.history) == 50
+    two.load_state_dict(one.state_dict())
+    assert two.see(82, [9.0] * LEAST) == one.see(82, [9.0] * LEAST)
+    assert (two.history, two.unusual) == (one.history, one.unusual)
+
+
+STEPS = ["--steps", "44", "--log.every", "4", "--checkpoint.every", "8", "--evaluation.every", "0"]
+STEPS += ["--checkpoint.keep", "9", "--log.samples-every", "0"]
+
+
+def run(config: Path, folder: Path, *more: str, spikes: str = "") -> int:
+    """`spikes`: the updates in which the loss jumps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if spikes:
+            inject.install(patch.setattr)
+            patch.setenv(inject.VARIABLE, ",".join(f"0:{step}:spike" for step in spikes.split()))
+        return run_cli(train.main, ["--config", str(config), "--run-dir", str(folder), *STEPS, *more])
+
+
+@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
+def test_back_to_the_last_checkpoint_with_other_images(tmp_path, packed, task, capsys):
+    """The run that rolled back equals one that stopped at that checkpoint and went on from it with the loader ahead."""
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    assert run(config, tmp_path / "spiked", "--spikes.action", "roll-back", spikes="37") == 0
+    assert re.search("jumped to .* in step 37.*; went back to the checkpoint of step 32", capsys.readouterr().err)
+    other = tmp_path / "other"
+    assert run(config, other, "--spikes.action", "roll-back", "--max-steps", "32") == 0
+    path = other / "checkpoints" / "step-00000032.pt"
+    content = checkpoints.load(path)
+    batches = content["state"]["loader"]["consumed"] // 32
+    content["state"]["loader"]["consumed"] += 8 * batches  # the spike was seen at the log's row of step 40
+    content["state"]["loop"]["roll_backs"] = 1
+    checkpoints.save(other / "checkpoints", content)
+    assert run(config, other, "--spikes.action", "roll-back") == 0
+    assert differing(state_of(tmp_path / "spiked", 44), state_of(other, 44)) == []
+    assert [row["step"] for row in log_of(tmp_path / "spiked") if "images" in row] == list(range(4, 45, 4))
+
+
+def test_a_warning_changes_nothing(tmp_path, packed, capsys):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    assert run(config, tmp_path / "quiet") == 0
+    assert "jumped" not in capsys.readouterr().err
+    assert run(config, tmp_path / "spiked", spikes="37") == 0
+    assert "warning: loss/classifier jumped to" in capsys.readouterr().err
+    a, b = state_of(tmp_path / "quiet", 44), state_of(tmp_path / "spiked", 44)
+    assert differing(a["model"], b["model"]) == []
+
+
+def test_too_many_roll_backs_end_the_run(tmp_path, packed, capsys):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    more = ["--spikes.action", "roll-back", "--spikes.limit", "1", "--log.every", "1"]
+    assert run(config, tmp_path / "run", *more, spikes="37 38") == 4
+    assert "after 1 roll-backs (spikes.limit); lower the learning rate" in capsys.readouterr().err
+
+
+def test_a_metric_that_is_not_there_is_named(tmp_path, packed, capsys):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    assert run(config, tmp_path / "run", "--spikes.metric", "loss/generator") == 2
+    assert "spikes.metric loss/generator: not a metric of every step" in capsys.readouterr().err
