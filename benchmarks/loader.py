@@ -172,17 +172,12 @@ def measure_pack(sizes: Sizes, work: Path) -> Result:
     """500x375 JPEG files to raw images: the default number of processes against one, in fresh interpreters."""
     photos, path = work / "photos", work / "pack.lmdb"
     sample_images.write_jpeg_folder(photos, sizes.pack_photos)
-    used: set[int] = set()
 
     def rate(workers: int | None) -> float:
-        measured = packing.measure(photos, path, sizes.pack_size, workers)
-        if workers is None:
-            used.add(int(measured["workers"]))
-        return measured["rate"]
+        return packing.measure(photos, path, sizes.pack_size, workers)["rate"]
 
     rates = alternate({"pack": partial(rate, None), "pack_one_process": partial(rate, 0)}, sizes.repeats)
-    result: Result = {"pack_vs_one_process_ratio": ratio(rates, "pack", "pack_one_process"), **medians(rates)}
-    return result | {"pack_workers": min(used)}
+    return {"pack_vs_one_process_ratio": ratio(rates, "pack", "pack_one_process"), **medians(rates)}
 
 
 def measure_first_batch(sizes: Sizes, work: Path) -> Result:

@@ -19,8 +19,7 @@ def measure(folder: Path, path: Path, size: int, workers: int | None) -> dict[st
     """Pack a folder to raw images of size x size px in a fresh process.
 
     `workers` is the number of processes besides the one that writes, None for the default. Returns `rate`, images
-    per second from opening the folder to the finished file, and `workers`, the number that took part. Raises
-    RuntimeError if it fails.
+    per second from opening the folder to the finished file. Raises RuntimeError if it fails.
     """
     command = [sys.executable, "-m", "benchmarks.loading.packing", str(folder), str(path), str(size), str(workers)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -35,7 +34,7 @@ def main(folder: str, path: str, size: str, workers: str) -> None:
         summary = pack(
             source, path, size=int(size), workers=None if workers == "None" else int(workers), overwrite=True
         )
-    print(json.dumps({"rate": summary.meta.count / summary.seconds, "workers": summary.workers}))
+    print(json.dumps({"rate": summary.meta.count / summary.seconds}))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.utils import extras
-<<<<<<< HEAD
 from duetgan.utils.checkpoint import resolve
-=======
-from duetgan.utils.checkpoint import resolve, resolve_for_people
 from duetgan.utils.checkpoint.provenance import describe_history
->>>>>>> parent of f5cad2f9 (train.py --new-data, data.history and matching by resolution go; --init-from stays)
 from duetgan.utils.config.cli import (
     Parser,
     add_model_options,

@@ -9,12 +9,8 @@ from pathlib import Path
 
 from duetgan.inference.export.formats import FORMATS
 from duetgan.utils import machine
-<<<<<<< HEAD
 from duetgan.utils.checkpoint import resolve
-=======
-from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.checkpoint.provenance import describe_history
->>>>>>> parent of f5cad2f9 (train.py --new-data, data.history and matching by resolution go; --init-from stays)
 from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
 from duetgan.utils.text import columns
 

@@ -85,28 +85,7 @@ def data_tables(run: Run) -> list[Table]:
     """Return a table of the data sets on which the run was trained and evaluated, and a table of
     their numbers of images of each class.
     """
-<<<<<<< HEAD
     rows = []
-=======
-    datasets = {}
-    for role in ("training", "synthetic", "held-out"):
-        if isinstance(run.data.get(role), dict):
-            datasets[role] = run.data[role]
-    if not datasets:
-        return []
-    rows = [["file"], ["images"], ["size"], ["content"]]
-    if any("groups" in data for data in datasets.values()):
-        rows.append(["groups", *(str(data.get("groups", "-")) for data in datasets.values())])
-    for data in datasets.values():
-        size = f"{data.get('resolution') or '-'} px, {data.get('channels', '-')} channel(s)"
-        rows[0].append(str(data.get("path", "-")))
-        rows[1].append(plain(data.get("count")))
-        rows[2].append(size)
-        rows[3].append(str(data.get("content_hash", "-"))[:12])
-    tables: list[Table] = [(["data", *datasets], rows)]
-    if history := as_dict(run.data.get("history")):
-        tables.append((["from", "training images"], [[*map(str, row)] for row in history.items()]))
->>>>>>> parent of f5cad2f9 (train.py --new-data, data.history and matching by resolution go; --init-from stays)
     counts = {}
     for role in ("training", "synthetic", "held-out"):
         if data := as_dict(run.data.get(role)):
@@ -120,5 +99,7 @@ def data_tables(run: Run) -> list[Table]:
     if not rows:
         return []
     tables: list[Table] = [(["data", "file", "images", "size", "groups"], rows)]
+    if history := as_dict(run.data.get("history")):
+        tables.append((["from", "training images"], [[*map(str, row)] for row in history.items()]))
     by_class_table = joined(counts)
     return [*tables, by_class_table] if by_class_table[1] else tables

@@ -95,11 +95,7 @@ def test_unsynchronised_statistics_are_those_of_micro_batches(records, part):
     assert largest_difference(records[1]["classifier-everything:0"], records[1][LOCAL[0]], "gradients") > 1e-6
 
 
-<<<<<<< HEAD
-def test_the_comparison_is_of_something(records):
-=======
-def test_the_comparison_is_of_something_and_a_schedule_free_network_its_own(records: Records) -> None:
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
+def test_the_comparison_is_of_something_and_a_schedule_free_network_its_own(records):
     one = {name.removesuffix(":0"): record for name, record in records[1].items()}
     for name in ("everything", "fixed", "average"):
         record = one[f"classifier-{name}"]

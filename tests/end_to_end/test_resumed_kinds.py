@@ -84,11 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "drawn": GAN | {"data": {"synthetic": MIXED | {"path": None, "checkpoint": "generator"}}},
     "cycle": CLASSIFIER
     | {
-<<<<<<< HEAD
-        "optimizer": {"name": "sgd", "schedule": "one-cycle", "cycle_momentum": [0.95, 0.8]},
-=======
         "optimizer": {"name": "sgd", "schedule": "one-cycle", "cycle_momentum": [0.95, 0.8], "clip_adaptive": 0.05},
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
         "augment": {"flip": True, "shift": 1, "erase": 0.2, "trivial_augment": True, "mixup": 0.4, "cutmix": 1.0},
         **{"resizing": {"initial_scale": 0.5}, "micro_batch": 20, "loss": {"class_weights": "balanced"}},
         "data": {"sampling": "balanced"},

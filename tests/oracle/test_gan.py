@@ -32,11 +32,7 @@ SGD = {
 }
 CYCLE = {
     **{"name": "adam", "lr": 0.03, "betas": [0.5, 0.9], "eps": 1e-3, "schedule": "one-cycle", "pct_start": 0.25},
-<<<<<<< HEAD
-    **{"cycle_start": 0.2, "final_lr": 0.1, "cycle_momentum": [0.9, 0.4]},
-=======
     **{"cycle_start": 0.2, "final_lr": 0.1, "cycle_momentum": [0.9, 0.4], "clip_adaptive": 0.05},
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
 }
 COMMON: dict[str, Any] = {
     **{"task": "gan", "batch_size": 12, "steps": 10, "seed": 5},

@@ -108,13 +108,8 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "data.path": "tests/training/base/test_data.py",
     "data.val_path": "tests/training/base/test_data.py",
     "data.workers": "tests/training/base/test_data.py",
-<<<<<<< HEAD
     "data.prefetch": "tests/data/reading/test_dataset_damage.py",
-    "data.synthetic.path": "tests/training/base/test_synthetic.py",
-=======
-    "data.prefetch": "tests/options/test_parameters.py",
     **dict.fromkeys(("data.synthetic.path", "data.synthetic.checkpoint"), "tests/training/base/test_generated.py"),
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
     "augment.own": "tests/data/augment/test_transforms.py",
     **dict.fromkeys((f"log.{key}" for key in ("every", "samples_every", "tensorboard")), "tests/end_to_end/helpers.py"),
     "log.tracker": "tests/extras/trackers/test_trackers.py",
@@ -131,11 +126,7 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "distributed.start_timeout": "tests/test_cluster.py",
     "distributed.timeout": "tests/faults/test_process_faults.py",
     "distributed.compress": "tests/accelerator/ranks/cases.py",
-<<<<<<< HEAD
     "distributed.check_every": "tests/training/classifier/test_probe.py",
-=======
-    "distributed.check_every": "tests/training/engine/test_speed.py",
->>>>>>> parent of 04cee003 (No spike detection and no roll-back: non-finite updates alone go back to a checkpoint)
 }  # fmt: skip
 GAN_ELSEWHERE = {  # keys that no step of a GAN reads, and why
     "loss.gradients_every": "looks at gradients and changes no update",

@@ -7,6 +7,7 @@ content. It is the last step of `duet pack --val-share`.
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
 
 LARGEST = Fraction(1, 2)  # largest held-out fraction
+# largest number of groups for which every choice of held-out groups is tried
+TRIED = 12
 
 
 def val_path(dest: Path) -> Path:
@@ -47,13 +50,21 @@ def to_fraction(value: str | float) -> Fraction:
 def quotas(counts: Sequence[int], fraction: Fraction) -> list[int]:
     """Return the number of images to hold out of each class, for `counts` images of each class.
 
-    This is `fraction` of the class, rounded, but every class of two or more images has at least one
-    image in each part. A class with a single image keeps it for training.
+    The total is `fraction` of all images, rounded. Each class gets `fraction` of its images,
+    rounded down. The classes with the largest remainders (Hare's quota), the first among equals,
+    get one more. Then every class of two or more images has at least one image in each part. A
+    class with a single image keeps it for training and is not counted.
     """
-    numbers = []
-    for count in counts:
-        rounded = int(fraction * count + Fraction(1, 2))
-        numbers.append(min(max(rounded, 1), count - 1) if count > 1 else 0)
+    counts = [int(count) if count > 1 else 0 for count in counts]
+    parts = [fraction * count for count in counts]
+    numbers = list(map(int, parts))
+    missing = int(fraction * sum(counts) + Fraction(1, 2)) - sum(numbers)
+    by_remainder = sorted(range(len(counts)), key=lambda label: numbers[label] - parts[label])
+    for label in by_remainder[:missing]:
+        numbers[label] += 1
+    for label, count in enumerate(counts):
+        if count:
+            numbers[label] = min(max(numbers[label], 1), count - 1)
     return numbers
 
 
@@ -73,7 +84,7 @@ def strata(
 def draw(
     groups: Sequence[np.ndarray],  # records that stay together
     labels: np.ndarray,  # int64 [n]: the stratum of each record, below called class
-    digests: Sequence[bytes],  # hash of each record's content, or the name of its group
+    digests: Sequence[bytes],  # hash of each record's content
     fraction: Fraction,
     seed: int,
 ) -> np.ndarray:
@@ -87,8 +98,6 @@ def draw(
     The key of a group does not depend on other groups, so that few images change between the parts
     when images are added.
     """
-    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
-
     counts = np.bincount(labels, minlength=1)
     remaining = np.array(quotas(counts.tolist(), fraction))
     with_quota = np.flatnonzero(remaining)
@@ -96,10 +105,7 @@ def draw(
     def class_counts(records: np.ndarray) -> np.ndarray:
         return np.bincount(labels[records], minlength=len(counts))
 
-    def key(group: np.ndarray) -> int:
-        return seed_of(seed, "split", min(digests[record] for record in group).hex())
-
-    drawn = sorted(groups, key=key)
+    drawn = in_order_of_keys(groups, digests, seed)
     held_out = np.zeros(len(labels), bool)
     for group in drawn:
         if (class_counts(group) <= remaining).all():
@@ -117,6 +123,104 @@ def draw(
                     fitting.append(group)
         if fitting:
             held_out[min(fitting, key=len)] = True
+    return held_out
+
+
+def in_order_of_keys(
+    groups: Sequence[np.ndarray], digests: Sequence[bytes], seed: int
+) -> list[np.ndarray]:
+    """Return groups of records, sorted by the hash of (seed, "split", smallest digest in hex)."""
+    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
+
+    def key(group: np.ndarray) -> int:
+        return seed_of(seed, "split", min(digests[record] for record in group).hex())
+
+    return sorted(groups, key=key)
+
+
+def group_counts(
+    groups: Sequence[np.ndarray], labels: np.ndarray, classes: np.ndarray
+) -> np.ndarray:
+    """Count the images of each class, and all images, in each group: int64 [groups, classes + 1].
+
+    Args:
+        labels: int64 [n].
+        classes: bool [labels, classes], True for the classes of a label.
+    """
+    label_counts = []
+    for group in groups:
+        numbers = np.bincount(labels[group], minlength=len(classes))
+        label_counts.append(numbers[: len(classes)])  # without classes all labels are 0
+    counts = np.array(label_counts) @ classes.astype(np.int64)
+    return np.column_stack([counts, list(map(len, groups))])
+
+
+def split_cost(
+    held_out: np.ndarray, sizes: np.ndarray, shared: np.ndarray, fraction: float
+) -> np.ndarray:
+    """Return the cost of holding out `held_out` images, float64 [...].
+
+    The larger term counts the classes that the training images lack, and those that the held-out
+    images lack although several groups have them. The smaller term is the sum of the squared
+    differences between `fraction` and the held-out fractions of each class and of all images.
+
+    Args:
+        held_out: numbers of held-out images of each class, and their total, [..., classes + 1].
+        sizes: numbers of images of each class, and their total, above 0, [classes + 1].
+        shared: bool [classes + 1], True if several groups have images of a class.
+    """
+    lacking = ((held_out == sizes) | (shared & (held_out == 0))).sum(-1)
+    # The sum of squares is smaller than the number of terms.
+    return lacking * len(sizes) + np.square(held_out / sizes - fraction).sum(-1)
+
+
+def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarray:
+    """Choose groups to hold out, bool [groups], with a low `split_cost`.
+
+    For up to TRIED groups the choice has the lowest cost of all. With more groups, the choice
+    `start` is improved step by step: the move of the group that lowers the cost most is applied
+    until none lowers it. Unless a class would be lacking, the sum of squares is then at most half
+    of the sum over groups and classes of w (the group's fraction of the class)^2, where w is
+    `fraction` for training groups and 1 - `fraction` for held-out groups.
+
+    Args:
+        counts: numbers of images of each class, and their total, int64 [groups, classes + 1].
+        start: bool [groups], True for held-out groups.
+    """
+    counts = counts[:, counts.any(0)]
+    sizes = counts.sum(0)
+    shared = (counts > 0).sum(0) > 1
+    cost = partial(split_cost, sizes=sizes, shared=shared, fraction=fraction)
+    if len(counts) <= TRIED:
+        choices = np.arange(2 ** len(counts))[:, None] >> np.arange(len(counts)) & 1
+        return choices[cost(choices @ counts).argmin()].astype(bool)
+    chosen = start.copy()
+    while True:
+        held_out = counts[chosen].sum(0)
+        costs = cost(held_out + np.where(chosen, -1, 1)[:, None] * counts)
+        if costs.min() >= cost(held_out) - 1e-12:
+            return chosen
+        chosen[costs.argmin()] ^= True
+
+
+def draw_groups(
+    groups: Sequence[np.ndarray],  # records that stay together
+    labels: np.ndarray,  # int64 [n]
+    classes: np.ndarray,  # bool [labels, classes]
+    names: Sequence[str],  # name of each record's group
+    fraction: Fraction,
+    seed: int,
+) -> np.ndarray:
+    """Draw the held-out records by whole groups, bool [n].
+
+    The result depends on the names and the labels of the groups, and on the seed.
+    """
+    digests = [name.encode(errors="surrogateescape") for name in names]
+    held_out = draw(groups, labels, digests, fraction, seed)
+    groups = in_order_of_keys(groups, digests, seed)
+    counts = group_counts(groups, labels, classes)
+    chosen = balance(counts, float(fraction), held_out[[group[0] for group in groups]])
+    held_out[np.concatenate(groups)] = np.repeat(chosen, list(map(len, groups)))
     return held_out
 
 
@@ -138,17 +242,19 @@ def write_parts(
     with LMDBReader(whole) as reader:
         meta, report = reader.meta, find(reader, similar=True)
         groups = look_alikes(meta.count, report, group_equal(numbers))
-        digests = [record.digest for record in records]
-        if grouping is not None:
-            digests = [name.encode(errors="surrogateescape") for name in names]
-        labels = strata(reader.labels(), meta.sets, fraction)
-        held_out = draw(groups, labels, digests, fraction, seed)
+        labels = reader.labels()
+        if grouping is None:
+            digests = [record.digest for record in records]
+            held_out = draw(groups, strata(labels, meta.sets, fraction), digests, fraction, seed)
+        else:
+            held_out = draw_groups(groups, labels, meta.multi_hot, names, fraction, seed)
         if not held_out.any():
             largest = max(map(len, groups))
+            where = "of each class" if grouping is None else "of all groups"
             raise UserError(
-                f"{meta.source}: the images of each class look alike or belong together (the"
-                f" largest group has {largest:,} of {meta.count:,}), so none can be held out; add"
-                " others, or pack held-out images of their own"
+                f"{meta.source}: the images {where} look alike (the largest group has"
+                f" {largest:,} of {meta.count:,}), so none can be held out; add others, or"
+                " pack held-out images of their own"
             )
         _copy(reader, records, writers, held_out)
     split = Split(

@@ -207,18 +207,8 @@ class DistributedConfig(Config):
 class RunConfig(Config):
     """The config keys that every task has."""
 
-<<<<<<< HEAD
-    old_keys = {
-<<<<<<< HEAD
-        "threads": "adapt",
-        "early_stopping": {"patience": None, "min_delta": 0.0},
-        "spikes": {"action": "warn", "metric": None, "factor": 20.0, "window": 200, "limit": 3},
-=======
-        "spikes": {"action": "warn", "metric": None, "factor": 20.0, "window": 200, "limit": 3}
->>>>>>> parent of afde9e63 (Early stopping, data.synthetic.weight and the lists of transferred layers go)
-    }
-=======
->>>>>>> parent of 04cee003 (No spike detection and no roll-back: non-finite updates alone go back to a checkpoint)
+    old_keys = {"threads": "adapt"}
+
     # True if the task can split its micro-batches when memory runs out
     can_halve: ClassVar[bool] = False
 

@@ -430,16 +430,6 @@ def data_text(dataset: Dataset) -> str:
 
 
 def mixture_text(config: RunConfig, dataset: Dataset) -> str:
-<<<<<<< HEAD
-    source = dataset.synthetic
-    text = data_text(source)
-    if not source.meta.passport:
-        text += ", no passport: they count as real"
-    fraction = synthetic_fraction(
-        config.data.synthetic, real_label_frequencies(config.data, dataset)
-    )
-    return f"{text}; {float(fraction):.3g} of each batch"
-=======
     source, mixture = dataset.synthetic, config.data.synthetic
     if isinstance(source, Dataset):
         text = data_text(source)
@@ -452,4 +442,3 @@ def mixture_text(config: RunConfig, dataset: Dataset) -> str:
     if mixture.balance == "fill":
         text += ", of the classes that lack images"
     return text
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)

@@ -1,6 +1,7 @@
 """Monitors of a training: time, means of metrics, skipped updates, loss spikes, early stopping."""
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -129,8 +130,6 @@ class MetricWindow(Fields):
         super().load_state_dict(state)
         self._pending.clear()
         self.failed.clear()
-<<<<<<< HEAD
-=======
 
 
 class SpikesConfig(Config):
@@ -244,4 +243,3 @@ class EarlyStopping(Fields):
         best = "nothing" if self.best is None else f"{self.best:.4g}"
         margin = f" by more than {self.config.min_delta:g}" if self.config.min_delta else ""
         return f"early stopping: {self.waited} evaluations without {self.metric} better than {best}{margin}"
->>>>>>> parent of afde9e63 (Early stopping, data.synthetic.weight and the lists of transferred layers go)

@@ -1,6 +1,7 @@
 """The classifier as one process trains it: compiled, and its gradients added up over processes."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn

@@ -10,18 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
-<<<<<<< HEAD
-from duetgan.training.base.monitors import Fields, MetricWindow, State, Stopwatch
-=======
 from duetgan.training.base.monitors import (
     EarlyStopping,
     Fields,
     MetricWindow,
     State,
     Stopwatch,
-    improvement,
 )
->>>>>>> parent of afde9e63 (Early stopping, data.synthetic.weight and the lists of transferred layers go)
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Stateful, Task
 from duetgan.training.engine.checkpoints import CheckpointManager, Evaluation

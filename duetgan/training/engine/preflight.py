@@ -131,18 +131,7 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
         text += f" after {config.warmup_steps} warm-up steps"
     if config.warmup_steps >= steps:
         text += "; warning: the run ends within the warm-up: make warmup_steps smaller"
-<<<<<<< HEAD
     return f"{text}, {config.schedule}"
-=======
-    if config.schedule != "constant":
-        points = (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
-        rates = [f"{config.lr_at(step, steps):.2g} at {step}" for step in points]
-        text += f", {config.schedule}: {', '.join(rates)}"
-    for key in ("clip_norm", "clip_value", "clip_adaptive"):
-        if value := getattr(config, key):
-            text += f", {key} {value:g}"
-    return text
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
 
 
 def layers_text(task: Task, name: str) -> str:

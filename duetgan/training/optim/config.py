@@ -41,12 +41,7 @@ MOMENTA = ("sgd", "muon", "muon-adam")  # names of the optimizers that use `mome
 class OptimizerConfig(Config):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
-<<<<<<< HEAD
-    old_keys = {"clip_adaptive": None}
-
-=======
     # schedulefree-*: the evaluated weights are an average, which replaces a decay of the rate.
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
     # muon: Muon for matrices and filters, SGD for norms, biases and the head; classifiers only.
     # muon-adam: Muon for filters larger than 1x1, Adam for other parameters
     name: Literal[
@@ -90,11 +85,7 @@ class OptimizerConfig(Config):
     cycle_start: PositiveFraction = 0.04  # one-cycle: initial rate, as a fraction of lr
     # one-cycle: momentum, or Adam's beta1, at both ends and at the peak of the rate: [0.95, 0.85];
     # null: constant
-<<<<<<< HEAD
     cycle_momentum: tuple[Decay, Decay] | None = None
-=======
-    cycle_momentum: list[Decay] | None = None
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
 
     def check(self) -> None:
         entry(dict.fromkeys(("constant", *DECAYS, "step", "one-cycle")), self.schedule, "schedule")

@@ -185,15 +185,12 @@ class Updater:
                     group["momentum"] = momentum
                 else:
                     group["betas"] = (momentum, group["betas"][1])
-<<<<<<< HEAD
-=======
 
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
         """Return the averaged weights of a schedule-free optimizer, for evaluation, else None."""
         if isinstance(self.optimizer, ScheduleFree):
             return self.optimizer.average(parameters)
         return None
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
 
     def reset(self) -> None:
         """Build a new optimizer, with empty moments."""

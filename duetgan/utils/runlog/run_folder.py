@@ -194,6 +194,7 @@ def _aligned(tree: Tree, defaults: Tree) -> Tree:
         return tree
     result = {key: tree.get(key, default) for key, default in defaults.items()}
     for key, value in defaults.items():
-        if isinstance(value, dict) and isinstance(result[key], dict):
-            result[key] = _aligned(result[key], value)
+        saved = result[key]
+        if isinstance(value, dict) and isinstance(saved, dict):
+            result[key] = _aligned(saved, value)
     return result

@@ -1,12 +1,17 @@
 """`duet pack --group-column` and `--group-from`: patients, cameras and sequences stay on one side of a split."""
 
+import itertools
 import re
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from duetgan.commands.pack import main
@@ -14,6 +19,7 @@ from duetgan.commands.planning.measure import survey
 from duetgan.commands.planning.plan import choose
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing import split
+from duetgan.data.packing.split import balance, group_counts
 from duetgan.data.reading.dataset import Dataset
 from duetgan.reporting.figures import data_tables
 from duetgan.training.base.data import facts
@@ -23,6 +29,80 @@ from tests.data.conftest import source_at, succeed
 from tests.data.packing.test_duplicates import photos, saved
 
 PATIENT = "--group-from=_(p[0-9]+)_"
+
+
+def exact_cost(counts: np.ndarray, chosen: tuple[bool, ...], fraction: Fraction) -> tuple[int, Fraction]:
+    """Number of classes that a part lacks without need, then the sum of squared differences, by definition."""
+    lacking, squares = 0, Fraction(0)
+    for column in counts.T.tolist():
+        if any(column):
+            held = sum(count for count, is_chosen in zip(column, chosen, strict=True) if is_chosen)
+            several = sum(count > 0 for count in column) > 1
+            lacking += held == sum(column) or (several and held == 0)
+            squares += (Fraction(held, sum(column)) - fraction) ** 2
+    return lacking, squares
+
+
+@st.composite
+def groupings(draw: Callable[..., Any], most: int) -> tuple[np.ndarray, Fraction]:
+    """Numbers of images of each class, and of all, in each group; a fraction."""
+    classes = draw(st.integers(1, 3))
+    rows = st.lists(st.integers(0, 12), min_size=classes, max_size=classes).filter(any)
+    counts = np.array(draw(st.lists(rows, min_size=2, max_size=most)))
+    fraction = draw(st.sampled_from(["0.1", "0.2", "0.25", "0.5"]))
+    return np.column_stack([counts, counts.sum(1)]), Fraction(str(fraction))
+
+
+@settings(max_examples=40)
+@given(groupings(most=7))
+def test_few_groups_are_divided_as_well_as_any_choice_can(case):
+    counts, fraction = case
+    choices = itertools.product((False, True), repeat=len(counts))
+    best = min(exact_cost(counts, choice, fraction) for choice in choices)
+    start = np.zeros(len(counts), bool)
+    found = exact_cost(counts, tuple(balance(counts, float(fraction), start)), fraction)
+    assert found[0] == best[0]
+    assert float(found[1]) == pytest.approx(float(best[1]), abs=1e-9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split, "TRIED", 0)  # the search that many groups need
+        near = balance(counts, float(fraction), start)
+    assert 0 < near.sum() < len(counts)
+    assert exact_cost(counts, tuple(near), fraction)[0] == best[0] or best[0] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_groups_are_within_the_bound(seed):
+    """No move improves the choice; added up over all groups, that is the bound in `balance`."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 2, (60, 4)) * rng.integers(1, 30, (60, 4))
+    counts = np.column_stack([counts, counts.sum(1)])[counts.any(1)]
+    fraction = (0.1, 0.2, 0.3, 0.5)[seed]
+    start = rng.random(len(counts)) < fraction
+    chosen = balance(counts, fraction, start)
+    parts = counts / counts.sum(0)
+
+    def squares(held: np.ndarray) -> float:
+        return float(np.square(parts[held].sum(0) - fraction).sum())
+
+    weights = np.where(chosen, 1 - fraction, fraction)
+    assert squares(chosen) <= (weights * np.square(parts).sum(1)).sum() / 2
+    assert squares(chosen) <= squares(start)
+    for group in range(len(counts)):
+        moved = chosen.copy()
+        moved[group] ^= True
+        assert squares(moved) >= squares(chosen) - 1e-9
+    assert np.abs(parts[chosen].sum(0) - fraction).max() < 0.04  # of every class, and of all
+
+
+def test_a_class_of_one_group_is_trained_on_and_counts_add_up():
+    counts = np.array([[9, 1, 10], [0, 2, 2], [0, 2, 2]])
+    assert balance(counts, 0.5, np.zeros(3, bool)).tolist()[0] is False
+    groups = [np.array([0, 2]), np.array([1, 3, 4])]
+    labels = np.array([0, 2, 1, 2, 0])
+    assert group_counts(groups, labels, np.eye(3, dtype=bool)).tolist() == [[1, 1, 0, 2], [1, 0, 2, 3]]
+    sets = np.array([[1, 1], [0, 1], [0, 0]], bool)  # classes of label sets
+    assert group_counts(groups, labels, sets).tolist() == [[1, 2, 2], [1, 1, 3]]
+    assert group_counts(groups, labels * 0, np.eye(0, dtype=bool)).tolist() == [[2], [3]]
 
 
 @pytest.fixture(scope="module")

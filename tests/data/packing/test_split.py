@@ -32,15 +32,25 @@ QUARTER: dict[str, Any] = {"val_share": "0.25", "overwrite": True}
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), SHARES)
-def test_quotas_are_rounded_and_leave_an_image_in_each_part(counts: list[int], share: Fraction) -> None:
-    for count, quota in zip(counts, quotas(counts, share), strict=True):
-        assert (0 < quota < count) if count > 1 else quota == 0
-        assert abs(quota - share * count) <= Fraction(1, 2) or quota == 1 or count < 2
+def test_quotas_are_the_largest_remainders(counts, share):
+    found = quotas(counts, share)
+    splittable = [count if count > 1 else 0 for count in counts]
+    ideal = [share * count for count in splittable]
+    for count, wanted, part in zip(splittable, found, ideal, strict=True):
+        assert (0 < wanted < count) if count else wanted == 0
+        assert abs(wanted - part) < 1  # one image at least is never more than one above the ideal
+    extra = sum(1 for wanted, part in zip(found, ideal, strict=True) if part < 1 and wanted)
+    assert sum(found) <= int(share * sum(splittable) + Fraction(1, 2)) + extra
+    raised = [part % 1 for wanted, part in zip(found, ideal, strict=True) if wanted > part and part >= 1]
+    lowered = [part % 1 for wanted, part in zip(found, ideal, strict=True) if wanted < part]
+    assert not raised or not lowered or min(raised) >= max(lowered)
 
 
-def test_quotas_by_hand_and_shares_that_are_none() -> None:
-    assert quotas([14, 16, 5, 1, 0, 1000], TENTH) == [1, 2, 1, 0, 0, 100]
-    assert quotas([2, 1, 0, 3], Fraction(1, 2)) == [1, 0, 0, 2]
+def test_quotas_by_hand_and_shares_that_are_none():
+    assert quotas([1000, 1000], TENTH) == [100, 100]
+    assert quotas([14, 16, 20], TENTH) == [1, 2, 2]  # 1.4, 1.6, 2.0
+    assert quotas([5, 5, 5, 5], TENTH) == [1, 1, 1, 1]  # 0.5 each: two by the remainders, then one at least
+    assert quotas([2, 1, 0, 3], Fraction(1, 2)) == [1, 0, 0, 2]  # 1.0, -, -, 1.5
     assert quotas([300], Fraction("0.29")) == [87]  # not 0.28999999999999998
     for share in ("0", "-0.1", "0.51", "1", "nan", "inf", "a", "1/0", ""):
         with pytest.raises(UserError, match=r"give a share above 0 and up to 0\.5"):
@@ -171,7 +181,7 @@ def test_command_line(pets, tmp_path, refused, capsys):
     succeed(main, *command)
     told = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
     held_out = tmp_path / "x-val.lmdb"
-    assert ["cat", "22,", "2 held out"] in told
+    assert ["cat", "21,", "3 held out"] in told
     with LMDBReader(tmp_path / "x.lmdb") as kept, LMDBReader(held_out) as held:
         count = len(kept) + len(held)
         text = f"{held_out}: {len(held)} of {count} images, {len(held) / count:.1%}"
@@ -181,7 +191,7 @@ def test_command_line(pets, tmp_path, refused, capsys):
     (tmp_path / "x.lmdb").unlink()
     assert "x-val.lmdb exists" in refused(main, *command)
     succeed(main, *command, "--overwrite", "--val-dest", tmp_path / "v.lmdb")
-    assert len(LMDBReader(tmp_path / "v.lmdb")) == 3
+    assert len(LMDBReader(tmp_path / "v.lmdb")) == 4
     assert "--val-dest is for --val-share" in refused(main, pets, tmp_path / "y.lmdb", "--val-dest", "z.lmdb")
 
 
@@ -199,11 +209,7 @@ def test_refusals(pets, tmp_path, refused, capsys):
         ("pets", "--val-share 0.6", "--val-share 0.6: give a share above 0 and up to 0.5"),
         ("pets", "--split val", "or add --val-share 0.1"),
         ("alone", "--val-share 0.5", "(the largest group has 1 of 2), so none can be held out"),
-        (
-            "same",
-            "--val-share 0.2",
-            "belong together (the largest group has 5 of 5), so none can be held out",
-        ),
+        ("same", "--val-share 0.2", "look alike (the largest group has 5 of 5), so none can be held out"),
     ):
         assert message in refused(main, tmp_path / folder, tmp_path / "x.lmdb", *options.split(), alone=True)
         assert sorted(tmp_path.rglob("*")) == before

@@ -146,28 +146,7 @@ def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed
     np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
 
 
-<<<<<<< HEAD
-def test_damage_of_the_second_file_is_named(packed, second):
-=======
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("before", [1, 5, 8])
-def test_a_loader_resumes_in_the_middle_of_both_epochs(packed: Path, second: Path, prefetch: int, before: int) -> None:
-    straight = loader_of(packed, second, sampler_of("0.37", until=7), prefetch)
-    for _ in range(before):
-        next(straight)
-    state = straight.state_dict()
-    resumed = loader_of(packed, second, sampler_of("0.37", until=7), prefetch)
-    next(resumed)
-    resumed.load_state_dict(state)
-    for _ in range(6):
-        expected, found = next(straight), next(resumed)
-        assert torch.equal(expected.images, found.images)
-        np.testing.assert_array_equal(expected.synthetic, found.synthetic)
-    straight.close()
-    resumed.close()
-
-
-def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: Path) -> None:
+def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed, second):
     """The loop goes back in steps and on in samples (`training.engine.loop`)."""
     loader = loader_of(packed, second, sampler_of("1/4", until=8), batches_per_step=2)
     then = loader.state_dict()
@@ -178,8 +157,7 @@ def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: 
     assert counts == [3] * 8 + [0] * 2
 
 
-def test_damage_of_the_second_file_is_named(packed: Path, second: Path) -> None:
->>>>>>> parent of 04cee003 (No spike detection and no roll-back: non-finite updates alone go back to a checkpoint)
+def test_damage_of_the_second_file_is_named(packed, second):
     flip(second, sample_images(DRAWN, seed=1)[2].tobytes())
     loader = loader_of(packed, second, sampler_of("1/2"))
     assert_raises(DamageError, r"second\.lmdb: record 2 is damaged", deque, loader, maxlen=0)

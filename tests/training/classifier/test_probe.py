@@ -77,7 +77,7 @@ def test_its_accuracy_is_not_that_of_the_luckiest_of_many_strengths(monkeypatch)
 
 def test_classes_are_spread_over_the_folds(monkeypatch):
     labels = torch.tensor([0] * 50 + [1] * 11 + [2] * 5)
-    folds = probe._folds(labels.numpy(), 1)
+    folds = probe._folds(labels.numpy(), 1, np.arange(len(labels)))
     for label in range(3):
         counts = np.bincount(folds[labels.numpy() == label], minlength=probe.FOLDS)
         assert counts.max() - counts.min() <= 1

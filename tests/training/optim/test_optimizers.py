@@ -215,15 +215,9 @@ def test_a_constant_stays_no_length_is_the_end_and_a_long_warm_up_is_told():
     assert "warning" not in schedule_text(config, 101, 8)
 
 
-<<<<<<< HEAD
-def torch_rates(make, steps, *, lr=0.4):
-    """(rate, momentum) of every update as a scheduler of torch sets them."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
-=======
 def torch_rates(make, steps, *, lr=0.4, momentum=0.9):
     """(rate, momentum) of every update as a scheduler of torch sets them."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=momentum)
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
     scheduler = make(optimizer)
     found = []
     for _ in range(steps):
@@ -241,10 +235,7 @@ def test_one_cycle_is_torchs(steps, rise):
     cycle: dict[str, Any] = {"cycle_start": 1 / 20, "final_lr": 1 / 1000, "cycle_momentum": [0.97, 0.8]}
     config = OptimizerConfig(lr=0.4, schedule="one-cycle", pct_start=share, **cycle)
     for step, (rate, momentum) in enumerate(expected):
-<<<<<<< HEAD
         assert config.momentum_at(step, steps + 1) == pytest.approx(momentum, rel=1e-9)
-=======
->>>>>>> parent of 60be7c61 (Schedule-free optimizers, adaptive clipping, progressive resizing, four losses and samples drawn while training go)
         assert config.lr_at(step, steps + 1) == pytest.approx(rate, rel=1e-9)
         assert config.momentum_at(step, steps + 1) == pytest.approx(momentum, rel=1e-9)
     for step in (steps, steps + 20):  # never up again
