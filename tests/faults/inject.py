@@ -57,7 +57,10 @@ def patch_loop(module: Any, put: Set) -> None:
 
         def step(batches: Any, number: int) -> Any:
             fire(number)
-            return type(task).step(task, batches, number)
+            metrics = type(task).step(task, batches, number)
+            if due("spike", number):
+                metrics[loop.window.watched] = metrics[loop.window.watched] * 1e4 + 1e4
+            return metrics
 
         task.step = step
         try:

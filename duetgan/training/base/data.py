@@ -439,6 +439,4 @@ def mixture_text(config: RunConfig, dataset: Dataset) -> str:
         text = f"{source.meta.source}, {len(source):,} an epoch"
     fraction = synthetic_fraction(mixture, real_label_frequencies(config.data, dataset))
     text += f"; {float(fraction):.3g} of each batch"
-    if mixture.balance == "fill":
-        text += ", of the classes that lack images"
     return text

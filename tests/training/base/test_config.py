@@ -58,7 +58,6 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         (SyntheticConfig, DRAWN | {"until": 2.5}, r"until 2\.5: give a share of the steps, up to 1, or a whole step"),
         (OptimizerConfig, {"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value"),
         (OptimizerConfig, {"betas": [0.9]}, "betas .0.9.: must be two numbers"),
-        (OptimizerConfig, {"cycle_momentum": [0.9]}, "cycle_momentum .0.9.: must be two numbers"),
         (GanConfig, {"steps": 0}, "^steps 0: must be greater than 0"),
         (AdaConfig, {"p": math.nan}, "^p nan"),
         (SpikesConfig, {"factor": math.inf}, "^factor inf"),
