@@ -38,7 +38,7 @@ SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of evaluation: a task's usual one, or one that an option of the kind's name chooses."""
+    """A kind of evaluation: the default one of a task, or one that an option requests."""
 
     task: str  # of the checkpoint
     evaluate: str  # "module:function" of checkpoint, dataset, folder and options: returns results

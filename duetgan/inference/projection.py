@@ -362,9 +362,10 @@ def project(
     *,
     save_to: Path | None = None,  # .safetensors file to which w and noise are saved
 ) -> list[str]:
-    """Project the target; write a PNG of the target and the results; return the distances as text.
+    """Find the latents of an image, write a PNG of the image and the results, and return a text.
 
-    `names` are the names of the classes. There is a line of text for the start and each space.
+    The text has a line with the distance of the start of the search, and one for the result in each
+    space, w or w+. `names` are the names of the classes.
     """
     steps = config.steps * len(SPACES[config.space])
     with Bar(total=steps, desc="projecting", unit="step", delay=1) as bar:

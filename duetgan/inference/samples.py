@@ -128,7 +128,9 @@ class Sampler:
         return [number // count * num_labels + self.chosen[number % count] for number in numbers]
 
     def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
-        """Return the samples' seeds in NVIDIA's programs; None without `numpy_latents`."""
+        """Return the seeds with which NVIDIA's programs draw these samples; None unless
+        `numpy_latents` is True.
+        """
         if not self.numpy_latents:
             return None
         if self.sources:
@@ -453,8 +455,10 @@ def default_count(sampler: Sampler, most: int = 16) -> int:
 
 
 def seeded(sampler: Sampler, count: int, *, step: int = 1) -> Sampler:
-    """Return the sampler, if it has sources, or one with `count` seeds: the first of each class is
-    the sampler's `seed`, each next one is larger by `step`.
+    """Return a sampler whose sources are `count` seeds; a sampler with sources is returned unchanged.
+
+    Within each class, the first seed is the sampler's `seed`, and each further one is larger by
+    `step`.
     """
     if sampler.sources:
         return sampler
@@ -470,8 +474,10 @@ def load_sources(
     *,
     times: int = 1,
 ) -> list[int | Latents]:
-    """Return the seeds and the latents, those of files read by `read_latents`. `times` larger than
-    1 repeats each seed, for as many classes, and moves the latents to the end.
+    """Return seeds as integers, and files of `write_latents` as the latents in them.
+
+    With several classes, `times` is their number: each seed is repeated that often, and the latents,
+    which have a class already, come last.
 
     Raises UserError for latents that do not fit the generator.
     """
@@ -495,8 +501,8 @@ def load_sources(
 
 
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the class, if there are classes, and on the last line the seed or the file of samples
-    with `sources`.
+    """Return the caption of each sample: its class, if there are classes, and its seed; for saved
+    latents the name of their file.
     """
     heads = [f"seed {seed}" for seed in sampler.seeds(numbers)]
     for row, label in enumerate(sampler.classes(numbers)):

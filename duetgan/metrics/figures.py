@@ -142,7 +142,8 @@ CLASSIFIER = [
     ),
     Figure(
         "ece", "calibration error (ECE)",
-        "expected calibration error: mean difference between confidence and accuracy over 15 bins; 0 if calibrated",
+        "expected calibration error: mean difference between confidence and accuracy over 15 bins; 0 if the "
+        "probabilities are calibrated",
         answers.ece, better="smaller", in_training=True,
     ),
 ]  # fmt: skip
@@ -150,16 +151,16 @@ CLASSIFIER = [
 LABELS = [  # for images that may have several labels
     *(replace(row, in_training=True) for row in CLASSIFIER if row.key in ("auroc", "average_precision")),
     Figure(
-        "macro_f1", "F1 (mean of the labels)", "several labels an image: mean of the labels' F1",
+        "macro_f1", "F1 (mean of the labels)", "several labels per image: mean of the labels' F1",
         labels.macro_f1, better="larger", place="headline", in_training=True,
     ),
     Figure(
-        "micro_f1", "F1 (of all decisions)", "several labels an image: F1 of all decisions together", labels.micro_f1,
+        "micro_f1", "F1 (of all decisions)", "several labels per image: F1 of all decisions together", labels.micro_f1,
         better="larger", in_training=True,
     ),
     Figure(
         "exact_match", "exact match",
-        "several labels an image: fraction of the images whose labels are all predicted correctly",
+        "several labels per image: fraction of the images whose labels are all predicted correctly",
         answers.accuracy, better="larger", in_training=True,
     ),
 ]  # fmt: skip
@@ -223,30 +224,32 @@ GAN = [
     ),
     Figure(
         "diversity_ratio", "diversity",
-        "diversity of the least diverse class (without classes, of all samples): mean feature distance between "
-        "samples, divided by the mean distance between real images; at most 200 of each",
+        "diversity of the least diverse class, or of all samples if there are no classes: mean feature distance "
+        "between samples, divided by that between real images",
         lambda samples: samples.diversity,
         place="headline", unit="", by_class="diversity_by_class", in_training=True,
     ),
     Figure(
         "precision", "precision",
-        "precision: fraction of the samples that are within reach (3rd neighbour) of a real image",
+        "precision: fraction of the samples that are nearer to a real image than that image's 3rd nearest real image",
         lambda samples: neighbours.precision(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "recall", "recall",
-        "recall: fraction of the real images that are within reach of a sample; outliers raise precision and recall",
+        "recall: fraction of the real images that are nearer to a sample than that sample's 3rd nearest sample; "
+        "outliers raise precision and recall",
         lambda samples: neighbours.recall(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "density", "density",
-        "density: number of real images that have a sample within reach (5th neighbour), divided by 5, mean over the "
-        "samples; about 1 if the samples are real images",
+        "density: number of real images to which a sample is nearer than their 5th nearest real image, divided by 5, "
+        "averaged over the samples; about 1 if the samples are real images",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),
     Figure(
         "coverage", "coverage",
-        "coverage: fraction of the real images that have a sample within reach; about 97 % if the samples are real",
+        "coverage: fraction of the real images to which a sample is nearer than their 5th nearest real image; about "
+        "97 % if the samples are real images",
         lambda samples: neighbours.coverage(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
@@ -315,10 +318,10 @@ def written(page: str) -> str:
         start, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
         head, _, tail = page.partition(start)
         table = [
-            f"| `{row.key}` | {row.meaning[0].upper()}{row.meaning[1:]} | {row.better or '-'} |"
+            f"|`{row.key}`|{row.meaning[0].upper()}{row.meaning[1:]}|{row.better or '-'}|"
             for row in rows
         ]
-        lines = ["| metric | meaning | better |", "|---|---|---|", *table]
+        lines = ["|metric|meaning|better|", "|---|---|---|", *table]
         page = head + start + "\n".join(lines) + f"\n{end}" + tail.partition(end)[2]
     return page
 

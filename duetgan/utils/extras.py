@@ -31,12 +31,13 @@ def commands() -> dict[str, tuple[str, str]]:
     return table
 
 
-def attach(registry: str) -> None:
-    """Import the extras' modules that add entries to a registry of the module named `registry`.
+def attach(module: str) -> None:
+    """Import the modules of extras that add entries to the registries in the core's `module`.
 
-    The last line of that module calls this with its `__name__`.
+    An extra lists them in ATTACHES: name of the core's module -> name of the extra's module. The
+    last line of a core module with registries is `attach(__name__)`.
     """
     for package in packages():
-        name = getattr(package, "ATTACHES", {}).get(registry)
+        name = getattr(package, "ATTACHES", {}).get(module)
         if name is not None:
             importlib.import_module(name)

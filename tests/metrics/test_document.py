@@ -52,17 +52,7 @@ from tests.metrics.trained import (
 __all__ = ["pictures", "trained"]  # fixtures
 flat = chain.from_iterable
 N, SEED, Z, KINDS = 47, 5, 1.959964, len(NAMES)
-PERCENT = {"accuracy", "balanced_accuracy", "top5_accuracy", "ece", "macro_f1", "micro_f1", "exact_match", "f1"}
-PERCENT |= {
-    "recognised",
-    "precision",
-    "recall",
-    "coverage",
-    "clipped_density",
-    "clipped_coverage",
-    "threshold",
-    "fpr95",
-}
+PERCENT = {row.key for row in FIGURES if row.unit == "share"} | {"f1", "threshold"}
 
 
 def assert_document(result: Any, expected: Any, place: str = "") -> None:
@@ -86,6 +76,11 @@ def formatted(key: str, value: float | None) -> str:
     return f"{100 * value:.1f} %" if key in PERCENT else f"{value:.3g}" if value >= 1e-4 else f"{value:.2g}"
 
 
+def test_the_accuracy_is_written_in_percent_and_the_likelihood_as_a_number():
+    assert formatted("accuracy", 0.625) == "62.5 %"
+    assert formatted("nll", 0.625) == "0.625"
+
+
 class Written:
     """What an evaluation of a run's best checkpoint wrote and printed."""
 
@@ -95,7 +90,7 @@ class Written:
         self.run, self.folder, self.printed = trained[run], trained[run] / "eval", capsys.readouterr().out
         self.document = read_json(self.folder / "metrics.json")
         self.text = html.unescape((self.run / "report.html").read_text())
-        page = self.text.partition("<h3>Evaluation at step 7</h3>")[2].partition("<h2>")[0]
+        page = self.text.partition("<h3>Evaluation</h3>")[2].partition("<h2>")[0]
         self.tiles = re.findall(r"<b>(.*?)</b><span>(.*?)</span>", page)
         self.rows = [re.findall(r"<t[hd]>(.*?)</t", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
 

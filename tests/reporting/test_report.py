@@ -240,7 +240,7 @@ def test_a_classifiers_further_figures(tmp_path):
     shown = ["rare and frequent classes count equally (95 % interval 43.8 to 56.2 %)"]
     shown += ["averaged over the classes (95 % interval 0.812 to 0.938)"]
     assert [words for words in shown if words not in text] == []
-    assert "within reach (3rd neighbour) of a real" not in text  # a GAN's precision
+    assert "that image's 3rd nearest real image" not in text  # a GAN's precision
 
 
 @pytest.mark.parametrize("is_weak", [True, False])

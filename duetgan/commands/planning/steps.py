@@ -88,8 +88,8 @@ class Quickstart:
         return 0
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps in order. The `done` of a step is determined after the previous ones have
-        run.
+        """Yield the steps in order. Each must be run before the next one is requested, because
+        `Step.done` depends on the results of the previous steps.
         """
         yield from self.packing()
         for task in self.plan.trainings:

@@ -27,7 +27,7 @@ WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}
 
 
 class Values(NamedTuple):
-    """The values of an image in the depth and channels of its file."""
+    """The pixels of an image as its file stores them, before any conversion."""
 
     pixels: np.ndarray  # uint8, uint16 or float32 [H, W, C]
     alpha: bool = False  # the last channel is transparency

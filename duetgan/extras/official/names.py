@@ -25,9 +25,9 @@ NETWORKS = {"generator": "G", "generator_ema": "G_ema", "discriminator": "D"}
 
 
 class Place(NamedTuple):
-    """Name of a tensor in another program's network, and the index that turns ours into it.
+    """The counterpart of one of our tensors in another program's network: its name and its view.
 
-    `ours[view]` has the other tensor's shape, which differs only in dimensions of size 1.
+    `ours[view]` has the shape of the counterpart, which differs only in dimensions of size 1.
     """
 
     name: str

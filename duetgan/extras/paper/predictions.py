@@ -315,7 +315,8 @@ def count(config: RunConfig, dataset: Dataset, samples: int, *, kernels: bool = 
 def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
     """Return the largest multiple of `multiple` samples that fit a GPU of `gib` GiB in one pass.
 
-    Memory is taken as linear, through the counts `small` and `large` of one pass each.
+    The peak memory is assumed to be a linear function of the number of samples. `small` and `large`
+    are the counts of a pass with few and with more samples, which determine this function.
     """
     slope = (large.peak - small.peak) / (large.samples - small.samples)
     samples = small.samples + (gib * USABLE * GIB - small.peak) / slope

@@ -25,14 +25,19 @@ Corrupt = Callable[[np.ndarray, float, int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Corruption:
-    amounts: Sequence[float]  # at SIDE px, weakest first
+    """A kind of corruption, such as a blur, and its parameter at each strength."""
+
+    amounts: Sequence[float]  # the parameter at each strength for images of SIDE px, weakest first
     unit: str  # of the amounts
     power: float  # amounts scale with (side / SIDE) ** power
     corrupt: Corrupt
     largest: float = math.inf  # limit of the scaled amount
 
     def amount(self, strength: int, side: int) -> float:
-        """Return the amount of a strength from 1 to 5 for images of `side` px."""
+        """Return the parameter of the corruption, such as the width of a blur, for a strength.
+
+        `strength` is 1 to 5; `side` is the shorter side of the images in px.
+        """
         return min(self.largest, self.amounts[strength - 1] * (side / SIDE) ** self.power)
 
     def __call__(self, image: np.ndarray, strength: int, *, seed: int, index: int) -> np.ndarray:

@@ -80,8 +80,10 @@ class Labels(Subject):
         return Comparison(arm_name(count, BASE), controls=controls)
 
     def _pseudo_labels(self, count: int, first: Path, *, is_control: bool) -> None:
-        """Declare an arm with pseudo-labels of the supervised arm in the folder `first`, and an arm
-        with random labels, which must not help if `is_control`.
+        """Declare an arm that trains on pseudo-labels, and an arm that trains on random labels.
+
+        `first` is the folder of the supervised arm, whose classifier predicts the pseudo-labels. If
+        `is_control`, the study is void if random labels help.
         """
         pseudo = Job(
             arm_name(count, PSEUDO),

@@ -47,7 +47,9 @@ class Ranking:
 
     @cached_property
     def _wins(self) -> tuple[np.ndarray, np.ndarray]:
-        """Twice the number of negatives below, and positives above, each level; a tie adds 1."""
+        """For each level, the number of negatives below it and of positives above it, both times 2;
+        each image at the level itself adds 1.
+        """
         below = 2 * np.cumsum(self._negatives) - self._negatives
         above = 2 * self.counts[0] - 2 * np.cumsum(self._positives) + self._positives
         return below, above

@@ -34,7 +34,7 @@ class Fields:
 
 
 class Stopwatch:
-    """The training time without pauses since the last row of metrics, which is that of `step`."""
+    """A clock of the training time, without pauses, since `step`, the step of the last row."""
 
     def __init__(self) -> None:
         self.restart(0)
@@ -118,7 +118,7 @@ class MetricWindow(Fields):
         }
 
     def take(self) -> "MetricWindow":
-        """Fold and reset this window; return a copy of it from before the reset."""
+        """Return a folded copy of this window, and reset this window."""
         self.fold()
         window = copy.copy(self)
         self.sums = {}

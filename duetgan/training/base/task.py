@@ -51,9 +51,11 @@ class Task(ABC):
 
     @staticmethod
     def outline(config: Any, shape: Shape) -> Outline:
-        """Return the networks that the config describes.
+        """Return the networks that the config describes, each with its least number of copies.
 
-        The preflight adds up their sizes before the task is constructed.
+        A copy is a tensor for each weight: the weights themselves, their gradients, the optimizer's
+        moments and the moving average. The preflight adds up the memory of all copies before the
+        task is constructed.
         """
         return {}
 

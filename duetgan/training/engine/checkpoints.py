@@ -51,7 +51,7 @@ class CheckpointManager:
         # The last healthy step, while updates are being skipped. The two newest checkpoints up to
         # it are not deleted, because later ones may be broken.
         self.healthy: int | None = None
-        # The next three attributes are set on rank 0 only.
+        # Only rank 0's values of the next three attributes count.
         self.saved_step = -1  # step of the newest checkpoint that was written or restored
         self._best_step = -1  # step of the best checkpoint
         self._failure = ""  # the reason why the last write failed

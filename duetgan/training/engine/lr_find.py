@@ -54,7 +54,10 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class Curve:
-    """The losses of a search: for each rate the loss of the next batch after the update."""
+    """The result of a search: for each learning rate the loss after an update with that rate.
+
+    The loss is that of the next batch.
+    """
 
     # optimizer.lr divided by the rate at this batch size (optimizer.lr_batch_size)
     scale: float = 1.0

@@ -2,12 +2,13 @@
 
 From a packed image to the discriminator: `LMDBReader.gather` (data/lmdb/reader.py) copies the raw
 uint8 images of a batch out of the mapped file, for `Dataset.read` (data/reading/dataset.py), which
-decodes other ones. `InfiniteLoader` (data/reading/loader.py) copies the `Batch` to the device, for
-`GanTask.update`. `Context.reals` flips and shifts the images and converts them to floats in [-1, 1]
-(`ImageSpec.to_float`, utils/image_spec.py); `value` only calls its function, except for CUDA graphs.
-`JointStep` or `DiscriminatorStep.run` passes them to `DiscriminatorStep.discriminate`. It calls
-`Context.discriminate`, which applies ADA, and then the network's `hidden` (models/stylegan2.py),
-under autocast.
+decodes images that are not stored raw. `InfiniteLoader` (data/reading/loader.py) copies the `Batch`
+to the device, for `GanTask.update`. `Context.reals` flips and shifts the images and converts them to
+floats in [-1, 1] (`ImageSpec.to_float`, utils/image_spec.py); `value` only calls its function,
+except for CUDA graphs. `JointStep` or `DiscriminatorStep.run` passes the images to
+`DiscriminatorStep.discriminate`. It calls `Context.discriminate`, which applies ADA, and then the
+network's `hidden` (models/stylegan2.py) under autocast. Its first layer, `FromRGB`, casts the images
+to the dtype of autocast.
 """
 
 from collections.abc import Iterator, Sequence

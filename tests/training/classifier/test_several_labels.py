@@ -87,7 +87,7 @@ def test_it_learns_and_keeps_its_thresholds(folder, run):
 
 def test_it_is_evaluated_and_compared(folder, run, capsys):
     assert evaluate.main(["--checkpoint", str(run), "--device", "cpu"]) == 0
-    assert "several labels an image: mean of the labels&#39; F1" in (run / "report.html").read_text()
+    assert "several labels per image: mean of the labels&#39; F1" in (run / "report.html").read_text()
     assert evaluate.main(["--compare", str(run), str(run)]) == 0
     text = capsys.readouterr().out
     assert all(key in text for key in ("average_precision", "macro_f1", "exact_match"))
