@@ -54,6 +54,22 @@ def inline(page: Path) -> Iterator[tuple[Token, int]]:
             yield token, lines_of(block).start + 1
 
 
+def test_pages_use_the_terms_of_the_glossary():
+    """The synonyms that its last column names are found in no text, code aside."""
+    lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    rows = [line.split("|")[3] for line in lines if line[:1] == "|"]
+    synonyms = [word.strip() for row in rows[2:] for word in row.split(",") if word.strip()]
+    assert len(synonyms) > 10
+    pattern = re.compile(rf"\b({'|'.join(synonyms)})s?\b", re.IGNORECASE)
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "extras").glob("*.md")]
+    wrong = []
+    for page in pages:
+        if page.name != "glossary.md":
+            texts = [(token.content, line) for token, line in inline(page) if token.type == "text"]
+            wrong += [f"{page.name}, {line}: {match[0]}" for text, line in texts for match in pattern.finditer(text)]
+    assert wrong == []
+
+
 def test_each_technique_has_its_file_key_and_test():
     text = (ROOT / "docs" / "reading.md").read_text().partition("## Techniques")[2].partition("\n## ")[0]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"][2:]

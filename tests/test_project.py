@@ -153,6 +153,25 @@ def test_the_package_is_plain_and_the_short_names_are_links():
     assert wrong == []
 
 
+def test_no_module_imports_itself_by_a_circle():
+    """Imports at the head of modules, without those for type checkers."""
+    modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): path for path, name in modules.items()}
+    targets: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found: set[str] = set()
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        targets[name] = {each if each in names else each.rpartition(".")[0] for each in found} & set(names) - {name}
+    while leaves := [name for name, found in targets.items() if not found & set(targets)]:
+        for name in leaves:
+            del targets[name]
+    assert targets == {}
+
+
 def test_no_registry_and_no_path_of_this_machine_in_any_file():
     found = []
     for path in project_files():
