@@ -1,6 +1,5 @@
 """The classifier's step with its settings on: resume to the bit, and what reaches what."""
 
-import math
 import re
 import sys
 from itertools import groupby
@@ -108,13 +107,35 @@ def test_the_step_is_that_of_the_documentation(packed):
     assert calls == expected
 
 
+@pytest.mark.parametrize("more", [{}, {"finetune": {"freeze": ["stem", "layer2"]}}, {"model": {"head": "hidden"}}])
+def test_weights_that_are_cast_together_give_the_bits_of_autocast(packed, more):
+    task = task_of(packed, "--batch_size", "4", precision="bf16", **more)
+    task.set_up(0)
+    images = torch.randn(4, 1, 32, 32, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    results = []
+    for network in (task.replica, task.model):
+        task.updater.zero_grad()
+        with task.precision.autocast():
+            logits = network(images)
+        logits.float().square().sum().backward()
+        results.append([logits.detach(), *(p.grad for p in task.model.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 10
+    for together, alone in zip(*results, strict=True):
+        assert together.dtype == alone.dtype
+        assert torch.equal(together, alone)
+    assert not any(vars(module).keys() & module._parameters.keys() for module in task.model.modules())  # all are back
+
+
 def test_batches_are_counted_once_a_pass_unless_the_update_is_masked(packed):
     task = task_of(packed, "--batch_size", "4", micro_batch=2, augment={})
     counter = task.model.network.bn1.num_batches_tracked
     loader = make_loader(task.config, task.dataset, CPU)
-    task.step(loader, 0)
+    with patch.object(torch, "_foreach_add_", wraps=torch._foreach_add_) as added:
+        task.step(loader, 0)
+    counted = [call.args for call in added.call_args_list if any(part is counter for part in call.args[0])]
+    assert [number.dtype for _, number in counted] == [torch.int64]  # of another dtype it would be slow on CUDA
     assert (counter, task.ema.model.network.bn1.num_batches_tracked) == (2, 2)
-    with patch.object(task.criterion, "smoothing", torch.tensor(math.nan)):
+    with patch.object(task.criterion, "smoothing", torch.tensor(float("nan"))):
         assert task.step(loader, 1)["skipped_updates/classifier"] == 1
     assert counter == 2
     task.model(torch.zeros(2, 1, 32, 32))  # outside of a step the layer counts
