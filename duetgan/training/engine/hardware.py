@@ -6,7 +6,8 @@ What decides them, in order:
 2. The run folder: a resumed run keeps the values of its first start.
 3. The environment: DUET_PRECISION replaces precision auto; OMP_NUM_THREADS is kept.
 4. The device (utils/machine.py): `native_precision` is the fastest precision for which it has
-   instructions, and `fitting` is a thread for each core that other programs leave free.
+   instructions, and `fitting` is a thread for each core that other programs leave free. If a CPU has
+   instructions for bf16, `faster_precision` (speed.py) compares it with fp32.
 
 `prepare` (run.py) calls `settle`, whose result is saved in the run's config. `Precision`
 (optim/updater.py) applies the precision: autocast, and for fp16 the loss scaler. Some layers stay
@@ -24,6 +25,7 @@ from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.distributed import collectives
 
 FORCED = "DUET_PRECISION"  # environment variable: the precision of auto
+NATIVE = " (auto: native here)"  # reason of a precision that nothing but the device decided
 
 
 def settle(config: RunConfig, saved: Tree, device: torch.device) -> tuple[RunConfig, str]:
@@ -51,7 +53,7 @@ def _precision(config: RunConfig, saved: Tree, device: torch.device) -> tuple[st
         return str(saved["precision"]), " (kept: the run began in it)"
     if FORCED in os.environ:
         return os.environ[FORCED], f" (auto: {FORCED} says so)"
-    return machine.native_precision(device), " (auto: native here)"
+    return machine.native_precision(device), NATIVE
 
 
 def _threads(config: RunConfig, saved: Tree, device: torch.device) -> int:

@@ -165,6 +165,7 @@ def prepare(
     # This precedes any allocation of the configured sizes. Machines may differ.
     with collectives.raising_together():
         preflight.check_memory(config, partial(task_class.outline, config, shape), device)
+    config, precision = speed.faster_precision(config, precision, dataset, device)
     # This sets config.init_from, which the task reads.
     donor = transfer.find_donor(config, folder)
     task: Task = task_class(config, dataset, val_dataset, device)

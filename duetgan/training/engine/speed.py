@@ -12,7 +12,7 @@ from duetgan.data.reading.loader import Batch
 from duetgan.training.base import data
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
-from duetgan.training.engine.hardware import settle
+from duetgan.training.engine.hardware import NATIVE, settle
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.yaml_files import read_yaml
@@ -65,6 +65,43 @@ class Trial:
         return time.perf_counter() - started
 
 
+def faster_precision(
+    config: RunConfig, text: str, dataset: Dataset, device: torch.device
+) -> tuple[RunConfig, str]:
+    """Return the config with fp32 instead of bf16 if that is faster, and the plan's text.
+
+    Nothing is measured unless `text` says that a CPU's bf16 was chosen by the device alone. Rank 0
+    measures for all ranks.
+    """
+    if device.type != "cpu" or text != f"bf16{NATIVE}":
+        return config, text
+    smallest = min(config.smallest_batch, config.micro(collectives.world_size()))
+
+    def measure() -> dict[Fixed, float]:
+        """Return the seconds of a step in each precision, by turns."""
+        names: tuple[Fixed, Fixed] = ("fp32", "bf16")
+        with collectives.alone():
+            trial = Trial(config, smallest, dataset, device)
+            few = min(trial.seconds(name) for name in names)
+            size = _larger_size(smallest, config.micro(1), few)
+            trial = Trial(config, size, dataset, device)
+            rounds = [{name: trial.seconds(name) for name in names} for _ in range(ROUNDS)]
+        return {name: median_low(seconds[name] for seconds in rounds) for name in names}
+
+    try:
+        seconds = collectives.from_main_process(measure)
+    except (RuntimeError, MemoryError) as error:
+        # If the run does not have enough memory either, it raises its own error.
+        if not ran_out(error):
+            raise
+        return config, text
+    faster = min(seconds, key=seconds.__getitem__)
+    slower = max(seconds, key=seconds.__getitem__)
+    ratio = seconds[slower] / seconds[faster]
+    text = f"{faster} (auto: {ratio:.3g} times as fast as {slower})"
+    return config.changed(precision=faster), text
+
+
 def measure_recipe(
     config_file: str, overrides: Sequence[str] = (), *, device: str | None = None
 ) -> tuple[Fixed, float]:
@@ -75,9 +112,10 @@ def measure_recipe(
     """
     config = build_run_config(read_yaml(config_file), list(overrides), config_file)
     torch_device = collectives.choose_device(device)
-    config, _ = settle(config, {}, torch_device)
-    assert config.precision != "auto"
+    config, text = settle(config, {}, torch_device)
     with data.open_training(config.data) as dataset:
+        config, _ = faster_precision(config, text, dataset, torch_device)
+        assert config.precision != "auto"
         try:
             seconds = seconds_per_image(config, dataset, torch_device)
         except (RuntimeError, MemoryError) as error:

@@ -31,6 +31,7 @@ LOOK_SECONDS = 10.0  # between a waiting rank's checks that the others are alive
 _control: Any = None
 _patient: Any = None
 _look: Callable[[], object] | None = None
+_alone = False
 _interceptor: Callable[[Callable[[], object]], object] | None = None
 
 
@@ -39,11 +40,23 @@ class PeerLost(RuntimeError):
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() and not _alone else 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() and not _alone else 1
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make this process count as the only one in the block, because the others do not take part."""
+    global _alone
+    previous = _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = previous
 
 
 def is_main() -> bool:

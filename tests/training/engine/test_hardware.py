@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from duetgan.training.engine import run
+from duetgan.training.engine import run, speed
 from duetgan.training.engine.hardware import FORCED, settle
 from duetgan.training.optim.updater import Precision
 from duetgan.utils import machine
@@ -84,6 +84,7 @@ def test_a_run_goes_on_as_it_began_on_another_machine(packed, tmp_path, monkeypa
     """The other machine has no instructions for bf16, and is busy."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(speed, "faster_precision", lambda config, text, *_: (config, text))
     assert train_in_process(recipe, tmp_path / "straight", "--max-steps", "6") == 0
     assert train_in_process(recipe, tmp_path / "resumed", "--max-steps", "2") == 0
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)

@@ -11,6 +11,7 @@ from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.config import RunConfig
 from duetgan.training.classifier import replica
 from duetgan.training.engine import speed
+from duetgan.training.engine.hardware import NATIVE
 from duetgan.training.engine.speed import Trial, measure_recipe, seconds_per_image
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan import context
@@ -127,3 +128,17 @@ def test_a_recipes_speed(packed, tmp_path, monkeypatch):
     assert_raises(UserError, "memory runs out in a step", measure_recipe, recipe, device="cpu")
     raised = RuntimeError("another fault")
     assert_raises(RuntimeError, "another fault", measure_recipe, recipe, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [({"fp32": 1.0, "bf16": 0.4}, "bf16"), ({"fp32": 0.5, "bf16": 1}, "fp32")]
+)
+def test_a_cpus_bf16_is_taken_if_it_is_faster(config_of, reader, monkeypatch, seconds, chosen):
+    monkeypatch.setattr(speed.Trial, "seconds", lambda _trial, name, step=None: seconds[name])
+    config = config_of("gan", "--precision", "bf16")
+    slower = "fp32" if chosen == "bf16" else "bf16"
+    ratio = "2.5" if chosen == "bf16" else "2"
+    found, text = speed.faster_precision(config, f"bf16{NATIVE}", reader, CPU)
+    assert (found.precision, text) == (chosen, f"{chosen} (auto: {ratio} times as fast as {slower})")
+    for text in ("bf16", "bf16 (kept: the run began in it)", f"fp32{NATIVE}"):
+        assert speed.faster_precision(config, text, reader, CPU) == (config, text)
