@@ -235,6 +235,8 @@ def test_one_of_both_for_each_image_and_only_some():
     assert not (pasted & blended).any()
     assert blended.float().mean().item() == pytest.approx(0.25, abs=0.03)
     assert pasted.float().mean().item() == pytest.approx(0.25, abs=0.03)
+    own = torch.where(pasted, 1 - mixing.is_pasted.float().mean((1, 2, 3)), mixing.blend)
+    torch.testing.assert_close(mixing.label_weights, own)  # 1 where an image is not mixed
     assert mixing.label_weights[~pasted & ~blended].eq(1).all()
     assert not MixingAugment().mixes
     assert not MixingAugment(mixup=1.0, mix_prob=0.0).mixes

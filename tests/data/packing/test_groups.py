@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -162,6 +163,16 @@ def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(scans,
     succeed(main, scans / "scans", tmp_path / "b.lmdb", "--size=16", "--val-share=0.2", PATIENT)
     with LMDBReader(tmp_path / "b-val.lmdb") as reader:
         assert abs(plan.held_out - len(reader)) <= 4  # the images of a patient
+
+
+def test_a_skipped_image_moves_no_other_to_another_group(scans, tmp_path):
+    shutil.copytree(scans / "scans", tmp_path / "scans")
+    min((tmp_path / "scans").rglob("*.png")).write_text("no image")
+    options = ["--size=16", "--val-share=0.2", "--on-error=skip", PATIENT]
+    succeed(main, tmp_path / "scans", tmp_path / "x.lmdb", *options)
+    training, held_out = parts_of(tmp_path / "x.lmdb")
+    assert held_out
+    assert not set(training) & set(held_out)
 
 
 def test_groups_of_tables_follow_their_rows(scans):

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader, alternating_flip_
@@ -262,4 +263,6 @@ def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
     means = np.stack([cv2.resize(p.transpose(1, 2, 0), (8, 8), interpolation=cv2.INTER_AREA) for p in whole[records]])
     batch = next(make(tmp_path / "p.lmdb"))
     np.testing.assert_array_equal(batch.images.numpy(), means.transpose(0, 3, 1, 2))
+    cropped = next(make(Dataset(tmp_path / "p.lmdb", crop=RandomCrop(area=(0.2, 0.3)))))
+    assert (cropped.images != batch.images).flatten(1).any(1).all()  # as those of the last level are
     assert np.abs(batch.images.numpy().astype(int) - halved(whole[records], 8)).max() <= 1

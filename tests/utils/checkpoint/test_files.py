@@ -11,6 +11,7 @@ import torch
 
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint import (
+    forget_after,
     load,
     load_latest,
     newest_first,
@@ -151,6 +152,18 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, value, kind):
 
 def test_keys_are_checked(tmp_path):
     assert_raises(TypeError, "key of checkpoint", save, tmp_path, content(state={np.int64(1): 2}))
+
+
+def test_nothing_points_at_checkpoints_that_are_forgotten(tmp_path):
+    paths = [save(tmp_path, content(step)) for step in (1, 2, 3)]
+    point(tmp_path, "best", paths[1], metric="frechet")
+    point(tmp_path, "last", paths[2])
+    for step, best in ((2, 2), (1, None)):
+        assert forget_after(tmp_path, step)
+        assert newest_first(tmp_path) == paths[step - 1 :: -1]
+        assert [(pointer(tmp_path, which) or {}).get("step") for which in ("last", "best")] == [step, best]
+    assert not forget_after(tmp_path, 0)
+    assert newest_first(tmp_path) == paths[:1]
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
