@@ -132,7 +132,7 @@ WITHOUT_ROW = {  # of a GAN: what a classifier's rows have, or a GAN refuses
 SWEPT = ("cycle", "unlabelled", "schedule-free")  # a learning-rate search comes first and leaves nothing behind
 UNMOVED = {  # parts of a checkpoint that are as they were before the first step, and where they are not
     "loader": {"count", "seed", "shuffle", "weights", "batch"},  # the data's; a step is whole
-    "loop": {"roll_backs", "threads", "failing"},  # tests/faults, tests/training/base
+    "loop": {"roll_backs", "failing"},  # tests/faults, tests/training/base
     "micro_batch": {"size"},  # tests/training/classifier/test_micro_batch.py
     "scaler": {"growth_factor", "backoff_factor", "growth_interval"},
 }
@@ -184,7 +184,6 @@ def ends(folder: Path, steps: int) -> dict[str, Any]:
     """What a run has left: the last state, its log, and what its pointers name."""
     state = load(folder / "checkpoints" / f"step-{steps:08d}.pt")["state"]
     state.get("probe", {}).pop("seconds", None)
-    state["loop"].pop("threads")
     names = {which: (pointer(folder / "checkpoints", which) or {}) for which in ("last", "best")}
     pointers = {which: {key: entry[key] for key in entry if key != "sha256"} for which, entry in names.items()}
     return {"state": state, "rows": rows(folder), "pointers": pointers}
