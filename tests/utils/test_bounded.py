@@ -208,7 +208,7 @@ def test_h10_parquet_bomb(tmp_path, monkeypatch):
 @pytest.mark.parametrize("column", ["image", "label"])
 def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(tmp_path, column, monkeypatch):
     """pyarrow makes room for what each page says, up to 2 GiB: the process that reads has less."""
-    path, size = tmp_path / "x.parquet", 180 << 20
+    path, size = tmp_path / "x.parquet", 250 << 20
     value = bytes(size) if column == "image" else "a" * size
     parquet(path, {"image": [b"x"], "label": ["a"]} | {column: [value]}, compression="zstd")
     metadata = pytest.importorskip("pyarrow.parquet").read_metadata(path).row_group(0)
