@@ -206,7 +206,7 @@ def outcome(world, tmp_path_factory, slim_module):
         try:
             parts = document_parts(json.loads(text), "")
         except ValueError:
-            parts = {"text": re.sub(r"[\d.,]+(?= ?(s|ms|MiB|images/s)\b)", "#", text)}
+            parts = {"text": re.sub(r"[\d.,e+]+(?= ?(s|ms|min|MiB|images/s)\b)", "#", text)}
         parts |= {
             "code": code,
             "error": errors.splitlines()[-1] if code else "",
