@@ -14,6 +14,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor, nn
 
+from duetgan.models import layers
 from duetgan.models.gan import (
     ImageDiscriminator,
     NoiseMode,
@@ -21,30 +22,7 @@ from duetgan.models.gan import (
     run,
     sizes_up_to,
 )
-from duetgan.models.layers import (
-    ACTIVATION_GAIN,
-    Equalized,
-    EqualizedConv2d,
-    EqualizedLinear,
-    blur_fir,
-    clamped,
-    compute_dtype,
-    normalize_second_moment,
-    pointwise,
-    scaled_activation,
-    upsample_fir,
-)
-from duetgan.models.layers.convolution import Geometry, convolve
-from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision, normalised_for_fp16
-from duetgan.models.layers.scaling import (
-    cast,
-    corners,
-    demodulated,
-    scaled,
-    scaled_noise,
-    stacked,
-    twice,
-)
+from duetgan.models.layers import convolution, fp16, scaling
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     FromRGB,
@@ -59,7 +37,7 @@ NoiseMaps = Sequence[Tensor | None]
 Clamp = float | None  # limit of convolutions' outputs
 
 
-class SizeConfig(Fp16Config):
+class SizeConfig(fp16.Fp16Config):
     """Options of both networks: width, precision and memory."""
 
     # channels at a resolution: min(channel_base / resolution, channel_max)
@@ -135,25 +113,29 @@ class ModulatedConv2d(nn.Module):
         super().__init__()
         self.weight_gain = 1 / math.sqrt(in_channels * kernel_size**2)
         gain = 1.0 if demodulate else self.weight_gain
-        self.affine = EqualizedLinear(w_dim, in_channels, bias_init=1.0, gain=gain)
+        self.affine = layers.EqualizedLinear(w_dim, in_channels, bias_init=1.0, gain=gain)
         self.weight = nn.Parameter(torch.randn(out_channels, in_channels, kernel_size, kernel_size))
         self.demodulate = demodulate
         self.upsample = upsample
 
     def forward(self, x: Tensor, modulation: Modulation) -> Tensor:
         """Return the convolution's output, not yet multiplied by the scale of the modulation."""
-        dtype = compute_dtype(x)
+        dtype = layers.compute_dtype(x)
         style, weight, _ = modulation
         if weight.shape[-1] == 1 and not self.upsample:
             # For few output channels it is cheaper to scale the filters of each sample than the
             # maps.
-            return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype))
+            return layers.pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype))
         x = x.to(dtype) * style.to(dtype)[:, :, None, None]
         if not self.upsample:
-            return convolve(x, weight, None, Geometry(padding=weight.shape[-1] // 2))
-        x = convolve(x, weight.transpose(0, 1), None, Geometry(stride=2, transposed=True))
+            return convolution.convolve(
+                x, weight, None, convolution.Geometry(padding=weight.shape[-1] // 2)
+            )
+        x = convolution.convolve(
+            x, weight.transpose(0, 1), None, convolution.Geometry(stride=2, transposed=True)
+        )
         # [N, O, 2H + 1, 2W + 1]
-        return blur_fir(x, padding=1, gain=4.0)
+        return layers.blur_fir(x, padding=1, gain=4.0)
 
 
 def modulate(
@@ -171,19 +153,21 @@ def modulate(
     with torch.autocast(ws[0].device.type, enabled=False):
         precision = convolutions[0].weight.dtype
         affine = [conv.affine.scaled_parameters(precision) for conv in convolutions]
-        weights = stacked([parameters["weight"] for parameters in affine])
-        biases = stacked([parameters["bias"][:, None] for parameters in affine])
+        weights = scaling.stacked([parameters["weight"] for parameters in affine])
+        biases = scaling.stacked([parameters["bias"][:, None] for parameters in affine])
         # [L, inputs, N], so that gradients of weights have the memory order of the weights
         stack = torch.baddbmm(biases, weights, torch.stack(list(ws)).to(precision).mT)
         stack = stack.mT.contiguous()  # [L, N, inputs]
-        energy_filters, filters = twice([conv.weight for conv in convolutions])
+        energy_filters, filters = scaling.twice([conv.weight for conv in convolutions])
         # Demodulation cancels the weight's gain, so the gain is not applied.
         epsilons = [1e-8 / conv.weight_gain**2 for conv in convolutions]
-        scales = demodulated(stack, energy_filters, gain, epsilons)
-        styles = corners(stack, [(ws[0].shape[0], conv.weight.shape[1]) for conv in convolutions])
+        scales = scaling.demodulated(stack, energy_filters, gain, epsilons)
+        styles = scaling.corners(
+            stack, [(ws[0].shape[0], conv.weight.shape[1]) for conv in convolutions]
+        )
         for n, conv in enumerate(convolutions):
             if dtypes[n] == torch.float16:
-                styles[n], filters[n], scales[n] = normalised_for_fp16(
+                styles[n], filters[n], scales[n] = fp16.normalised_for_fp16(
                     styles[n],
                     filters[n],
                     scales[n] if conv.demodulate else None,
@@ -194,8 +178,8 @@ def modulate(
             for conv, dtype in zip(convolutions, dtypes, strict=True)
         ]
         # Filters are cast separately, so that path lengths compute no gradients of filters.
-        filters = cast(filters, targets)
-        factors = cast([*styles, *scales], targets * 2)
+        filters = scaling.cast(filters, targets)
+        factors = scaling.cast([*styles, *scales], targets * 2)
         styles, scales = factors[: len(convolutions)], factors[len(convolutions) :]
         modulations = []
         for conv, dtype, style, weight, scale in zip(
@@ -208,7 +192,7 @@ def modulate(
         return modulations
 
 
-class StyledLayer(Equalized):
+class StyledLayer(layers.Equalized):
     """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky
     ReLU, clamp. `size` is the height and width in px, or the side.
     """
@@ -219,11 +203,11 @@ class StyledLayer(Equalized):
         out_channels: int,
         w_dim: int,
         *size: int,
-        precision: LayerPrecision | None = None,
+        precision: fp16.LayerPrecision | None = None,
         upsample: bool = False,
     ) -> None:
         super().__init__()
-        self.gains = {"bias": ACTIVATION_GAIN}
+        self.gains = {"bias": layers.ACTIVATION_GAIN}
         self.precision = precision
         self.conv = ModulatedConv2d(in_channels, out_channels, 3, w_dim, upsample=upsample)
         self.bias = nn.Parameter(torch.zeros(out_channels))
@@ -239,7 +223,7 @@ class StyledLayer(Equalized):
         bias = self.scaled_parameters(x.dtype)["bias"]
         if noise is not None:
             noise = noise.to(x.dtype)
-        return scaled_activation(x, modulation.scale, bias, noise, clamp)
+        return layers.scaled_activation(x, modulation.scale, bias, noise, clamp)
 
 
 class ToRGB(nn.Module):
@@ -257,8 +241,8 @@ class ToRGB(nn.Module):
         rgb = self.conv(x, modulation).to(self.bias.dtype)
         bias = self.bias[None, :, None, None]
         if modulation.scale is None:
-            return clamped(rgb + bias, clamp)
-        return clamped(torch.addcmul(bias, rgb, modulation.scale), clamp)
+            return layers.clamped(rgb + bias, clamp)
+        return layers.clamped(torch.addcmul(bias, rgb, modulation.scale), clamp)
 
 
 class SynthesisBlock(nn.Module):
@@ -273,7 +257,7 @@ class SynthesisBlock(nn.Module):
         w_dim: int,
         size: tuple[int, int],
         channels: int,
-        precision: LayerPrecision,
+        precision: fp16.LayerPrecision,
         *,
         is_first: bool,
     ) -> None:
@@ -316,7 +300,7 @@ class SynthesisBlock(nn.Module):
 
     def add_rgb(self, image: Tensor | None, rgb: Tensor) -> Tensor:
         """Return the previous resolutions' image, upsampled, plus this resolution's `rgb`."""
-        return rgb if image is None else upsample_fir(image) + rgb
+        return rgb if image is None else layers.upsample_fir(image) + rgb
 
 
 class Generator(StyledGenerator):
@@ -346,7 +330,7 @@ class Generator(StyledGenerator):
                 config.w_dim,
                 self.spec.at(size).size,
                 channels,
-                LayerPrecision(config, size, self.spec.side),
+                fp16.LayerPrecision(config, size, self.spec.side),
                 is_first=size == sizes[0],
             )
             for previous, width, size in zip([0, *widths[:-1]], widths, sizes, strict=True)
@@ -407,26 +391,26 @@ class Generator(StyledGenerator):
             ws += styles[first : stop + 1]  # A ToRGB has the style of the layer that follows it.
             dtypes += [block.precision.dtype(self.constant)] * (stop + 1 - first)
             first = stop
-        return modulate(convolutions, ws, dtypes, ACTIVATION_GAIN)
+        return modulate(convolutions, ws, dtypes, layers.ACTIVATION_GAIN)
 
     def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> NoiseMaps:
         """Return for each layer its noise map times its strength, or None.
 
         The caller must draw random maps.
         """
-        layers = self.styled_layers()
+        styled = self.styled_layers()
         if noise == "none":
-            return [None] * len(layers)
+            return [None] * len(styled)
         if noise == "const":
             noise = self.stored_noise()
-        if noise == "random" or len(noise) != len(layers):
-            raise ValueError(f"noise: const, none or {len(layers)} maps are needed")
-        strengths = [layer.noise_strength for layer in layers]
-        gains = [ACTIVATION_GAIN] * len(layers)
-        maps = scaled_noise(noise, scaled(strengths, gains, strengths[0].dtype))
+        if noise == "random" or len(noise) != len(styled):
+            raise ValueError(f"noise: const, none or {len(styled)} maps are needed")
+        strengths = [layer.noise_strength for layer in styled]
+        gains = [layers.ACTIVATION_GAIN] * len(styled)
+        maps = scaling.scaled_noise(noise, scaling.scaled(strengths, gains, strengths[0].dtype))
         blocks = self.used_blocks()
         dtypes = [block.precision.dtype(self.constant) for block in blocks for _ in block.layers]
-        return cast(maps, dtypes)
+        return scaling.cast(maps, dtypes)
 
 
 # --- the discriminator
@@ -447,7 +431,7 @@ class Discriminator(ImageDiscriminator):
         self.set_shape(resolution, channels, classes)
         sizes = sizes_up_to(resolution)[::-1]
         widths = config.widths(sizes)
-        precisions = [LayerPrecision(config, size, self.spec.side) for size in sizes[:-1]]
+        precisions = [fp16.LayerPrecision(config, size, self.spec.side) for size in sizes[:-1]]
         self.from_rgb = FromRGB(channels, widths[0], precisions[0])
         self.blocks = nn.ModuleList(
             DiscriminatorBlock(a, b, precision, residual=config.architecture == "residual")
@@ -455,16 +439,17 @@ class Discriminator(ImageDiscriminator):
         )
         self.has_local_groups = config.minibatch_std_order == "consecutive"
         last = self.trunk_width = widths[-1]
-        self.last_conv = EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
-        self.last_linear = EqualizedLinear(
+        self.last_conv = layers.EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
+        self.last_linear = layers.EqualizedLinear(
             last * math.prod(self.spec.at(sizes[-1]).size), last, activation=True
         )
-        self.output = EqualizedLinear(last, last if classes else 1)
-        self.embed = EqualizedLinear(classes, last) if classes else None
-        layers = range(config.mapping_layers if classes else 0)
-        self.label_mapping = nn.Sequential(
-            *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
-        )
+        self.output = layers.EqualizedLinear(last, last if classes else 1)
+        self.embed = layers.EqualizedLinear(classes, last) if classes else None
+        self.label_mapping = nn.Sequential()
+        for _ in range(config.mapping_layers if classes else 0):
+            self.label_mapping.append(
+                layers.EqualizedLinear(last, last, lr_multiplier=0.01, activation=True)
+            )
 
     def trunk(self) -> dict[str, nn.Module]:
         return {"stem": self.from_rgb} | {
@@ -498,7 +483,7 @@ class Discriminator(ImageDiscriminator):
             return self.last_linear(self.last_conv(x, clamp).flatten(1))
 
     def embedded(self, labels: Tensor) -> Tensor:
-        return self.label_mapping(normalize_second_moment(super().embedded(labels)))
+        return self.label_mapping(layers.normalize_second_moment(super().embedded(labels)))
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
         logits = super().project(features, labels)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 EXIT_OK = 0  # exit code 1 is a bug in Duet
@@ -30,6 +31,31 @@ class UserError(Expected, ValueError):
     """
 
     exit_code = EXIT_USER
+
+
+class DamageError(UserError):
+    """Records whose bytes differ from those that were written.
+
+    The message has the records' numbers in the file. `records` has their numbers in the data set,
+    in which the file's first record has the number `first`.
+    """
+
+    def __init__(self, path: Path, records: Sequence[int], reason: str, first: int = 0) -> None:
+        self.records = [record + first for record in records]
+        self.reason = reason
+        self._arguments = (path, records, reason, first)
+        name = f"record {records[0]}"
+        if len(records) > 1:
+            is_range = records[-1] - records[0] == len(records) - 1
+            name += f" to {records[-1]}" if is_range else f" and {len(records) - 1} more"
+        # Other ranks may not read the same record, so every rank prints the message.
+        super().__init__(
+            f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True
+        )
+
+    def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str, int]]:
+        """Pickle the constructor's arguments. `Exception` would pickle the message instead."""
+        return type(self), self._arguments
 
 
 class StoppedBySignal(Expected):

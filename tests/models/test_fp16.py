@@ -90,7 +90,7 @@ def test_nothing_is_normalised_without_fp16(monkeypatch, dtype):
     def refuse(*_):
         raise AssertionError("normalised")
 
-    monkeypatch.setattr("duetgan.models.stylegan2.normalised_for_fp16", refuse)
+    monkeypatch.setattr("duetgan.models.layers.fp16.normalised_for_fp16", refuse)
     generator = build_generator().to(FP32 if dtype == BF16 else dtype)
     with torch.autocast("cpu", dtype=BF16, enabled=dtype == BF16):
         generator(draw(1, 8).to(generator.constant.dtype))
@@ -131,7 +131,7 @@ def test_huge_and_tiny_styles_and_weights_stay_in_range(monkeypatch, kind, style
         found = styled(layer, *arguments)
     assert error(found.float(), expected) < 5e-3
     if styles * weights > 1:  # the numbers are such that without the normalisation fp16 overflows
-        monkeypatch.setattr("duetgan.models.stylegan2.normalised_for_fp16", not_normalised)
+        monkeypatch.setattr("duetgan.models.layers.fp16.normalised_for_fp16", not_normalised)
         with fp16():
             assert not torch.isfinite(styled(layer, *arguments)).all()
 

@@ -10,7 +10,7 @@ import lmdb
 import numpy as np
 from pydantic import TypeAdapter
 
-from duetgan.data.errors import MOST_PIXELS, DamageError, ImageError
+from duetgan.data.errors import MOST_PIXELS, ImageError
 from duetgan.data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
 from duetgan.data.lmdb.format import (
     ENTRY,
@@ -24,7 +24,7 @@ from duetgan.data.lmdb.format import (
     SIGNATURES,
     entry_checksum,
 )
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import DamageError, UserError
 from duetgan.utils.image_spec import ImageSpec
 
 NAMES = TypeAdapter(list[str])

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.errors import ImageError
 from duetgan.data.images import thumbnail
 from duetgan.data.images.decode import decode
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import visible_image
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import DamageError, UserError
 from duetgan.utils.images import save_table
 from duetgan.utils.machine import cores
 from duetgan.utils.runlog.progress import Bar

@@ -10,7 +10,6 @@ from functools import partial, reduce
 import numpy as np
 import torch
 
-from duetgan.data.errors import DamageError
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.opening import open_dataset
 from duetgan.data.packing.packed_files import shard_paths
@@ -25,7 +24,7 @@ from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, refuse, require_same_classes
+from duetgan.utils.errors import DamageError, UserError, refuse, require_same_classes
 from duetgan.utils.machine import cores
 from duetgan.utils.runlog.run_log import say
 

@@ -7,58 +7,18 @@ from operator import add
 import torch
 from torch import Tensor
 
-from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
-from duetgan.training.base.data import label_frequencies
-from duetgan.training.base.graphs import Graphs, outside, value
+from duetgan.training.base import graphs
 from duetgan.training.base.phases import phase
-from duetgan.training.base.task import Task
-from duetgan.training.classifier.config import ClassifierConfig
-from duetgan.training.classifier.finetune import FineTuning
-from duetgan.training.classifier.frozen import FrozenStages
-from duetgan.training.classifier.inputs import Inputs, Samples
-from duetgan.training.classifier.loss import Criterion
-from duetgan.training.classifier.network import build_network
-from duetgan.training.classifier.replica import Replica
-from duetgan.training.classifier.resizing import Resizing
-from duetgan.training.optim.ema import EMA
-from duetgan.training.optim.updater import Precision, Updater
+from duetgan.training.classifier.inputs import Samples
+from duetgan.training.classifier.parts import ClassifierParts
 from duetgan.utils.distributed import collectives
 
 
-class ClassifierStep(Task):
-    """The networks of a classifier's training, and their update. `ClassifierTask` adds the rest."""
+class ClassifierStep(ClassifierParts):
+    """An update of a classifier's weights and their average. `ClassifierTask` adds the rest."""
 
     loss_metric = "loss/classifier"
-
-    def __init__(self, config: ClassifierConfig, dataset: Dataset, device: torch.device) -> None:
-        self.config = config
-        self.dataset = dataset
-        self.precision = Precision(config.precision, device)
-        self.model = build_network(config, dataset, device)
-        self.ema = EMA(self.model, buffers="average")
-        several = "" if config.model.split == "off" else "model.split uses several devices"
-        self.graphs = Graphs(config.graphs, device, obstacle=several)
-        captured = not self.graphs.obstacle
-        self.replica = Replica(self.model, config, device, captured=captured)
-        self.resizing = Resizing(config.resizing, self.model, config.steps)
-        self.finetuning = FineTuning(
-            self.model, config.finetune, steps_per_epoch=len(dataset) / config.batch_size
-        )
-        self.frozen = FrozenStages(config, dataset, self.finetuning, self.resizing, self.precision)
-        self.inputs = Inputs(config, dataset, self.frozen, device)
-        frequencies = label_frequencies(config.data, dataset)
-        self.criterion = Criterion(config.loss, dataset, frequencies, self.precision, config.steps)
-        optimizer = config.optimizer.for_batch(config.batch_size)
-        self.updater = Updater(
-            self.model,
-            optimizer,
-            self.precision,
-            config.steps,
-            exchange=False,
-            head=self.model.head.parameters(),
-            groups=self.finetuning.groups(optimizer.weight_decay),
-        )
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         batch = next(batches)
@@ -68,7 +28,7 @@ class ClassifierStep(Task):
 
     def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
         """Make update number `step` from a batch, after `set_up`."""
-        samples = value(lambda step: self.samples(batches[0], step), step)
+        samples = graphs.value(lambda step: self.samples(batches[0], step), step)
         statistics = collectives.Snapshot(self.replica.statistics)
         loss, correct = self.gradients(samples)
         with phase("optimizer"):
@@ -80,7 +40,7 @@ class ClassifierStep(Task):
             self.replica.average_statistics()
             self.precision.update_scale()
         with phase("ema"):
-            outside(partial(self._average, update.skipped), step)
+            graphs.outside(partial(self._average, update.skipped), step)
         metrics = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
         return metrics | update.metrics("classifier")
 

@@ -7,23 +7,15 @@ take part as callbacks (`training.engine.run` lists them).
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
+from duetgan.training.base import monitors
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import (
-    EarlyStopping,
-    Fields,
-    MetricWindow,
-    State,
-    Stopwatch,
-)
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Stateful, Task
 from duetgan.training.engine.checkpoints import CheckpointManager, Evaluation
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
-from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.runlog.run_log import Metrics, RunLog, say_main
+from duetgan.utils.errors import DamageError, UserError
+from duetgan.utils.runlog import run_folder, run_log
 
 
 class BrokenWeights(Exception):
@@ -44,24 +36,26 @@ class Callback:
 
     def after_step(self, loop: "Loop", metrics: Mapping[str, object]) -> None: ...
 
-    def columns(self, window: MetricWindow) -> Metrics:
+    def columns(self, window: monitors.MetricWindow) -> run_log.Metrics:
         return {}
 
-    def after_row(self, loop: "Loop", row: Metrics, window: MetricWindow) -> None: ...
+    def after_row(
+        self, loop: "Loop", row: run_log.Metrics, window: monitors.MetricWindow
+    ) -> None: ...
 
     def after_iteration(self, loop: "Loop") -> None: ...
 
     def before_save(self, loop: "Loop") -> None: ...
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> monitors.State:
         return {}
 
-    def load_state_dict(self, state: State) -> None: ...
+    def load_state_dict(self, state: monitors.State) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Loop(Fields):
+class Loop(monitors.Fields):
     """The training loop, which trains `task` on `loader` and maintains the run folder."""
 
     STATE = ("step", "images", "best")
@@ -71,7 +65,7 @@ class Loop(Fields):
         config: RunConfig,
         task: Task,
         loader: InfiniteLoader,
-        folder: RunFolder,
+        folder: run_folder.RunFolder,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config = config
@@ -83,12 +77,12 @@ class Loop(Fields):
         # training images of these updates, counted because a resume may change the batch size
         self.images = 0
         self.best: dict[str, float | int] = {}
-        self.window = MetricWindow(config.spikes.watched(task.loss_metric))
-        self.stopwatch = Stopwatch()
-        self.stopping = EarlyStopping(
+        self.window = monitors.MetricWindow(config.spikes.watched(task.loss_metric))
+        self.stopwatch = monitors.Stopwatch()
+        self.stopping = monitors.EarlyStopping(
             config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower
         )
-        self.log = RunLog(
+        self.log = run_log.RunLog(
             folder.path,
             active=collectives.is_main(),
             tensorboard=config.log.tensorboard,
@@ -101,13 +95,13 @@ class Loop(Fields):
     def registry(self) -> dict[str, Stateful]:
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> monitors.State:
         state = super().state_dict() | {"stopping": self.stopping.state_dict()}
         for callback in self.callbacks:
             state |= callback.state_dict()
         return state
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: monitors.State) -> None:
         super().load_state_dict(state)
         self.stopping.load_state_dict(state["stopping"])
         for callback in self.callbacks:
@@ -216,11 +210,11 @@ class Loop(Fields):
 
     # --- rows of metrics, evaluations and status
 
-    def _row(self, window: MetricWindow) -> Metrics:
+    def _row(self, window: monitors.MetricWindow) -> run_log.Metrics:
         """Return the metrics of the steps since the last row; all ranks must call this."""
         images = self.task.images_at(self.step) - self.task.images_at(self.stopwatch.step)
         seconds = self.stopwatch.seconds()
-        row: Metrics = {
+        row: run_log.Metrics = {
             "images": self.images,
             "images_per_second": images / seconds,
             "data_wait": min(1.0, self.loader.wait_seconds / seconds),
@@ -239,10 +233,10 @@ class Loop(Fields):
         for callback in self.callbacks:
             callback.after_row(self, row, window)
 
-    def _log(self, row: Metrics) -> None:
+    def _log(self, row: run_log.Metrics) -> None:
         self.log.metrics(self.step, row)
         for line in self.task.warnings(self.step, row):
-            say_main(f"warning: step {self.step}: {line}")
+            run_log.say_main(f"warning: step {self.step}: {line}")
 
     def _evaluate(self) -> None:
         try:
@@ -257,7 +251,7 @@ class Loop(Fields):
         if metrics:
             self._log({f"val/{name}": value for name, value in metrics.items()})
             texts = [f"{name} {value:.4g}" for name, value in metrics.items()]
-            say_main(f"step {self.step}: {', '.join(texts)}")
+            run_log.say_main(f"step {self.step}: {', '.join(texts)}")
         metric = self.task.best_metric
         if metric not in metrics:
             self.save()
@@ -269,6 +263,6 @@ class Loop(Fields):
             self.best = {metric: value, "step": self.step}
         self.stopping.see(value)
         if self.stopping.reached and self.step < self.config.steps:
-            say_main(f"step {self.step}: {self.stopping.reason}")
+            run_log.say_main(f"step {self.step}: {self.stopping.reason}")
         interval = list(self.task.best_interval or ())
         self.save({"metric": metric, "value": value, "interval": interval}, best=is_best)

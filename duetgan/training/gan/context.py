@@ -21,20 +21,18 @@ from torch import Tensor, nn
 from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
+from duetgan.models import layers
 from duetgan.models.gan import (
     ImageDiscriminator,
     ImageGenerator,
     StyledGenerator,
     conditioning_vectors,
 )
-from duetgan.models.layers import scaled_together
+from duetgan.training.base import data, graphs
 from duetgan.training.base.compiled import Compiled
-from duetgan.training.base.data import label_frequencies
-from duetgan.training.base.graphs import value
-from duetgan.training.gan.ada import Ada
+from duetgan.training.gan import ada, draws
 from duetgan.training.gan.batch import DiscriminatorOutput, Images, StepSlice
 from duetgan.training.gan.config import GanConfig
-from duetgan.training.gan.draws import GanDraws, Latents, mix_styles
 from duetgan.training.gan.growth import Growth
 from duetgan.training.optim.updater import Precision
 
@@ -57,12 +55,14 @@ class Context:
         self.discriminator = discriminator
         self.growth = growth
         self.precision = Precision(config.precision, device)
-        self.draws = GanDraws(config.seed, device, label_frequencies(config.data, dataset))
+        self.draws = draws.GanDraws(
+            config.seed, device, data.label_frequencies(config.data, dataset)
+        )
         # number of images seen before each step
         self.images_at = config.stages(dataset.resolution).images_at
         # images after which scheduled settings reach their final values
         self.schedule_images = config.schedule_images(dataset.resolution)
-        self.ada = Ada(
+        self.ada = ada.Ada(
             config.ada,
             seed=config.seed,
             channels=generator.spec.channels,
@@ -97,7 +97,7 @@ class Context:
             if not self._compiled_hidden.on:
                 with self.precision.autocast():
                     for network in networks:
-                        stack.enter_context(scaled_together(network))
+                        stack.enter_context(layers.scaled_together(network))
             yield
 
     def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
@@ -114,7 +114,7 @@ class Context:
             if spec.deep:
                 images = spec.to_float(images, config.channels_last)
             augmented = partial(self._augmented, images, rows.start, step_slice.batch_size, phase)
-            images = value(augmented, step_slice.step)
+            images = graphs.value(augmented, step_slice.step)
             if not spec.deep:
                 images = spec.to_float(images, config.channels_last)
             if self.growth is not None:
@@ -137,7 +137,7 @@ class Context:
 
     def latents(
         self, step_slice: StepSlice, name: str, partners: Sequence[Images] = ()
-    ) -> tuple[Latents, list[Tensor]]:
+    ) -> tuple[draws.Latents, list[Tensor]]:
         """Draw the latents and noise maps of the global batch for the phase `name`.
 
         If `partners` are given, this rank's samples get the labels of these real images.
@@ -156,7 +156,7 @@ class Context:
         return latents, self.draws.noise(*key, self.generator.noise_shapes())
 
     def sample(
-        self, latents: Latents, noise: list[Tensor], rows: slice, *, compiled: bool = False
+        self, latents: draws.Latents, noise: list[Tensor], rows: slice, *, compiled: bool = False
     ) -> Images:
         """Generate the samples `rows` of a global batch, for which latents and noise are drawn.
 
@@ -171,7 +171,7 @@ class Context:
         with self.scaled(self.generator), self.precision.autocast():
             if self.styled is None:
                 return Images(network(latents.z[rows], conditions, noise=maps), labels)
-            ws, w = mix_styles(self.styled, latents, rows, conditions)
+            ws, w = draws.mix_styles(self.styled, latents, rows, conditions)
             return Images(network(ws, maps), labels, ws, w)
 
     def discriminate(

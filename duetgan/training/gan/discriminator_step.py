@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from duetgan.models.layers.convolution import penalised
-from duetgan.training.base.graphs import number
+from duetgan.models.layers import convolution
+from duetgan.training.base import graphs
 from duetgan.training.base.phases import phase
-from duetgan.training.gan import losses
+from duetgan.training.gan import losses, terms
 from duetgan.training.gan.batch import DiscriminatorOutput, Images, StepSlice
 from duetgan.training.gan.context import Context
-from duetgan.training.gan.terms import label_losses
 from duetgan.training.optim.config import cosine
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
@@ -69,7 +68,7 @@ class DiscriminatorStep:
         """
         due = PENALTIES[names[0]][0] in self.penalty_weights(step_slice.step)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
-        with phase("discriminator/forward"), penalised(due):
+        with phase("discriminator/forward"), convolution.penalised(due):
             return self.context.discriminate(batch, step_slice, rows, *names, compiled=not due)
 
     def backward(
@@ -147,7 +146,7 @@ class DiscriminatorStep:
 
         In a CUDA graph it is a 0-d tensor like `penalty`.
         """
-        return number(
+        return graphs.number(
             lambda step: self.penalty_weights(step)[name] * factor,
             step_slice.step,
             penalty,
@@ -173,12 +172,12 @@ class DiscriminatorStep:
         loss = adversarial / step_slice.batch_size
         step_slice.add("loss/discriminator", loss)
         for output in outputs:
-            loss = loss + label_losses(self.context, step_slice, rows, output)
+            loss = loss + terms.label_losses(self.context, step_slice, rows, output)
         weights = self.penalty_weights(step_slice.step)
         due = [output for output in outputs if PENALTIES[output.name][0] in weights]
         with (
             phase("discriminator/penalty" if due else "discriminator/backward"),
-            penalised(bool(due)),
+            convolution.penalised(bool(due)),
         ):
             for output, values in zip(due, self._penalties(due), strict=True):
                 name, _ = PENALTIES[output.name]

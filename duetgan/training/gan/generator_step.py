@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from duetgan.models.layers.convolution import penalised
-from duetgan.training.base.graphs import outside
+from duetgan.models.layers import convolution
+from duetgan.training.base import graphs
 from duetgan.training.base.phases import phase
+from duetgan.training.gan import terms
 from duetgan.training.gan.batch import Images, StepSlice
 from duetgan.training.gan.context import Context
-from duetgan.training.gan.terms import Judged, PathLength, Term
 from duetgan.training.optim.config import cosine
 from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.training.optim.updater import Updater
@@ -33,15 +33,15 @@ class GeneratorStep:
     """One update of the generator and of its moving average."""
 
     def __init__(
-        self, context: Context, updater: Updater, ema: EMA, further_terms: Mapping[str, Term]
+        self, context: Context, updater: Updater, ema: EMA, further_terms: Mapping[str, terms.Term]
     ) -> None:
         self.context = context
         self.updater = updater
         self.ema = ema
         self.loss = context.config.loss
         self.objective = context.config.loss.functions
-        self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
-        self.terms: dict[str, Term] = {"adversarial": self._adversarial, **further_terms}
+        self.path_length = terms.PathLength(self.loss.path_length_decay).to(context.device)
+        self.terms: dict[str, terms.Term] = {"adversarial": self._adversarial, **further_terms}
         self.compares = self.objective.paired or "feature_matching" in self.terms
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> list[Images]:
@@ -50,10 +50,10 @@ class GeneratorStep:
         with frozen(self.context.discriminator):
             for rows, real, fake in self.samples(step_slice, reals):
                 with phase("generator/forward"):
-                    terms = self.losses(step_slice, rows, fake, real)
+                    loss_terms = self.losses(step_slice, rows, fake, real)
                 self.overlap(step_slice, rows)
                 with phase("generator/backward"):
-                    total = torch.stack(list(terms.values())).sum()
+                    total = torch.stack(list(loss_terms.values())).sum()
                     self.context.precision.backward(total, self.updater.parameters)
                 fakes.append(fake.detached())
         self.update(step_slice, fakes)
@@ -92,7 +92,7 @@ class GeneratorStep:
         if self.compares:
             with torch.no_grad():  # The output for real images does not depend on G.
                 real_output = discriminate(real, step_slice, rows, "generator/real")
-        judged = Judged(step_slice, fake, output, real_output)
+        judged = terms.Judged(step_slice, fake, output, real_output)
         return {name: loss(judged) for name, loss in self.terms.items()}
 
     def overlap(self, step_slice: StepSlice, rows: slice) -> None:
@@ -103,7 +103,7 @@ class GeneratorStep:
     def update(self, step_slice: StepSlice, fakes: Sequence[Images]) -> None:
         """Add the path-length penalty if it is due, update G and its moving averages."""
         if self.loss.path_length_due(step_slice.step):
-            with phase("generator/path_length"), penalised():
+            with phase("generator/path_length"), convolution.penalised():
                 for rows, penalty in self.path_length.penalties(self.context, step_slice):
                     self.updater.overlap(last=step_slice.half().is_last(rows))
                     self.context.precision.backward(penalty, self.updater.parameters)
@@ -119,7 +119,9 @@ class GeneratorStep:
             sums = [fake.w.sum(dim=0) for fake in fakes if fake.w is not None]
             w_sum = collectives.all_reduce_sum_(sum(sums[1:], sums[0]))
             self.context.styled.update_w_avg(w_sum / step_slice.batch_size)
-        outside(partial(self._average_weights, step_slice.batch_size, skipped), step_slice.step)
+        graphs.outside(
+            partial(self._average_weights, step_slice.batch_size, skipped), step_slice.step
+        )
 
     def _average_weights(self, batch: int, skipped: Tensor, step: int) -> None:
         # It runs outside of graphs, because a replay does not change the versions of tensors by
@@ -135,7 +137,7 @@ class GeneratorStep:
         beta = half_life_beta(batch, seen, kimg * 1000, rampup)
         self.ema.update(context.generator, beta, skipped)
 
-    def _adversarial(self, judged: Judged) -> Tensor:
+    def _adversarial(self, judged: terms.Judged) -> Tensor:
         logits = judged.output.logits
         if self.objective.paired and judged.real_output is not None:
             logits = logits - judged.real_output.logits

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
+from duetgan.training.base import graphs
 from duetgan.training.base.config import PrecisionName
-from duetgan.training.base.graphs import outside
+from duetgan.training.optim import optimizers
 from duetgan.training.optim.config import OptimizerConfig
-from duetgan.training.optim.optimizers import Group, ScheduleFree, build_optimizer, clip_
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError
@@ -107,7 +107,7 @@ class Updater:
         # Parameters without adaptive clipping (2102.06171, section 4.1) and without Muon.
         head: Iterable[Tensor] = (),
         # Parameter groups with their `lr_scale`; None for those of `parameter_groups`.
-        groups: Sequence[Group] | None = None,
+        groups: Sequence[optimizers.Group] | None = None,
     ) -> None:
         if config.lr_batch_size is not None:
             raise UserError("lr_batch_size is for classifiers; give this network's own lr instead")
@@ -151,11 +151,11 @@ class Updater:
         self.precision.unscale(self.optimizer)
         # With several devices the norm is computed on the device of the first gradient.
         norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
-        clip_(self.parameters, self.config, norm, self.head)
+        optimizers.clip_(self.parameters, self.config, norm, self.head)
         applied = norm < math.inf  # False for NaN, too
         skipped = applied.new_empty((), dtype=torch.float32)
         torch.logical_not(applied, out=skipped)
-        outside(partial(self._apply, [p.grad for p in self.parameters], skipped), step)
+        graphs.outside(partial(self._apply, [p.grad for p in self.parameters], skipped), step)
         nonfinite = skipped
         if self.precision.scaler.is_enabled():
             # A loss scale above 1 explains an overflow and will be lowered. With a scale of at most
@@ -188,13 +188,13 @@ class Updater:
 
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
         """Return the averaged weights of a schedule-free optimizer, for evaluation, else None."""
-        if isinstance(self.optimizer, ScheduleFree):
+        if isinstance(self.optimizer, optimizers.ScheduleFree):
             return self.optimizer.average(parameters)
         return None
 
     def reset(self) -> None:
         """Build a new optimizer, with empty moments."""
-        self.optimizer = build_optimizer(self.model, self.config, self.groups, self.head)
+        self.optimizer = optimizers.build_optimizer(self.model, self.config, self.groups, self.head)
 
     def state_dict(self) -> StateDict:
         return self.optimizer.state_dict()
@@ -212,7 +212,7 @@ class Updater:
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
         for group, saved_group in zip(current, saved, strict=True):
-            if isinstance(self.optimizer, ScheduleFree):
+            if isinstance(self.optimizer, optimizers.ScheduleFree):
                 beta, saved_beta = group["betas"][0], saved_group["betas"][0]
                 if beta != saved_beta:
                     raise UserError(
@@ -229,7 +229,7 @@ class Updater:
                     moments[key] = in_memory_order_of(parameter, value)
 
 
-def _members(groups: Iterable[Group]) -> list[object]:
+def _members(groups: Iterable[optimizers.Group]) -> list[object]:
     return [group.get("param_names", group["params"]) for group in groups]
 
 

@@ -17,7 +17,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.environment import acquire
 from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
@@ -27,7 +27,7 @@ from duetgan.data.packing.records import make_plan, pack_arrays
 from duetgan.data.packing.sources import open_source
 from duetgan.data.packing.sources.base import ArraySource
 from duetgan.data.reading.dataset import Dataset
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import DamageError, UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, value
 

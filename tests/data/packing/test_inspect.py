@@ -12,7 +12,6 @@ from PIL import Image
 
 from duetgan.commands.inspect import main
 from duetgan.commands.pack import main as pack_main
-from duetgan.data.errors import DamageError
 from duetgan.data.images import encode
 from duetgan.data.images.decode import CODEC_PNG
 from duetgan.data.lmdb import format as record_format
@@ -25,7 +24,7 @@ from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.checkpoint.provenance import Lineage, Provenance, join, recorded
 from duetgan.utils.distributed.process import run_cli
-from duetgan.utils.errors import EXIT_USER, UserError
+from duetgan.utils.errors import EXIT_USER, DamageError, UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, stored, value

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.errors import DamageError
 from duetgan.data.images import encode
 from duetgan.data.images.decode import CODEC_PNG
 from duetgan.data.lmdb import format as record_format
@@ -19,6 +18,7 @@ from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.utils.errors import DamageError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, stored

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from duetgan.data.errors import DamageError
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import DamageError, UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, flip, sample_images
 from tests.data.reading.test_sampler import batches_of

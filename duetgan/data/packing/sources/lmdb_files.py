@@ -7,7 +7,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.errors import ImageError
 from duetgan.data.images.values import Values
 from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
@@ -15,7 +15,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import stored_image
 from duetgan.data.packing.sources.base import Source, SourceOptions, refuse_split
 from duetgan.utils import extras, files
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import DamageError, UserError
 
 # Functions that open another program's file, and return None for a file of another format
 FORMATS: list[Callable[[Path, Handle, SourceOptions], Source | None]] = []
