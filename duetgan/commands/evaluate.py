@@ -38,15 +38,16 @@ SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of evaluation: the default one of a task, or one that an option requests."""
+    """A kind of evaluation: a task's usual one, or another one that an option requests."""
 
     task: str  # of the checkpoint
-    evaluate: str  # "module:function" of checkpoint, dataset, folder and options: returns results
-    table: str  # "module:function" of the results: returns a text
-    unsupported: dict[str, object]  # options that it does not have, with their defaults
+    # "module:function" that takes checkpoint, dataset, folder and options and returns the results
+    evaluate: str
+    table: str  # "module:function" that takes the results and returns a text
+    unsupported: dict[str, object]  # options that this kind does not have, with their defaults
     reason: str  # why it does not have them; continues "--OPTION is"
     file: str = "metrics.json"  # name of the file of the results
-    help: str = ""  # of the option; "" for a task's usual evaluation
+    help: str = ""  # help of the option; "" for a task's usual evaluation
 
 
 KINDS = {
@@ -151,9 +152,10 @@ def main(argv: list[str]) -> int:
 
 
 def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], Kind, str, "Dataset"]:
-    """Return the checkpoint, the kind of evaluation, the path of the test images, and the images.
+    """Read the checkpoint at `path` and open the test images.
 
-    Raises UserError.
+    Returns the checkpoint's content, the kind of evaluation, the path of the test images, and their
+    dataset. Raises UserError.
     """
     from duetgan.data.opening import dataset_for_model
     from duetgan.metrics.lineage import data_of, run_folder
@@ -187,7 +189,10 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], Kind, str, "
 
 
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
-    """Evaluate in this process; of several processes (ranks), rank 0 writes and prints."""
+    """Evaluate a checkpoint in this process, write and print the results, and return 0.
+
+    If several processes (ranks) share the work, only rank 0 writes and prints.
+    """
     from duetgan.metrics.lineage import run_folder
     from duetgan.utils.distributed import collectives
     from duetgan.utils.runlog.run_log import say_main
@@ -243,7 +248,10 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
 
 
 def compare_runs(options: Namespace) -> int:
-    """Compare evaluated runs, print the comparison, and write it into the folder `--out`."""
+    """Compare evaluated runs, print the comparison, and return 0.
+
+    With `--out`, the comparison is also written into that folder.
+    """
     from duetgan.metrics.comparison.compare import compare, comparison_table
 
     default = parser().get_default

@@ -82,7 +82,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Export a network and print the result of the check.
+    """Export a network, check the file, and print the result of the check.
 
     Raises CheckFailed (exit code 4) if the file is not as good as the original.
     """

@@ -34,7 +34,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Output:
-    """A subcommand: a kind of output."""
+    """A subcommand of generate.py, which writes one kind of output."""
 
     help: str
     run: Callable[[Namespace], str]  # returns a message about what was written
@@ -118,7 +118,7 @@ def add_grid_options(add: Add) -> None:
 
 
 def write_grid(options: Namespace) -> str:
-    """Write a PNG file, or a folder of images if `--out` names one."""
+    """Write a PNG file with a grid of samples, or a folder of samples if `--out` names a folder."""
     sampler, checkpoint, _ = open_sampler(options, every_class=True)
     from duetgan.inference.samples import draw_grid
 
@@ -128,7 +128,7 @@ def write_grid(options: Namespace) -> str:
 
 
 def psis(text: str) -> list[float]:
-    """Parse comma-separated truncations (psi), as the type of an option."""
+    """Parse an option's comma-separated values of psi (truncation)."""
     return [PSI(part) for part in text.split(",")]
 
 
@@ -138,7 +138,7 @@ def add_truncation_table_options(add: Add) -> None:
 
 
 def write_truncation(options: Namespace) -> str:
-    """Write a PNG file of the same samples at several truncations."""
+    """Write a PNG file with a row for each truncation; all rows show the same samples."""
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_truncation
 
@@ -156,7 +156,7 @@ def add_mix_options(add: Add) -> None:
 
 
 def write_mix(options: Namespace) -> str:
-    """Write a PNG file with a table of style mixing."""
+    """Write a PNG file with a table of samples that mix the styles of two samples, A and B."""
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_mix, load_sources, parse_layers, with_styles
 
@@ -330,7 +330,10 @@ OUTPUTS = {
 
 
 def config_from(options: Namespace, config_class: type[C]) -> C:
-    """Return a config (a dataclass) whose fields have the values of the options of their names."""
+    """Return an instance of a dataclass, with values from the command-line options.
+
+    A field gets the value of the option that has its name, otherwise its default.
+    """
     names = {field.name for field in fields(config_class)}  # type: ignore[arg-type]
     return config_class(**{name: value for name, value in vars(options).items() if name in names})
 
@@ -342,14 +345,15 @@ def open_sampler(
     several: bool = True,
     every_class: bool = False,
 ) -> "tuple[Sampler, Checkpoint, Path]":
-    """Return a sampler that follows the options, the checkpoint's content, and its path.
+    """Read the checkpoint, and make a sampler as the options say.
+
+    Returns the sampler, the checkpoint's content, and the checkpoint's path. Raises UserError.
 
     Args:
-        noise_mode: Replaces `--noise-mode`.
-        several: Accept a generator of images with several labels.
-        every_class: Draw each of `--seeds` for each class; otherwise the classes take turns.
-
-    Raises UserError.
+        noise_mode: is used instead of `--noise-mode`.
+        several: True to accept a generator of images with several labels each.
+        every_class: True to draw each of `--seeds` once for each class. Otherwise each seed gives
+            one sample, and its class is the next one in turn.
     """
     refuse(
         (

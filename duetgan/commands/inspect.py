@@ -1,7 +1,7 @@
 """Describe a packed file: `duet inspect X.lmdb [--verify] [--json] [--out grid.png]`.
 
-A grid of images is written to `X.grid.png` next to the file, or to `--out`; with `--json` or
-`--verify` only if `--out` is given. With `--json` stdout is one document.
+The command also writes a grid of images, to X.grid.png next to the file or to `--out`. With
+`--json` or `--verify` it does so only if `--out` is given. With `--json` stdout is one document.
 """
 
 import json

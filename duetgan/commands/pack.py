@@ -31,8 +31,9 @@ RESERVED_BYTES = 128 << 20  # memory that malloc holds in huge pages
 
 
 def _or_auto(read: Callable[[str], T], auto: str | None) -> Callable[[str], T | str | None]:
-    """Return an option type that converts the word auto to the value `auto`, and other text by
-    `read`.
+    """Return a function that parses an option's text, for `type` of `add_argument`.
+
+    The function returns `auto` for the text "auto", and `read(text)` for any other text.
     """
     return lambda text: auto if text == "auto" else read(text)
 

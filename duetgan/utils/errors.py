@@ -12,7 +12,10 @@ EXIT_HALTED = 4  # training stopped itself
 
 
 class Expected(Exception):
-    """An error that `run_cli` prints as one line, because the program works as intended."""
+    """An error that is not a bug in Duet.
+
+    `run_cli` prints its message as one line, without a traceback.
+    """
 
     exit_code: int
     of_rank: int | None = None  # the rank at fault, if all ranks raise the error: rank 0 prints it
@@ -78,11 +81,12 @@ def explained(
     faults: type[Exception] | tuple[type[Exception], ...],
     words: str | Callable[[Any], str | Exception],
 ) -> Iterator[None]:
-    """Turn one of the exceptions `faults` into another error.
+    """Replace exceptions that the block raises.
 
     Args:
-        words: the message of a UserError, or a function of the exception that returns the message
-            or the new exception.
+        faults: the types of the exceptions to replace.
+        words: the message of the UserError to raise instead, or a function that takes the exception
+            and returns this message or another exception to raise.
     """
     try:
         yield
@@ -94,8 +98,9 @@ def explained(
 
 
 def refuse(*problems: tuple[object, str]) -> None:
-    """Raise UserError with the message of the first pair (condition, message) whose condition
-    holds.
+    """Raise UserError if one of the pairs (condition, message) has a true condition.
+
+    The first such pair supplies the message.
     """
     for holds, message in problems:
         if holds:
@@ -109,10 +114,13 @@ def require_same_classes(
     reference_names: Sequence[str],
     remedy: str = "give those of the same classes",
 ) -> None:
-    """Raise UserError, which names the differences, unless two lists of classes are equal in order.
+    """Raise UserError unless two lists have the same class names in the same order.
+
+    The message names the differences.
 
     Args:
-        subject, reference: who has `names` and who has `reference_names`, for the message.
+        subject: the owner of `names`, for the message.
+        reference: the owner of `reference_names`, for the message.
         remedy: the end of the message.
     """
     if list(names) == list(reference_names):

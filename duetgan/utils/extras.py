@@ -1,4 +1,7 @@
-"""Attach the packages in `duetgan/extras` to registries of the core, which imports none of them."""
+"""Find the packages in `duetgan/extras`, and let them add entries to registries of the core.
+
+The core is the code outside that folder. It names none of the packages.
+"""
 
 import importlib
 from pathlib import Path
@@ -8,7 +11,10 @@ PACKAGE = "duetgan.extras"
 
 
 def packages() -> list[ModuleType]:
-    """Return the installed extras, sorted by name, without those whose NEEDS are not installed."""
+    """Import and return the packages in `duetgan/extras`, sorted by name.
+
+    A package is left out if it needs another one (listed in its NEEDS) that is not installed.
+    """
     try:
         folder = importlib.import_module(PACKAGE)
     except ModuleNotFoundError:
@@ -19,12 +25,15 @@ def packages() -> list[ModuleType]:
 
 
 def names() -> list[str]:
-    """Return the names of the extras in `packages`."""
+    """Return the folder names of the packages that `packages` returns."""
     return [package.__name__.rpartition(".")[2] for package in packages()]
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Return the extras' commands: name -> (module with `main`, line in `duet --help`)."""
+    """Return a dict of the commands that extras add to `duet`.
+
+    The key is the command's name, the value is (module with `main`, line in `duet --help`).
+    """
     table: dict[str, tuple[str, str]] = {}
     for package in packages():
         table |= getattr(package, "COMMANDS", {})
@@ -32,10 +41,10 @@ def commands() -> dict[str, tuple[str, str]]:
 
 
 def attach(module: str) -> None:
-    """Import the modules of extras that add entries to the registries in the core's `module`.
+    """Import the extras' modules that add entries to the registries in the core module `module`.
 
-    An extra lists them in ATTACHES: name of the core's module -> name of the extra's module. The
-    last line of a core module with registries is `attach(__name__)`.
+    Each extra has a dict ATTACHES from the name of a core module to the name of its own module to
+    import. A core module whose registries extras may extend ends with `attach(__name__)`.
     """
     for package in packages():
         name = getattr(package, "ATTACHES", {}).get(module)

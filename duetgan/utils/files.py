@@ -1,8 +1,8 @@
 """Read the user's files within size limits, and write files atomically.
 
 Only regular files are opened, so that a named pipe never hangs the program. A read stops at the
-limit of the file's kind, whatever size the file claims to have. A file is written to a temporary
-one, flushed to the disk, then renamed.
+limit of the file's kind, whatever size the file claims to have. New content goes to a temporary
+file, which is flushed to the disk and then renamed.
 
 tests/utils/test_bounded.py checks that no other module opens a user's file directly.
 """
@@ -78,7 +78,10 @@ ARCHIVE = FileLimit("an archive", 0)  # zip, Parquet, LMDB: each member has a li
 
 
 class Refused(OSError):
-    """A file that is not read; `strerror` is the reason without the file's name."""
+    """The error for a file that Duet refuses to read.
+
+    `strerror` is the reason, without the file's name.
+    """
 
     def __init__(self, reason: str, path: object = None) -> None:
         super().__init__(errno.EINVAL, reason, path)
@@ -94,9 +97,9 @@ def refuse_large(size: int, kind: FileLimit, path: object = None) -> None:
 
 
 def check(path: str | Path, kind: FileLimit) -> os.stat_result:
-    """Return the status of a file that is regular and not too large; links are followed.
+    """Check that a path leads to a regular file of an allowed size, and return its `os.stat`.
 
-    Raises OSError.
+    Links are followed. Raises Refused if the check fails, and OSError if there is no such file.
     """
     if "\0" in os.fspath(path):
         raise Refused("is no file name: it holds a NUL character", path)
@@ -109,7 +112,7 @@ def check(path: str | Path, kind: FileLimit) -> os.stat_result:
 
 
 def open_file(path: str | Path, kind: FileLimit) -> io.BufferedReader:
-    """Open a file that `check` accepts, for reading. Raises OSError."""
+    """Check a file (see `check`) and open it for reading. Raises OSError."""
     check(path, kind)
     # Non-blocking, because a pipe may have replaced the file since the check: the read then fails
     # or is empty, but never waits.
@@ -117,14 +120,15 @@ def open_file(path: str | Path, kind: FileLimit) -> io.BufferedReader:
 
 
 def read_file(path: str | Path, kind: FileLimit) -> bytes:
-    """Return the bytes of a file that `check` accepts. Raises OSError."""
+    """Check a file (see `check`) and return its bytes. Raises OSError."""
     with open_file(path, kind) as file:
         return read_stream(file, kind)
 
 
 def read_stream(stream: IO[bytes] | io.BufferedIOBase, kind: FileLimit) -> bytes:
-    """Return the remaining bytes of a stream. Raises OSError, which is Refused if they exceed the
-    limit of `kind`.
+    """Return the remaining bytes of a stream.
+
+    Raises Refused if these are more than `kind` allows, and OSError if they cannot be read.
     """
     parts = []
     size = 0
@@ -140,8 +144,8 @@ def read_stream(stream: IO[bytes] | io.BufferedIOBase, kind: FileLimit) -> bytes
 def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
     """Return the unpacked bytes of a gzip file.
 
-    Raises OSError, also for a damaged file; Refused if the unpacked bytes exceed the limit of
-    `kind`.
+    Raises Refused if these are more than `kind` allows, and OSError if the file is damaged or
+    cannot be read.
     """
     damaged = explained((EOFError, zlib.error), lambda error: Refused(str(error), path))
     with damaged, open_file(path, kind) as file, gzip.GzipFile(fileobj=file) as unpacked:
@@ -150,7 +154,10 @@ def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
 
 @contextmanager
 def reading(path: object, remedy: str, *faults: type[Exception]) -> Iterator[None]:
-    """Turn an OSError, or one of `faults`, into UserError: PATH cannot be read (REASON); REMEDY."""
+    """Turn exceptions in the block into UserError `PATH cannot be read (REASON); REMEDY`.
+
+    This applies to OSError and to the types in `faults`. A UserError passes unchanged.
+    """
     expected: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         yield
@@ -170,13 +177,13 @@ def reading(path: object, remedy: str, *faults: type[Exception]) -> Iterator[Non
 
 @contextmanager
 def downloading(problem: str, remedy: str) -> Iterator[None]:
-    """Set a timeout for a download inside the block, and send its output to stderr.
+    """Limit the time that a download in the block waits, and redirect its stdout to stderr.
 
     Raises UserError for a failed download: `PROBLEM and cannot be downloaded (REASON); REMEDY`.
 
     Args:
-        problem: says that a file is missing.
-        remedy: tells the user what to do instead.
+        problem: the beginning of the message, which says that a file is missing.
+        remedy: the end of the message, which tells the user what to do instead.
     """
     previous_timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT)  # a network that drops packets must not hang the program
@@ -192,7 +199,7 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return the file that a write to `path` replaces: `path`, or the target of a link.
+    """Return the file that a write to `path` replaces: a link's target, otherwise `path`.
 
     Raises OSError if something other than a regular file is there.
     """
@@ -205,8 +212,8 @@ def replaceable(path: Path) -> Path:
 def hold(file: IO[bytes] | IO[str] | int, *, wait: bool = False) -> bool:
     """Lock a file until it is closed, and return True.
 
-    If another process holds the lock, wait if `wait` is set, else return False. Where the file
-    system has no locks, print a warning and return True. Raises OSError.
+    If another process holds the lock, wait for it if `wait` is True; otherwise return False. On a
+    file system without locks, print a warning and return True. Raises OSError for other failures.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,8 +233,9 @@ def hold(file: IO[bytes] | IO[str] | int, *, wait: bool = False) -> bool:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    The file is flushed to the disk before it is renamed. After a crash `path` is the old file or
-    the new one, never a part; an exception leaves the old one. Raises OSError.
+    The temporary file is flushed to the disk before it is renamed. After a crash `path` holds the
+    complete old content or the complete new content. After an exception it holds the old content.
+    Raises OSError.
     """
     path = replaceable(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -244,18 +252,21 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically, by way of `replacing`. Raises OSError."""
+    """Write `content` to `path` atomically (see `replacing`). Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 def as_json(document: object) -> bytes:
-    """Return a document as indented JSON with a final newline. Raises ValueError for NaN."""
+    """Encode a document as indented JSON with a final newline. Raises ValueError for NaN."""
     return f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode()
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, without which a rename may be lost. Raises OSError."""
+    """Flush a folder's entries to the disk; before that, a crash may undo a rename in the folder.
+
+    Raises OSError.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -265,9 +276,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
-    """Create the parent folders of a result at `path`; turn failures into UserError.
+    """Create the parent folders of `path`, then run the block, which writes a result there.
 
-    Failures are an OSError, or one of `faults`, inside the block.
+    An OSError, or an exception of one of the types in `faults`, becomes UserError.
     """
     words = "cannot write {}: {}; choose another place or make room"
     with explained(
@@ -282,7 +293,7 @@ def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
 def building(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    Creates missing folders. Raises UserError for failures.
+    Missing folders are created. An OSError becomes UserError.
     """
     with writing(path), replacing(path) as temporary:
         yield temporary
@@ -295,9 +306,9 @@ def write_atomic(path: str | Path, content: bytes) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UserError if `folder` cannot be created or written. To be called before long work.
+    """Raise UserError if `folder` cannot be created, or files cannot be written into it.
 
-    Leaves no file behind.
+    Call this before long work. It leaves no file or folder behind.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     refused = explained(

@@ -1,7 +1,7 @@
-"""The size, channels and values of images, and the conversion to and from a network's values.
+"""The description of an image format, `ImageSpec`, and its conversions of pixel values.
 
-Packed files, networks, samples and exports all use this description; no other module converts
-values.
+Packed files, networks, samples and exports all use this description. No other module converts
+between the values in files and the values in networks.
 """
 
 import math
@@ -33,7 +33,7 @@ MOST_CHANNELS = 32
 class PixelFormat(BaseModel):
     """The pixel format of images that are not 8-bit grey or RGB, in packed files and checkpoints.
 
-    `low` and `high` are the values that networks see as -1 and 1; None: the limits in RANGES.
+    Networks see the values `low` and `high` as -1 and 1. None stands for the limits in RANGES.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
@@ -61,9 +61,10 @@ class PixelFormat(BaseModel):
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """Images of `channels` x `height` x `width` values; height and width are 0 if sizes vary.
+    """The format of images: channels, size, transparency, and the type and range of the values.
 
-    Levels of a pyramid and stages of growing networks are named by their shorter side, see `at`.
+    Height and width are 0 if the images differ in size. Scaled copies of images and the stages of a
+    growing network are named by their shorter side (see `at`).
     """
 
     channels: int  # alpha is one of them
@@ -78,9 +79,13 @@ class ImageSpec:
     def of(
         cls, channels: int, resolution: int | str, pixels: Mapping[str, object] | None = None
     ) -> "ImageSpec":
-        """Return the spec of a configured size and an optional PixelFormat document.
+        """Return the spec for a number of channels, a size and a pixel format.
 
-        Raises UserError for text that is not a size, ValueError for an invalid document.
+        Raises UserError for text that is not a size, ValueError for an invalid pixel format.
+
+        Args:
+            resolution: the side of a square in px, or width x height such as "96x64".
+            pixels: fields of PixelFormat; None: 8-bit values without transparency.
         """
         if isinstance(resolution, int):
             width = height = resolution
@@ -98,8 +103,9 @@ class ImageSpec:
 
     @classmethod
     def read(cls, shape: Mapping[str, Any]) -> "ImageSpec":
-        """Return the spec of a checkpoint's `shape`: `channels`, `resolution`, optional
-        `pixel_format`.
+        """Return the spec for a checkpoint's entry `shape`.
+
+        This is a mapping with the keys `channels`, `resolution` and optionally `pixel_format`.
         """
         return cls.of(shape["channels"], shape["resolution"], shape.get("pixel_format"))
 
@@ -110,7 +116,7 @@ class ImageSpec:
 
     @property
     def pixel_format(self) -> dict[str, Any] | None:
-        """Return the fields of PixelFormat that differ from its defaults; None if none does."""
+        """Return the fields of PixelFormat that differ from their defaults, or None."""
         low, high = RANGES[self.depth]
         defaults = {"low": low, "high": high, "alpha": False, "depth": "uint8"}
         return {
@@ -125,9 +131,7 @@ class ImageSpec:
         return self.channels in (1, 3) and self.depth == "uint8" and not self.alpha
 
     def need_plain(self, feature: str) -> None:
-        """Raise UserError unless the images are 8-bit grey or RGB, the only ones `feature`
-        supports.
-        """
+        """Raise UserError, which names `feature`, unless the images are 8-bit grey or RGB."""
         if not self.plain:
             raise UserError(
                 f"{feature} is for 8-bit grey or RGB, the images are {self.words} (docs/your-data.md)"
@@ -135,8 +139,9 @@ class ImageSpec:
 
     @property
     def deep(self) -> bool:
-        """Return True if values have more than 8 bits. Augmentations then work on the result of
-        `to_float`.
+        """Return True if values have more than 8 bits.
+
+        Augmentations then work on the result of `to_float`.
         """
         return self.depth != "uint8"
 
@@ -170,7 +175,7 @@ class ImageSpec:
         return self.values * BYTES[self.depth]
 
     def at(self, side: int) -> "ImageSpec":
-        """Return the spec scaled to a shorter side of `side` px.
+        """Return the spec of these images after they are scaled to a shorter side of `side` px.
 
         Raises ValueError if the longer side would not be a whole number.
         """
@@ -184,7 +189,7 @@ class ImageSpec:
         )
 
     def holds(self, size: tuple[int, int]) -> bool:
-        """Return True if `size` (height, width) fits inside these images."""
+        """Return True if the images are at least as high and as wide as `size` (height, width)."""
         return self.height >= size[0] and self.width >= size[1]
 
     def __str__(self) -> str:
@@ -192,7 +197,7 @@ class ImageSpec:
 
     @property
     def title(self) -> str:
-        """Return channels and depth for people: `RGB`, `grey + alpha, 16 bits`."""
+        """Return channels and depth as text for people: `RGB`, `grey + alpha, 16 bits`."""
         channels = {1: "grey", 3: "RGB"}.get(
             self.colours, f"{self.colours} channels"
         ) + " + alpha" * self.alpha
@@ -200,16 +205,16 @@ class ImageSpec:
 
     @property
     def words(self) -> str:
-        """Return `title` with the range of deep values: `grey, 16 bits (0 to 4095)`."""
+        """Return `title`, followed by the range of deep values: `grey, 16 bits (0 to 4095)`."""
         return self.title + f" ({self.low:g} to {self.high:g})" * self.deep
 
     # --- values: in files (straight alpha), in networks (premultiplied), on a screen (uint8)
 
     def to_float(self, images: "Tensor", channels_last: bool = True) -> "Tensor":
-        """Convert a file's values [n, C, H, W] to [-1, 1] in torch's default dtype, on their
-        device.
+        """Scale a file's values [n, C, H, W] to floats in [-1, 1] in torch's default dtype.
 
-        Colours are multiplied by alpha (`premultiplied`).
+        The result is on the device of `images`. If there is an alpha channel, the colours are
+        multiplied by it (see `premultiplied`).
         """
         import torch
 
@@ -223,10 +228,11 @@ class ImageSpec:
         return premultiplied(floats) if self.alpha else floats
 
     def from_float(self, images: "Tensor") -> "Tensor":
-        """Convert values in [-1, 1] to a file's values, in the file's depth.
+        """Convert a network's values in [-1, 1], [n, C, H, W], to a file's values of type `depth`.
 
-        Integers are rounded; integers, and all images with alpha, are clipped to `low` and `high`.
-        Colours of fully transparent pixels become black.
+        If there is an alpha channel, the colours are divided by it; those of fully transparent
+        pixels become black. Integer values are rounded. Integer values, and all images with alpha,
+        are clipped to `low`..`high`.
         """
         import torch
 
@@ -264,9 +270,10 @@ def _first_problem(error: ValidationError) -> ValueError:
 
 
 def premultiplied(images: "Tensor") -> "Tensor":
-    """Multiply colours by alpha (Porter and Duff 1984): transparent pixels become black, -1.
+    """Return a copy of images with the colours multiplied by alpha (Porter and Duff 1984).
 
-    Takes straight colours and alpha in [-1, 1], [n, C, H, W], alpha last.
+    The images are [n, C, H, W] in [-1, 1]; alpha is the last channel. Transparent pixels become
+    black (-1).
     """
     result = images.clone()
     result[:, :-1] = (images[:, :-1] + 1) * ((images[:, -1:] + 1) / 2) - 1

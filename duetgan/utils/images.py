@@ -1,7 +1,7 @@
-"""Draw grids and tables of images with captions, as PNG files that are written atomically.
+"""Draw grids and tables of images with captions, and write them atomically as PNG files.
 
 Text is drawn in matplotlib's DejaVu Sans, so that images look the same on every machine. A
-character that it does not have is drawn as its escape (`\\u732b`), never as a box.
+character that this font lacks is drawn as its escape (`\\u732b`), never as a box.
 """
 
 import math
@@ -38,12 +38,12 @@ Place: TypeAlias = "tuple[int, int, Picture | None]"
 def visible(images: Picture, spec: ImageSpec | None, ground: int | None = None) -> Any:
     """Convert a file's values [..., C, H, W] to uint8 [..., 1 or 3, H, W] for display.
 
-    Deep values are scaled from `low`..`high`. Of more than three channels, the first three become
-    red, green and blue; of two, the first becomes grey. Transparent pixels are drawn on a
-    checkerboard.
+    Values of more than 8 bits are scaled from `spec.low`..`spec.high` to 0..255. The first three
+    colour channels become red, green and blue; with fewer than three, the first becomes grey.
+    Transparent pixels are drawn on a checkerboard.
 
     Args:
-        spec: the format of `images`; None: they are returned unchanged.
+        spec: the format of `images`; None: `images` are returned unchanged.
         ground: a grey value to draw transparent pixels on instead of the checkerboard.
     """
     if spec is None or spec.plain:
@@ -67,7 +67,7 @@ def visible(images: Picture, spec: ImageSpec | None, ground: int | None = None) 
 def grid(
     images: "Tensor", *, columns: int | None = None, spec: ImageSpec | None = None
 ) -> np.ndarray:
-    """Return a uint8 grid [H', W', 1 or 3] of images [n, C, H, W], row by row.
+    """Arrange images [n, C, H, W] row by row in one uint8 image [H', W', 1 or 3].
 
     The grid is about square unless `columns` is given; empty places are white.
     """
@@ -93,10 +93,10 @@ IMAGE_SUFFIXES = (".png", ".npy")  # added by `save_image`
 
 
 def save_image(image: np.ndarray, spec: ImageSpec, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file's values [H, W, C] of format `spec` without loss, atomically.
+    """Write an image [H, W, C] with the values of format `spec`, without loss and atomically.
 
     Grey or RGB of 8 or 16 bits, with or without alpha, becomes PATH.png with `metadata` as text
-    chunks; all other formats become PATH.npy, an array [H, W, C].
+    chunks. All other formats become PATH.npy, an array [H, W, C] without metadata.
     """
     if spec.colours not in (1, 3) or spec.depth == "float32":
         with (
@@ -127,9 +127,9 @@ def save_captioned(
     columns: int = 6,
     spec: ImageSpec | None = None,  # pixel format; None: uint8 grey or RGB
 ) -> None:
-    """Draw one or more images [C, H, W] of one size, each above a caption of up to two lines.
+    """Write a PNG with images [C, H, W] of equal size, each above its caption.
 
-    A caption line that is wider than its image's cell loses its middle.
+    A caption has up to two lines. A line that is too wide loses its middle.
     """
     height, width = images[0].shape[-2:]
     scale = max(1, round(CAPTION / height))
@@ -158,9 +158,10 @@ def save_rows(
     captions: Sequence[str] = (),
     spec: ImageSpec | None = None,  # pixel format; None: uint8 grey or RGB
 ) -> None:
-    """Write images [C, H, W] as a grid with a row for each class; a single row is wrapped.
+    """Write a PNG with a row of images [C, H, W] for each class.
 
-    A class with fewer than `columns` images leaves white places. A single row gets no caption.
+    A row shows at most `columns` images; missing ones leave white places. The images of a single
+    class fill as many rows as they need, and have no caption.
     """
     if len(rows) == 1:
         (images,), captions = rows, ()
@@ -180,8 +181,9 @@ def save_table(
     margin: int | None = None,  # px after the first row and column (default: `gap`)
     spec: ImageSpec | None = None,  # pixel format; None: uint8 grey or RGB
 ) -> None:
-    """Write images as a table with row heads and column heads; a head that is too wide loses its
-    middle.
+    """Write a PNG with a table of images, with heads for its rows and columns.
+
+    A head that is too wide loses its middle.
     """
     size = next(image.shape[-2:] for row in rows for image in row if image is not None)
     scale = max(1, cell // max(size))
@@ -244,7 +246,7 @@ def _fitting(text: str, width: float) -> str:
 
 @cache
 def _font() -> tuple[ImageFont.FreeTypeFont, frozenset[int]]:
-    """Return the font, and the code points of the characters that it has."""
+    """Return the font, and the code points of the characters that it can draw."""
     from matplotlib.font_manager import fontManager  # slow to import
     from matplotlib.ft2font import FT2Font
 
@@ -253,7 +255,10 @@ def _font() -> tuple[ImageFont.FreeTypeFont, frozenset[int]]:
 
 
 def drawable(text: str) -> str:
-    """Return a line of text, `printable`, with escapes for characters that the font lacks."""
+    """Return a line of text with escapes for characters that cannot be drawn.
+
+    These are unsafe characters (see `printable`) and characters that the font lacks.
+    """
     if text.isascii() and text.isprintable():
         return text
     letters = _font()[1]

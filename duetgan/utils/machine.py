@@ -3,8 +3,8 @@
 The threads of an operation spin while they wait for each other. If the system suspends one thread
 for another program, the spinning threads occupy the core that the suspended one needs. Next to one
 busy process on two cores, two threads train at a tenth of their usual speed, and one thread at two
-thirds of it (benchmarks/busy.py). Hence torch gets as many threads as other programs leave cores
-for.
+thirds of it (benchmarks/busy.py). Therefore torch gets only as many threads as there are cores that
+other programs leave free.
 """
 
 import ctypes
@@ -48,11 +48,11 @@ STAT = Path("/proc/stat")
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # environment variable, set by the user or a launcher
 # fraction of a core that other programs may use before Duet leaves that core to them
 TOLERATED_LOAD = 0.3
-SHORTEST = 0.1  # seconds of a measurement at least, because the system counts in hundredths
+SHORTEST = 0.1  # seconds: the shortest measurement, because the system counts in hundredths
 
 
 def _container_limit() -> int:
-    """Return the memory limit of the container by cgroup 2; NO_LIMIT outside one."""
+    """Return the memory limit of the container (cgroup 2) in bytes; NO_LIMIT if there is none."""
     limit = CGROUP / "memory.max"
     text = limit.read_text().strip() if limit.exists() else "max"
     return NO_LIMIT if text == "max" else int(text)
@@ -77,9 +77,10 @@ def available_bytes() -> int:
 
 
 def total_bytes(device: "torch.device", *, several: bool = False) -> int:
-    """Return the total memory of an accelerator, or of the machine or container for the CPU.
+    """Return the total memory of `device` in bytes.
 
-    If `several`, return the sum over all accelerators that this process sees.
+    For the CPU this is the memory of the machine, or of the container if that is less. For an
+    accelerator, `several` adds up the memory of all accelerators that this process sees.
     """
     if device.type != "cpu":
         import torch
@@ -90,7 +91,11 @@ def total_bytes(device: "torch.device", *, several: bool = False) -> int:
 
 
 def peak_bytes(device: "torch.device") -> int:
-    """Return the peak memory of this process: its tensors on GPUs, or resident memory on a CPU."""
+    """Return the peak memory of this process in bytes.
+
+    This is the memory of its tensors on all accelerators, or its resident memory if `device` is the
+    CPU.
+    """
     if device.type != "cpu":
         import torch
 
@@ -105,7 +110,8 @@ def peak_bytes(device: "torch.device") -> int:
 def ran_out(error: BaseException) -> bool:
     """Return True if `error` means that memory ran out.
 
-    On a CPU that is rarely an error: Linux mostly grants memory and kills the process later.
+    This rarely happens on a CPU, because Linux usually grants the memory and kills the process
+    later.
     """
     import torch  # late, because this module is used before the accelerators are chosen
 
@@ -117,7 +123,10 @@ def ran_out(error: BaseException) -> bool:
 
 
 def native_precision(device: "torch.device") -> Fixed:
-    """Return bf16; if the device only emulates it, fp32 for a CPU and fp16 for an accelerator."""
+    """Return the precision for a device: bf16 if the hardware computes it natively.
+
+    If the hardware only emulates bf16, this is fp32 on a CPU and fp16 on an accelerator.
+    """
     import torch
 
     if device.type == "cpu":
@@ -131,14 +140,14 @@ def native_precision(device: "torch.device") -> Fixed:
 
 
 def local_processes() -> int:
-    """Return the number of this run's processes on this machine, as the launcher sets it."""
+    """Return the number of this run's processes on this machine, which the launcher has set."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def cores() -> int:
-    """Return the number of cores for this process.
+    """Return the number of cores for this process, at least 1.
 
-    The machine's (or container's) cores are divided among the run's processes on it.
+    The cores of the machine or container are divided among this run's processes on it.
     """
     allowed = len(os.sched_getaffinity(0))
     quota = CGROUP / "cpu.max"
@@ -150,13 +159,14 @@ def cores() -> int:
 
 
 def tune_malloc(reserve: int = 1024 * MIB) -> bool:
-    """Keep freed memory in the process, its first `reserve` bytes in huge pages.
+    """Make malloc keep freed memory, and put the first `reserve` bytes of the heap in huge pages.
 
-    Returns False without glibc, where this cannot be set. Training on the CPU frees and allocates
-    the same blocks of a few MiB in every step. glibc returns them to the system, which hands out
-    other pages, zeroed and one by one: 11,000 page faults per step of a small GAN, 5 to 10 % of its
-    time. The reserved memory is not in use before it is touched. Call this once, before training
-    begins.
+    Call this once, before training begins. Returns False without glibc, where this cannot be set.
+
+    Training on the CPU frees and allocates the same blocks of a few MiB in every step. By default
+    glibc returns them to the system and later gets new pages, which the system zeroes one by one:
+    11,000 page faults per step of a small GAN, 5 to 10 % of its time. Reserved memory is not in use
+    before it is touched.
     """
     libc = ctypes.CDLL(None)
     if not all(
@@ -184,7 +194,10 @@ def tune_malloc(reserve: int = 1024 * MIB) -> bool:
 
 
 def upload(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
-    """Return a tensor on `device`; main memory is copied asynchronously, through pinned memory."""
+    """Return `tensor` on `device`.
+
+    A copy from main memory to an accelerator is asynchronous, by way of pinned memory.
+    """
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -194,17 +207,17 @@ def upload(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
 
 
 class ProgramLoad:
-    """The use of the machine's cores by other programs between two calls of `busy_cores`."""
+    """A meter of the number of cores that other programs use between two calls of `busy_cores`."""
 
     def __init__(self) -> None:
         self._previous = _clocks()
         self._busy_cores = 0.0
 
     def busy_cores(self) -> float:
-        """Return the number of cores that other programs used since the last call.
+        """Return the mean number of cores that other programs have used since the last call.
 
-        Returns 0 where the system does not report it. A call within SHORTEST s repeats the last
-        result.
+        Returns 0 if the system does not report it, and the last result if that is less than
+        SHORTEST seconds old.
         """
         current = _clocks()
         seconds, busy, process = (
@@ -217,9 +230,10 @@ class ProgramLoad:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Return seconds: wall clock, busy time of all cores, and time of this process on them.
+    """Return three times in seconds: the clock, busy time of all cores, CPU time of this process.
 
-    The busy time includes time that the host takes from a virtual machine.
+    The busy time is 0 if the system does not report it. It includes time that the host takes from a
+    virtual machine. The CPU time includes that of ended child processes.
     """
     busy = 0.0
     if STAT.exists():
@@ -232,9 +246,9 @@ def _clocks() -> tuple[float, float, float]:
 
 @cache
 def max_threads() -> int:
-    """Return torch's initial number of threads, at most the cores that this process may use.
+    """Return the largest number of threads that torch should use in this process.
 
-    A number in THREADS_VARIABLE is returned as it is.
+    This is torch's initial number, but not more than `cores()` unless OMP_NUM_THREADS is set.
     """
     import torch
 
@@ -246,13 +260,17 @@ def max_threads() -> int:
 def is_adjustable() -> bool:
     """Return True unless OMP_NUM_THREADS is set or several ranks share this machine.
 
-    The ranks of one run would count as other programs for each other.
+    Only then may Duet change the number of threads: each of several ranks would take the other
+    ranks for other programs.
     """
     return THREADS_VARIABLE not in os.environ and local_processes() == 1
 
 
 def fitting(busy_cores: float) -> int:
-    """Return how many threads can have a core each while other programs use `busy_cores` cores."""
+    """Return the number of threads that have a core each if other programs use `busy_cores` cores.
+
+    Returns `max_threads()` if the number must not be changed (see `is_adjustable`).
+    """
     if not is_adjustable():
         return max_threads()
     free_cores = int((os.cpu_count() or 1) - busy_cores + TOLERATED_LOAD)
@@ -272,24 +290,25 @@ def start_measuring() -> None:
 
 
 def busy_since_start() -> float:
-    """Return the number of cores that other programs used since the last call of this function.
+    """Return the number of cores that other programs have used since the last call.
 
-    The first call measures from `start_measuring` on; without that the result is 0.
+    The first call measures from the call of `start_measuring`. Returns 0 if that was never called.
     """
     return 0.0 if _since_start is None else _since_start.busy_cores()
 
 
 def settle() -> None:
-    """Set torch's threads to the number of free cores, if a script has called `start_measuring`.
+    """Set the number of torch's threads to the number of free cores.
 
-    A program that uses Duet as a library keeps its own number of threads.
+    Does nothing unless a script has called `start_measuring`, so that a program that uses Duet as a
+    library keeps its own number of threads.
     """
     if _since_start is not None:
         use_threads(fitting(busy_since_start()))
 
 
 def use_threads(count: int) -> None:
-    """Set the number of torch's threads; nothing else in Duet sets it."""
+    """Set the number of torch's threads. No other function of Duet sets it."""
     import torch
 
     torch.set_num_threads(count)

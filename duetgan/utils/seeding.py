@@ -1,6 +1,7 @@
-"""Derive random generators from keys, so that no generator's state has to be saved.
+"""Make random generators from keys, which are sequences of strings and integers.
 
-A key of names and numbers gives a seed. docs/randomness.md lists every use.
+Equal keys give equal random numbers, so no generator's state has to be saved. docs/randomness.md
+lists every use.
 """
 
 import hashlib
@@ -41,8 +42,8 @@ def numpy_generator(*key: Key) -> np.random.Generator:
 def forked(*key: Key) -> Iterator[None]:
     """Seed torch's global CPU generator by `key` inside the block and restore it afterwards.
 
-    For library code that uses the global generator: module initialisation, torchvision's
-    transforms.
+    This is for library code that draws from the global generator, such as module initialisation and
+    torchvision's transforms.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_of(*key))
@@ -50,11 +51,12 @@ def forked(*key: Key) -> Iterator[None]:
 
 
 def use_deterministic_kernels() -> None:
-    """Select deterministic kernels, for `deterministic: true`, before the first step.
+    """Make torch use deterministic kernels (config key `deterministic`).
 
-    Repeated runs on one machine then give equal numbers, also on accelerators, whose kernels
-    otherwise choose an algorithm by speed or add in the order in which threads finish. An operation
-    without a deterministic kernel raises.
+    Call this before the first step. Repeated runs on one machine then give equal numbers, also on
+    accelerators. By default their kernels may choose an algorithm by its speed, or add numbers in
+    the order in which threads finish. An operation without a deterministic kernel raises
+    RuntimeError.
     """
     # cuBLAS reads this variable once, when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -12,9 +12,10 @@ BIDIRECTIONAL = frozenset(
 
 
 def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
-    """Return rows of equally many cells as aligned, printable text.
+    """Format a table as text with aligned columns. All rows must have the same number of cells.
 
-    Columns are separated by two spaces; lines have no trailing spaces.
+    Two spaces separate the columns; lines have no trailing spaces. Unprintable characters are
+    escaped (see `printable`).
 
     Args:
         align: a character for each column, `<` for left and `>` for right; the last one applies to
@@ -37,8 +38,9 @@ def decimal(value: float | None, digits: int = 4) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number briefly: `0.0123`, `4.57`, `1,234`, `20k`, `1.2e-05`; `not finite` for NaN
-    and infinities.
+    """Format a number briefly: `0.0123`, `4.57`, `1,234`, `20k`, `1.2e-05`.
+
+    NaN and infinities become `not finite`.
     """
     if not math.isfinite(value):
         return "not finite"
@@ -62,7 +64,7 @@ def duration(seconds: float) -> str:
 
 
 def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str:
-    """Remove the middle of a text that is longer than `most`, as measured by `length`."""
+    """Replace the middle of a text by `…` if `length(text)` is more than `most`."""
     short, keep = text, len(text)
     while length(short) > most and keep > 1:
         keep -= 1
@@ -71,10 +73,10 @@ def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str
 
 
 def printable(text: str) -> str:
-    r"""Return a name with escapes for everything that a terminal cannot show safely.
+    r"""Return a text with escapes for all characters that a terminal cannot show safely.
 
-    Control characters, line separators, controls of the writing direction and bytes that are not
-    UTF-8 become \n, \x1b, \u2028, \xff.
+    These are control characters (escaped as \n or \x1b), line separators (\u2028), controls of the
+    writing direction (\u202e), and bytes that are not UTF-8 (\xff).
     """
     if text.isascii() and text.isprintable():
         return text
@@ -91,7 +93,10 @@ def _escaped(character: str) -> str:
 
 
 def set_names(classes: Sequence[str], label_sets: Iterable[Sequence[int]]) -> list[str]:
-    """Return a name for each set of labels: its classes' names, joined."""
+    """Return a name for each label set: the names of its classes, joined by "; ".
+
+    An empty set is called "(no label)".
+    """
     return ["; ".join(classes[label] for label in labels) or "(no label)" for labels in label_sets]
 
 
@@ -111,7 +116,7 @@ def did_you_mean(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
     """Return `" (did you mean 'x'?)"` if a known name resembles `name`, else an empty string.
 
     Args:
-        names: the known names; a mapping gives the text to print for each.
+        names: the known names, or a mapping from each known name to the text to print for it.
     """
     texts = names if isinstance(names, Mapping) else dict(zip(names, names, strict=True))
     near = difflib.get_close_matches(name, texts, n=1, cutoff=0.6)

@@ -1,7 +1,7 @@
 """Survey the images, measure this machine, and write the plan of a quickstart.
 
-The command is `duet quickstart-plan SOURCE --out F`. It runs in a separate process, whose end frees
-the memory of the measured networks before training begins.
+The command is `duet quickstart-plan SOURCE --out F`. The quickstart runs it in a separate process,
+whose end frees the memory of the measured networks before training begins.
 """
 
 import tempfile
@@ -43,7 +43,7 @@ START = 9.0
 
 
 def add_request_options(parser: ArgumentParser) -> None:
-    """Add the images and the options that determine a plan."""
+    """Add the arguments that determine a plan: the images and the options."""
     add = parser.add_argument
     add(
         "source",
@@ -75,7 +75,7 @@ def add_request_options(parser: ArgumentParser) -> None:
 
 
 def request_words(options: Namespace) -> list[str]:
-    """Return the command-line arguments of a plan's request, without --minutes."""
+    """Return the user's arguments for `add_request_options` as words, without --minutes."""
     words = [options.source, *table_words(options)]
     if options.weights:
         words += ["--weights", options.weights]
@@ -90,9 +90,10 @@ def request_words(options: Namespace) -> list[str]:
 
 
 def survey(spec: str, options: Namespace | None = None) -> Survey:
-    """Return a survey of the images in `spec`, a folder, zip or table.
+    """Return the properties of the images in `spec`, a folder, zip or table.
 
-    `options` may name the columns of a table. Raises UserError if the images are unsuitable.
+    Only DECODED of the images are decoded. `options` may name the columns of a table. Raises
+    UserError if the images are unsuitable.
     """
     chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
     with open_source(spec, **chosen) as source:
@@ -174,7 +175,10 @@ class ThisMachine(Machine):
         self._speeds: dict[tuple[object, ...], Speed] = {}
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
-        """Measure and print the speed of a few training steps on noise of `side` px."""
+        """Measure, print and return the speed of a few training steps on images of noise.
+
+        The arguments are those of `Machine.speed`.
+        """
         from duetgan.data.packing.records import pack_arrays
         from duetgan.training.engine.speed import measure_recipe
 
@@ -201,9 +205,9 @@ class ThisMachine(Machine):
 def weights_at_hand(requested: str | None) -> Weights | None:
     """Return the ImageNet weights from which the classifier is fine-tuned, or None.
 
-    This is the `requested` file, else ResNet-50's weights for the Frechet distance, else
-    torchvision's weights of DEFAULT_NETWORK, which are downloaded if necessary; if that fails, the
-    reason is printed.
+    The first choice is the `requested` file, the second is ResNet-50's weights for the Frechet
+    distance, the third is torchvision's weights of DEFAULT_NETWORK. torchvision's are downloaded if
+    necessary; if that fails, the reason is printed.
 
     Raises UserError for a requested file that is missing or of an unknown network.
     """
@@ -241,7 +245,7 @@ def weights_at_hand(requested: str | None) -> Weights | None:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Return the lines that print a plan: settings with reasons, lengths and the expected time."""
+    """Return a plan as lines for the user: settings with reasons, lengths, and expected time."""
     if plan.quick:
         return [*plan.notes, "only a few training steps of each (--quick)"]
     lines = list(plan.notes)
@@ -256,7 +260,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def make_plan(options: Namespace) -> Plan:
-    """Survey the images, measure this machine unless `options.quick`, and plan.
+    """Survey the images, measure this machine unless `options.quick`, and return the plan.
 
     Raises UserError.
     """

@@ -1,6 +1,6 @@
-"""The choice of a quickstart's recipes, resolutions and lengths of training.
+"""Choose the recipes, resolutions and lengths of training of a quickstart.
 
-Nothing is measured here: a `Machine` returns the speeds, so that tests can plan for any machine.
+Nothing is measured here. A `Machine` supplies the speeds, so that tests can plan for any machine.
 """
 
 import math
@@ -117,14 +117,23 @@ class Weights(NamedTuple):
 
 
 class Machine:
-    """A machine with an assumed speed, for `--quick`, whose few steps need no measurement."""
+    """A machine with an assumed speed, for `--quick`. `ThisMachine` measures speeds instead.
+
+    The few training steps of `--quick` need no measurement.
+    """
 
     start = 0.0  # seconds that a training or evaluation takes to start and to finish
     cores = 1
     weights: Weights | None = None  # ImageNet weights on this machine
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
-        """Return the training speed of a recipe on images of `side` px, otherwise like `images`."""
+        """Return the training speed of a recipe with the options `overrides`.
+
+        Args:
+            config: the recipe file.
+            side: height and width in px of the training images.
+            images: the survey of the images, which says how many channels and classes they have.
+        """
         return Speed("auto", 1000.0)
 
 
@@ -188,8 +197,9 @@ def choose(
 
 
 def side_for(side: int, most: int) -> int:
-    """Return the side in px to which images of `side` px are scaled: the smallest power of two of
-    at least two thirds of `side`, but from 16 to `most`.
+    """Return the side in px to which images of `side` px are scaled.
+
+    This is the smallest power of two that is at least two thirds of `side`, limited to 16..`most`.
     """
     return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
 
@@ -211,7 +221,7 @@ class _Choice:
         self.ada = self.images < ADA_BELOW
 
     def plan(self, minutes: float, spent: float) -> Plan:
-        """Plan the classifier, which needs less time, then the GAN with the remaining time."""
+        """Plan the classifier, which needs less time, then the GAN in the remaining time."""
         survey = self.survey
         start = self.machine.start
         read = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
@@ -256,7 +266,7 @@ class _Choice:
         )
 
     def notes(self) -> list[str]:
-        """Return sentences about the images."""
+        """Return sentences about held-out images, unreadable images and missing classes."""
         survey = self.survey
         note = f"held out: the {survey.held_out:,} images of the source's own held-out part"
         if self.val_share is not None:
@@ -321,11 +331,12 @@ class _Choice:
     # --- the classifier
 
     def classifier(self, budget: float) -> Training:
-        """Return the classifier's training.
+        """Return the plan of the classifier's training.
 
-        Pretrained weights are fine-tuned in all layers, or in the last ones if there are few images
-        or little time. The training sees a target number of images, or up to three times as many if
-        these take at most half of the classifier's part of the budget.
+        Without pretrained weights it is trained from scratch. Otherwise all layers are fine-tuned,
+        or only the last ones if there are few images or little time. The training sees a target
+        number of images. It sees up to three times as many if this takes at most half of the time
+        for the classifier.
 
         Args:
             budget: seconds for the GAN's and the classifier's trainings.
@@ -358,9 +369,15 @@ class _Choice:
         return self.training(config, options, side, speed, images, reason)
 
     def behind_frozen(self, budget: float, options: list[str], name: str, reason: str) -> Training:
-        """Return a training of only the last stage or the head of a pretrained network.
+        """Return the plan of training only the last stage, or the head, of a pretrained network.
 
         Features of the frozen stages are computed once; the head starts from a logistic regression.
+
+        Args:
+            budget: seconds for this training.
+            options: command-line options, which the plan extends.
+            name: the name of the network.
+            reason: text for the user, which the plan extends.
         """
         from duetgan.models.registry import backbone_of  # imports torch
 
@@ -401,8 +418,10 @@ class _Choice:
     # --- the GAN
 
     def gan_size(self, budget: float) -> tuple[Size, Speed]:
-        """Return the largest size whose samples become recognisable within `budget` seconds of
-        training, and its training speed.
+        """Return the GAN's size and its training speed.
+
+        This is the largest size whose samples become recognisable within `budget` seconds of
+        training.
         """
         size = SIZES[0]
         speed = self.gan_speed(size)
@@ -423,14 +442,16 @@ class _Choice:
         return self.machine.speed(*self.recipe(size), size.side, self.survey)
 
     def starts(self, size: Size) -> bool:
-        """Return True if a GAN of this size starts from START, which was measured to be better for
-        few images in colour.
+        """Return True if a GAN of this size starts from the networks in START.
+
+        Measurements showed that this is better for few images in colour.
         """
         return bool(size.started) and self.survey.channels == 3 and self.ada
 
     def gan(self, budget: float) -> Training:
-        """Return the GAN's training, which lasts `budget` seconds, or less if more training would
-        make no visible difference.
+        """Return the plan of the GAN's training.
+
+        It lasts `budget` seconds, or less if more training would make no visible difference.
         """
         size, speed = self.gan_size(budget)
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)

@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 class Quickstart:
-    """The runner of a quickstart's plan.
+    """A runner of a quickstart's plan.
 
     Args:
         folder: folder of the results.
@@ -72,7 +72,10 @@ class Quickstart:
         self.commands: list[str] = []
 
     def run(self) -> int:
-        """Run all steps. Return the first exit code above 0."""
+        """Run all steps and write the results; return 0.
+
+        If a step fails, stop there and return its exit code.
+        """
         for step in self.steps():
             self.commands.append(typed(step.command))
             print(f"\n{time.strftime('%H:%M:%S')} {step.name}\n$ {self.commands[-1]}", flush=True)
@@ -88,8 +91,10 @@ class Quickstart:
         return 0
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps in order. Each must be run before the next one is requested, because
-        `Step.done` depends on the results of the previous steps.
+        """Yield the steps in order.
+
+        Run each step before requesting the next one, because `Step.done` depends on the results of
+        the previous steps.
         """
         yield from self.packing()
         for task in self.plan.trainings:
@@ -98,8 +103,10 @@ class Quickstart:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
     def packing(self) -> Iterator[Step]:
-        """Yield the steps that pack images: one for each part of a source with its own held-out
-        part, otherwise one that holds images out.
+        """Yield the steps that pack the training images and the held-out images.
+
+        A source with its own held-out part needs two steps, one for each part. Otherwise one step
+        packs all images and holds some of them out.
         """
         plan = self.plan
         images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
@@ -141,8 +148,8 @@ class Quickstart:
     def evaluation(self, task: str) -> list[str]:
         """Return the command that evaluates the run of a task, "gan" or "classifier".
 
-        The classifier judges the GAN unless it is `unfit`, for example if the held-out images are
-        training images as well; then it supplies features only.
+        The classifier evaluates the GAN's samples, too. If it is `unfit` for this, for example
+        because held-out images are also training images, it only supplies features.
         """
         from duetgan.metrics.features.extractors import find_weights
 
@@ -214,8 +221,9 @@ class Quickstart:
 
 
 def summarise(plan: Plan, evaluations: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return the content of summary.json: the main metrics of both evaluations with their 95 %
-    intervals, and the plan. The distance is that of the first extractor.
+    """Return the content of summary.json: the plan, and the main metrics of both evaluations.
+
+    Metrics have 95 % intervals. Of several distances only that of the first extractor is included.
     """
     classifier = None
     if plan.classifier is not None:
@@ -244,7 +252,7 @@ def summarise(plan: Plan, evaluations: dict[str, dict[str, Any]], seconds: float
 
 
 def display_path(path: Path) -> str:
-    """Return a path as text for a command line, relative to the current folder if it is inside."""
+    """Return a path as text for a command line. A path in the current folder becomes relative."""
     folder = Path.cwd()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
@@ -254,8 +262,9 @@ def typed(command: list[str]) -> str:
 
 
 def unfit(run: Path, test: Path) -> str:
-    """Return the reason why a run's classifier cannot judge a GAN on the `test` images; empty if it
-    can.
+    """Return the reason why a run's classifier cannot evaluate a GAN on the `test` images.
+
+    The reason is "" if it can.
     """
     from duetgan.data.reading.dataset import Dataset
     from duetgan.metrics import lineage
@@ -273,9 +282,9 @@ def call(command: list[str]) -> int:
 def run_python(arguments: list[str]) -> int:
     """Run Python in a child process and return its exit code, 128 + n if signal n ended it.
 
-    The child has its own session, so that it gets each signal, Ctrl-C included, only once, from
-    this process, which waits until the child has saved its state and ended. The child ends if this
-    process is killed.
+    The child has its own session, so Ctrl-C in the terminal reaches this process only. This process
+    passes each signal on to the child, and waits until the child has ended. If this process is
+    killed, the child is killed too.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -290,9 +299,10 @@ def run_python(arguments: list[str]) -> int:
 
 
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
-    """Return the plan in a folder of results; make one if there is none.
+    """Return the plan in `folder`. If the folder has none, make one in another process.
 
-    If making it fails, return the exit code. Raises UserError if the plan is for another request.
+    If that process fails, return its exit code. Raises UserError if the plan in the folder was made
+    for other options.
     """
     file = folder / "plan.json"
     request = request_words(options)
@@ -315,8 +325,10 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
 
 
 def default_folder(source: str, quick: bool) -> Path:
-    """Return the default folder of results: runs/quickstart for the sample images, else
-    runs/quickstart_NAME, followed by `_quick` for --quick.
+    """Return the default folder of results.
+
+    This is runs/quickstart for the sample images, else runs/quickstart_NAME. With --quick, `_quick`
+    is appended.
     """
     name = ""
     if source != SAMPLE:

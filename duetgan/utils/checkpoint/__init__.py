@@ -1,8 +1,8 @@
 """Checkpoints: one file per step, written atomically with a checksum, loaded as plain data only.
 
-The folder holds a file (`file_name`) and its `.sha256` for each step, `last.json` and `best.json`.
-docs/checkpoints.md describes the format. A checkpoint consists of tensors, numbers, strings, lists
-and dicts.
+For each saved step the folder holds a file (see `file_name`) and its checksum, `.sha256`. last.json
+and best.json name two of the files. docs/checkpoints.md describes the format. A checkpoint consists
+of tensors, numbers, strings, lists and dicts.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ class ConfigLoss(Stored):
 
 
 class ConfigHead(Stored):
-    """The part of a checkpoint's config that is read without the config's own classes."""
+    """The keys of a checkpoint's config that are read without building the whole configuration."""
 
     architecture: str = ""
     data: ConfigData | None = None
@@ -84,7 +84,7 @@ class ConfigHead(Stored):
 
 
 class Head(Stored):
-    """A checkpoint's content apart from its state, which `state_schema` compares with networks."""
+    """The content of a checkpoint, except the tensors in `state`, which `state_schema` checks."""
 
     task: str
     step: Count
@@ -106,8 +106,9 @@ class Head(Stored):
 
 
 def file_name(step: int) -> str:
-    """Return the file name of a step's checkpoint. Only this function and `find_step` know the
-    form.
+    """Return the file name of a step's checkpoint.
+
+    Only this function and `find_step` know the form of the name.
     """
     return f"{PREFIX}{step:08d}{SUFFIX}"
 
@@ -125,7 +126,7 @@ def step_of(path: Path) -> int:
 
 
 class CorruptCheckpoint(UserError):
-    """The file is damaged, incomplete or not a checkpoint."""
+    """The error for a file that is damaged, incomplete or not a checkpoint."""
 
 
 def file_sha256(path: Path) -> str:
@@ -134,12 +135,12 @@ def file_sha256(path: Path) -> str:
 
 
 def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
-    """Write `checkpoint` into `folder` and return its path.
+    """Write `checkpoint` into `folder` and return the path of its file.
 
-    The order is temporary file, flush, fsync, rename, checksum, fsync of the folder, so that a file
-    under its final name is complete, with or without its checksum. Raises OSError if the disk
-    refuses (full, read-only); existing files stay. Raises TypeError for content that could not be
-    loaded again.
+    A temporary file is written, flushed to the disk and renamed; then the checksum is written. Thus
+    a file under its final name is complete, even if a kill has prevented its checksum. Raises
+    OSError if the disk is full or read-only; existing files stay. Raises TypeError for content that
+    could not be loaded again.
     """
     from duetgan.utils.checkpoint.writer import Snapshot, write
 
@@ -167,9 +168,10 @@ def _checksum_file(path: Path) -> Path:
 
 
 def point(folder: Path, which: str, path: Path, **metadata: object) -> None:
-    """Write `<which>.json` ("last" or "best"), which points at the checkpoint `path`.
+    """Write last.json or best.json into `folder`, as a pointer to the checkpoint `path`.
 
-    It holds "file", "step", "sha256" and `metadata`.
+    `which` is "last" or "best". The JSON object has the keys file, step, sha256 and those of
+    `metadata`.
     """
     checksum = _checksum_file(path)
     if not checksum.is_file():  # the process was killed before it wrote the checksum
@@ -185,7 +187,7 @@ def point(folder: Path, which: str, path: Path, **metadata: object) -> None:
 
 
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:
-    """Return the content of `<which>.json` that `point` wrote, or None if it cannot be read."""
+    """Return the content of `<which>.json` (see `point`), or None if it cannot be read."""
     try:
         entry = json.loads(files.read_file(folder / f"{which}.json", files.CONFIG))
         return entry if find_step(entry["file"]) is not None else None
@@ -208,14 +210,14 @@ def rotate(
     also: Container[int] = (),
     until: int | None = None,
 ) -> None:
-    """Delete old checkpoints.
+    """Delete old checkpoints, and leftovers of killed writes (see `sweep`).
 
-    The newest `keep`, the best one, those of every `keep_every`-th step and of the steps in `also`
-    stay. What killed writes left is deleted too (`sweep`).
+    These checkpoints stay: the newest `keep`, the one that best.json names, each `keep_every`-th
+    step, and the steps in `also`.
 
     Args:
-        until: the step of the latest save. Newer checkpoints, skipped as damaged, do not count and
-            stay.
+        until: the step of the latest save. Checkpoints of later steps, which a resume has skipped
+            as damaged, stay and do not count.
     """
     best = pointer(folder, "best")
     paths = [path for path in newest_first(folder) if until is None or step_of(path) <= until]
@@ -232,7 +234,7 @@ def rotate(
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed writes left: temporary files, and checksums without a checkpoint."""
+    """Delete leftovers of killed writes: temporary files, and checksums without a checkpoint."""
     for leftover in [*folder.glob(".*.tmp"), *folder.glob("*.sha256")]:
         checkpoint = leftover.with_suffix("")
         if leftover.suffix == ".tmp" or (
@@ -242,9 +244,10 @@ def sweep(folder: Path) -> None:
 
 
 def forget_after(folder: Path, step: int) -> bool:
-    """Delete checkpoints after `step` and pointers to them; write a deleted `last.json` anew.
+    """Delete the checkpoints after `step`, and last.json or best.json if it names one of them.
 
-    Returns False, and deletes nothing, if no checkpoint would remain.
+    A new last.json then names the newest remaining checkpoint. Returns True, or False if no
+    checkpoint would remain; then nothing is deleted.
     """
     paths = newest_first(folder)
     remaining = [path for path in paths if step_of(path) <= step]
@@ -265,8 +268,8 @@ def forget_after(folder: Path, step: int) -> bool:
 def load(path: Path, *, verify: bool = True) -> Checkpoint:
     """Verify a checkpoint's checksum and read it onto the CPU with `weights_only=True`.
 
-    Raises UserError if it is missing, and CorruptCheckpoint if it is damaged, holds more than plain
-    data, lacks keys or comes from a newer version; nothing in the file is executed.
+    Nothing in the file is executed. Raises UserError if it is missing, and CorruptCheckpoint if it
+    is damaged, holds more than plain data, lacks keys or comes from a newer version.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
@@ -294,9 +297,9 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def checked(checkpoint: object, file: str) -> Checkpoint:
-    """Check all of a checkpoint but its state, and return a copy with the entry `file` added.
+    """Check a checkpoint except its tensors, and return a copy with the additional entry `file`.
 
-    Raises CorruptCheckpoint naming `file` and the key.
+    Raises CorruptCheckpoint, which names `file` and the key.
     """
     if not isinstance(checkpoint, dict) or not all(key in checkpoint for key in KEYS):
         raise CorruptCheckpoint(
@@ -326,10 +329,10 @@ def checked(checkpoint: object, file: str) -> Checkpoint:
 
 
 def _verify(path: Path) -> None:
-    """Raise CorruptCheckpoint unless a file matches its checksum.
+    """Raise CorruptCheckpoint if a checkpoint does not match its checksum.
 
-    Without a checksum file, because a kill came before it was written, the CRCs inside the zip file
-    are compared. torch's reader ignores these.
+    If a kill has prevented the checksum file, the CRCs inside the checkpoint, a zip file, are
+    checked instead. torch.load does not check them.
     """
     checksum = _checksum_file(path)
     if checksum.is_file():
@@ -350,9 +353,10 @@ def _verify(path: Path) -> None:
 def load_latest(
     folder: Path, warn: Callable[[str], object] = print
 ) -> tuple[Path, Checkpoint] | None:
-    """Return the newest checkpoint that loads; None for a folder without checkpoints.
+    """Load the newest undamaged checkpoint; return its path and content.
 
-    Calls `warn` for each that does not load. Raises CorruptCheckpoint if none loads.
+    Returns None for a folder without checkpoints. Calls `warn` with a message for each damaged one.
+    Raises CorruptCheckpoint if all are damaged.
     """
     paths = newest_first(folder)
     for path in paths:
@@ -368,10 +372,12 @@ def load_latest(
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
-    """Return the checkpoint of a run folder: the one that `<which>.json` names, else the newest.
+    """Return the path of the checkpoint that `run_or_file` means.
 
-    For a folder of the Hugging Face hub return the weights file; a file and the name of a published
-    network are returned unchanged. Raises UserError if there is no checkpoint.
+    For a run folder, this is the checkpoint that last.json or best.json names (`which`), or the
+    newest one if there is no last.json. For a folder that timm has written, it is the weights file.
+    A file, and the name of a published network such as timm:NAME, are returned unchanged. Raises
+    UserError if there is no checkpoint.
     """
     path = Path(run_or_file)
     if which not in ("last", "best"):

@@ -1,9 +1,9 @@
-"""The origin of generated images, and the data and networks that a checkpoint's weights learnt
-from.
+"""Records of the origin of samples (`Generated`) and of what weights learnt from (`Lineage`).
 
-A packed file of samples has its provenance under the key `passport`; a file without it holds real
-images. Lineages are frozen: they are joined, never changed. A checkpoint's lineage includes that of
-the checkpoint from which its weights started.
+A packed file of samples holds a `Generated` under the key `passport`; a file without this key holds
+real images. A `Lineage` names the data and the networks that a checkpoint's weights learnt from,
+and includes the lineage of the checkpoint from which they started. It never changes; `join` makes a
+new one.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +28,10 @@ class Generated(Stored):
 
 
 class TrainedOn(Stored):
-    """The images that a run was trained on from a step on (`train.py --new-data`)."""
+    """The images that a run was trained on, beginning with a step.
+
+    A run has several such entries if its images were replaced (`train.py --new-data`).
+    """
 
     step: Count  # number of updates before the first one on these images
     content_hash: str
@@ -37,8 +40,9 @@ class TrainedOn(Stored):
 
 
 class Lineage(Stored):
-    """The images and networks from which weights have learnt, or from which their initial weights
-    had learnt.
+    """The images and networks from which a network's weights have learnt.
+
+    These include the images and networks from which its initial weights had learnt.
     """
 
     # content hashes of image files, and their fingerprints if present
@@ -58,7 +62,7 @@ class Lineage(Stored):
         teachers: Sequence[str] = (),
         pretrained: Sequence[str] = (),
     ) -> Self:
-        """Return a lineage of the given parts alone."""
+        """Return a lineage whose fields have the given values; the other fields are empty."""
         return cls.model_validate(
             {
                 "trained_on": list(trained_on),
@@ -69,15 +73,17 @@ class Lineage(Stored):
         )
 
     def document(self) -> Provenance:
-        """Return the lineage for a checkpoint, without fields that have their default."""
+        """Return the lineage as a dict for a checkpoint, without fields that have their default."""
         return self.model_dump(exclude_defaults=True)
 
     def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
-        """Return the reason why the network of this lineage must not judge a generator; else "".
+        """Return the reason why a classifier must not evaluate a generator's samples, or "".
+
+        This object is the lineage of the classifier.
 
         Args:
             generator: the lineage of the generator.
-            weights: the fingerprint of the judging network's weights.
+            weights: the fingerprint of the classifier's weights.
             images: content hashes and fingerprints of the test images.
         """
         if weights in generator.teachers:
@@ -93,14 +99,15 @@ class Lineage(Stored):
         return "" if set(self.trained_on).isdisjoint(images) else "was trained on the test images"
 
     def related(self, lineage: "Lineage") -> bool:
-        """Return True if both lineages share pretrained weights, so that the judgements of their
-        networks correlate.
+        """Return True if this lineage and another one share pretrained weights.
+
+        Evaluations by the two networks are then correlated.
         """
         return not set(self.pretrained).isdisjoint(lineage.pretrained)
 
 
 def join(*lineages: Lineage) -> Lineage:
-    """Return the union of several lineages, in order and without repetitions."""
+    """Return a lineage with all entries of several lineages, in order and without repetitions."""
     joined: dict[str, list[Any]] = {key: [] for key in Lineage.model_fields}
     for lineage in lineages:
         for key, parts in joined.items():
@@ -109,9 +116,9 @@ def join(*lineages: Lineage) -> Lineage:
 
 
 def data_history(checkpoint: Mapping[str, Any]) -> list[TrainedOn]:
-    """Return the images that a run was trained on, in order; at least one entry.
+    """Return the images that a run was trained on: one entry, or several if they were replaced.
 
-    Older checkpoints only name the last images.
+    The entries are in order of training. Older checkpoints name only the last images.
     """
     data = checkpoint.get("data") or {}
     path = (checkpoint["config"].get("data") or {}).get("path")
@@ -125,7 +132,7 @@ def data_history(checkpoint: Mapping[str, Any]) -> list[TrainedOn]:
 
 
 def describe_history(checkpoint: Mapping[str, Any]) -> str:
-    """Return a line about the images of a run that changed them; empty for other runs."""
+    """Return a line of text that lists a run's images in order; "" if they were never replaced."""
     history = data_history(checkpoint)
     if len(history) == 1:
         return ""
@@ -139,7 +146,8 @@ def describe_history(checkpoint: Mapping[str, Any]) -> str:
 def recorded(checkpoint: Mapping[str, Any]) -> Lineage:
     """Return a checkpoint's lineage.
 
-    Older checkpoints have none; theirs is made of the hash of their data and their `teachers`.
+    It always includes the hash of the checkpoint's data and its `teachers`. Older checkpoints
+    record nothing else.
     """
     content = (checkpoint.get("data") or {}).get("content_hash")
     lineage = Lineage.of(

@@ -1,4 +1,4 @@
-"""Compare the tensors in a checkpoint with the network that would load them, before they are loaded.
+"""Compare the tensors in a checkpoint with a network's, before the network loads them.
 
 The network may be on the meta device. All checks raise `Unfit` or another ValueError that names the
 first key that does not fit.
@@ -18,9 +18,10 @@ FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Arit
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """Return `value` if it is a real, dense tensor in memory, not an expanded view of less data.
+    """Return `value` if it is a dense tensor of real numbers in memory.
 
-    Raises ValueError otherwise.
+    Raises ValueError otherwise, also for an expanded view, which has more elements than its
+    storage.
     """
     if not isinstance(value, Tensor):
         raise Unfit(name, value, "a tensor")
@@ -33,8 +34,10 @@ def check_tensor(name: str, value: object) -> Tensor:
 
 
 def check_tensors(name: str, state: object, expected: Mapping[str, Tensor] | None = None) -> None:
-    """Check that a state is a dict of plain tensors with the names, shapes and types of `expected`,
-    if given.
+    """Check that `state` is a dict from names to dense tensors.
+
+    If `expected` is given, its names, shapes and dtypes must be the same. Raises ValueError; `name`
+    is the key of the state, for the message.
     """
     if not isinstance(state, dict):
         raise Unfit(name, state, "a mapping of names to tensors")
@@ -60,10 +63,10 @@ def _kind(tensor: Tensor) -> str:
 def load_network(
     build: Callable[[], nn.Module], checkpoint: Mapping[str, Any], part: str, file: str
 ) -> nn.Module:
-    """Build a network and load the state of `part`, after checking on the meta device that it
-    fits.
+    """Build a network, load the state `part` of a checkpoint into it, and return it.
 
-    Raises UserError naming the file and the key.
+    The state is first compared with the network on the meta device, which allocates no memory.
+    Raises UserError, which names `file` and the key, if it does not fit.
     """
     state = checkpoint["state"].get(part)
     try:

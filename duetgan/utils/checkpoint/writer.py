@@ -18,9 +18,9 @@ SPARE = 2**20
 class Snapshot:
     """A copy of a checkpoint's content with every tensor in main memory.
 
-    Views of one storage stay views of one storage, and a tensor that occurs twice stays one tensor,
-    so that the file does not depend on `copy_cpu`. Raises TypeError for anything that loading would
-    refuse, because it is better to fail now than at a resume.
+    Tensors that share a storage share one in the copy too, and a tensor that occurs twice stays one
+    tensor, so that the file does not depend on `copy_cpu`. Raises TypeError for content that could
+    not be loaded again, because it is better to fail now than at a resume.
 
     Args:
         copy_cpu: also copy tensors that are in main memory already, so that training may change
@@ -88,9 +88,9 @@ def _view(value: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 def write(snapshot: Snapshot, path: Path) -> None:
     """Write a snapshot to `path`.
 
-    Raises OSError, also the one that torch's zip writer hides in a RuntimeError. If the file would
-    not fit on the disk nothing is written, because a full disk would make other programs' writes
-    fail.
+    Raises OSError if that fails, also where torch's zip writer raises RuntimeError instead. If the
+    disk has too little space, nothing is written, because a full disk would make other programs'
+    writes fail.
     """
     if shutil.disk_usage(path.parent).free < snapshot.size + SPARE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

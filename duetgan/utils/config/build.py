@@ -25,7 +25,8 @@ def build(
 ) -> C:
     """Return an instance of `config_class` from a nested mapping and command-line tokens.
 
-    Raises UserError for an unknown key, a value of the wrong type, and whatever a `check` refuses.
+    Raises UserError for an unknown key, a value of the wrong type, and values that a section's
+    `check` refuses.
 
     Args:
         overrides: tokens such as `--section.key value`.
@@ -48,7 +49,11 @@ def build(
 
 
 def given_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """Return the dotted keys of command-line tokens, with their text; None for a missing value."""
+    """Parse command-line tokens into a dict from each dotted key to the text of its value.
+
+    The tokens are `--key value` or `--key=value`. The text is None if the value is missing. Raises
+    UserError for a value without a key.
+    """
     texts: dict[str, str | None] = {}
     key = None  # the key whose value comes next
     for token in normalise(overrides):
@@ -67,8 +72,9 @@ def given_keys(overrides: Sequence[str]) -> dict[str, str | None]:
 
 
 def with_value(tree: Tree, key: str, value: object) -> Tree:
-    """Return a copy of the tree with a new value at a dotted key; a mapping is merged into a
-    section.
+    """Return a copy of a nested mapping in which a dotted key has a new value.
+
+    If the old and the new value are mappings, the result has the entries of both.
     """
     name, _, subkey = key.partition(".")
     current = tree.get(name, {})
@@ -96,7 +102,11 @@ def to_tree(config: Config) -> Tree:
 
 
 def differences(first: Tree, second: Tree, prefix: str = "") -> dict[str, tuple[object, object]]:
-    """Return dotted keys whose values differ, with both values; None where a side lacks the key."""
+    """Compare two nested mappings.
+
+    Returns a dict from each dotted key whose values differ to the pair of values. The value of a
+    missing key is None.
+    """
     result: dict[str, tuple[object, object]] = {}
     for key in sorted(first.keys() | second.keys()):
         a, b = first.get(key), second.get(key)

@@ -1,4 +1,4 @@
-"""An argument parser whose errors are one line with exit code 2, and options that scripts share.
+"""An argument parser that raises UserError, and options that several commands share.
 
 Hyphens and underscores in option names are equivalent.
 """
@@ -22,7 +22,10 @@ MAX_NUMBER = 2.0**63  # exclusive limit of an option's number
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """Replace hyphens in option names by underscores; values stay as they are."""
+    """Return arguments with underscores instead of hyphens in the names of options.
+
+    Values, and all arguments after `--`, are unchanged.
+    """
     normal: list[str] = []
     for index, token in enumerate(argv):
         if token == "--":
@@ -35,17 +38,17 @@ def normalise(argv: Sequence[str]) -> list[str]:
 
 
 def hyphens(text: str) -> str:
-    """Return a text for people, with hyphens in option names: `--on-error`, not `--on_error`."""
+    """Replace the underscores in a text's option names by hyphens: `--on_error` -> `--on-error`."""
     return re.sub(r"(?<![\w-])--[a-z][a-z_]*", lambda option: option[0].replace("_", "-"), text)
 
 
 def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> T:
-    """Return the entry `name` of a registry.
+    """Return `registry[name]`.
 
-    Raises UserError for an unknown name, with the most similar one.
+    Raises UserError for an unknown name; the message suggests the most similar one.
 
     Args:
-        kind: what the registry holds, for the message.
+        kind: a word for what the registry holds, such as "loss", for the message.
         additional: further valid names, for the message.
     """
     if name not in registry:
@@ -58,7 +61,10 @@ def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> 
 
 
 class UnknownKey(UserError):
-    """A key that the configuration does not have. The message suggests a similar key."""
+    """The error for a key that the configuration does not have.
+
+    The message suggests a similar key.
+    """
 
     def __init__(self, source: str, name: str, keys: Sequence[str]) -> None:
         self.source = source
@@ -71,8 +77,9 @@ class UnknownKey(UserError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` that raises UserError and treats `-` and `_` in options as
-    equal.
+    """An `argparse.ArgumentParser` that raises UserError for invalid arguments.
+
+    `-` and `_` in option names are equivalent. Each parser has the options --debug and --version.
     """
 
     def __init__(
@@ -83,8 +90,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"duet {__version__}")
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
-        """Add an argument as argparse does, with its default at the end of `help` unless it is
-        there.
+        """Add an argument as argparse does, and append its default to `help`.
+
+        Nothing is appended if `help` names the default already.
         """
         default, text = kwargs.get("default"), kwargs.get("help", "")
         if (
@@ -108,7 +116,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def parse_known(self, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return this parser's options, and the remaining tokens (config overrides)."""
+        """Return the values of this parser's options, and the unknown tokens (config overrides)."""
         return self.parse_known_args(normalise(args))
 
     def format_help(self) -> str:
@@ -125,7 +133,11 @@ def number(
     *,
     inner: bool = False,
 ) -> Callable[[str], float]:
-    """Return an option type for finite numbers from `low` to `high`, exclusive if `inner`."""
+    """Return a function that parses an option's number, for `type` of `add_argument`.
+
+    The function returns a finite int or float (`kind`) from `low` to `high`. If `inner`, it refuses
+    these limits themselves.
+    """
     words = "a whole number" if kind is int else "a finite number"
     if high < MAX_NUMBER:
         words += f" between {low:g} and {high:g}" if inner else f" from {low:g} to {high:,.15g}"
@@ -149,7 +161,10 @@ positive = number(int, 1)
 
 
 def file(*suffixes: str) -> Callable[[str], Path]:
-    """Return an option type for files with one of these `suffixes`; "" allows no suffix."""
+    """Return a function that turns an option's file name into a Path, for `type` of `add_argument`.
+
+    The function accepts names with one of these `suffixes`; "" accepts a name without a suffix.
+    """
 
     def read(text: str) -> Path:
         path = Path(text)
@@ -163,7 +178,7 @@ def file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def image_size(text: str) -> int | str:
-    """Parse a size in px, as the type of an option: a side, or width x height such as 96x64."""
+    """Parse an option's size in px: the side of a square, or width x height such as 96x64."""
     if text.isdecimal() and len(text) < 10 and int(text) >= 4:
         return int(text)
     with explained(UserError, lambda error: argparse.ArgumentTypeError(str(error))):
@@ -234,7 +249,10 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
 
 
 def table_words(options: argparse.Namespace) -> list[str]:
-    """Return the set TABLE_OPTIONS as command-line arguments, with an absolute `--root`."""
+    """Return the table options that the user has given, as command-line arguments.
+
+    A relative `--root` becomes absolute.
+    """
     chosen = {
         name: getattr(options, name) for name in TABLE_OPTIONS if getattr(options, name) is not None
     }
@@ -247,7 +265,7 @@ PSI = number(float, -10, 10)
 
 
 def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True) -> None:
-    """Add `--truncation-psi`, unless `psi` is False, and `--truncation-mean`."""
+    """Add `--truncation-mean` and, if `psi` is True, `--truncation-psi`."""
     if psi:
         text = "1: all variety; near 0: typical images (default: 1)"
         parser.add_argument("--truncation-psi", type=PSI, default=1.0, metavar="X", help=text)
@@ -258,7 +276,7 @@ def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True)
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--import`, whose files and modules `parse_args` imports."""
+    """Add `--import`. `Parser.parse_args` imports the files and modules that the user gives."""
     parser.add_argument(
         "--import",
         action="append",

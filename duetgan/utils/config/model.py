@@ -57,13 +57,19 @@ PYDANTIC = "Input should be "  # the beginning of pydantic's messages
 
 @cache
 def hints(model: type) -> dict[str, object]:
-    """Return the type of each field of a model, with its annotations."""
+    """Return a dict from the name to the type of each field of a model.
+
+    The types keep their `Annotated` metadata.
+    """
     return get_type_hints(model, include_extras=True)
 
 
 @cache
 def alternatives(hint: object) -> tuple[object, ...]:
-    """Return the members of a union type, or the type itself, without annotations."""
+    """Return the members of a union type, or a tuple with the type itself if it is no union.
+
+    The result has no `Annotated` metadata and no nested unions.
+    """
     if get_origin(hint) is Annotated:
         return alternatives(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -73,7 +79,13 @@ def alternatives(hint: object) -> tuple[object, ...]:
 
 @cache
 def item_types(hint: object, *kinds: type) -> tuple[object, ...]:
-    """Return the argument types of the list, tuple or dict among a type's alternatives, or ()."""
+    """Return the type arguments of a container type: (int,) for list[int].
+
+    If `hint` is a union, the first member that is a container counts. Returns () if there is none.
+
+    Args:
+        kinds: the container classes that count, such as list and tuple.
+    """
     for arm in alternatives(hint):
         if get_origin(arm) in kinds:
             return get_args(arm)
@@ -81,7 +93,7 @@ def item_types(hint: object, *kinds: type) -> tuple[object, ...]:
 
 
 def section_of(hint: object) -> type[BaseModel] | None:
-    """Return the section class among a type's alternatives, or None."""
+    """Return the class of the section (nested model) that a field of type `hint` holds, or None."""
     for arm in alternatives(hint):
         if isinstance(arm, type) and issubclass(arm, BaseModel):
             return arm
@@ -89,7 +101,7 @@ def section_of(hint: object) -> type[BaseModel] | None:
 
 
 def section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the section class at a dotted key of `model`; None if the key takes a value."""
+    """Return the class of the section at a dotted key of `model`; None if the key is no section."""
     section: type[BaseModel] | None = model
     for part in name.split("."):
         section = section_of(hints(section)[part]) if section else None
@@ -97,7 +109,10 @@ def section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def format_value(value: object) -> str:
-    """Return a value for a message, shortened."""
+    """Return a value as short text for a message.
+
+    For a list or another object the text is only the name of its type.
+    """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if not isinstance(value, (int, float, str, bytes)):
@@ -110,7 +125,7 @@ def format_value(value: object) -> str:
 
 
 class Unfit(ValueError):
-    """An invalid value of `key`. `expected` says in words which values are valid."""
+    """The error for an invalid value of `key`. `expected` describes the valid values in words."""
 
     def __init__(self, key: str, value: object, expected: str) -> None:
         self.key = key
@@ -119,7 +134,12 @@ class Unfit(ValueError):
 
 
 def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
-    """Return the dotted key of a pydantic location in a model, and the type of that key."""
+    """Return the dotted key at a location in a model, and the type of the value there.
+
+    Args:
+        hint: the model.
+        place: the location, as in pydantic's errors (`loc`).
+    """
     key, parts = "", list(place)
     while parts:
         part = parts.pop(0)
@@ -143,12 +163,15 @@ def _place(hint: object, place: Sequence[int | str]) -> tuple[str, object]:
 def config_error(
     error: ValidationError, model: type[BaseModel], source: str = "", overrides: Sequence[str] = ()
 ) -> UserError:
-    """Return one error of a validation as one line: an unknown key if there is one, else the most
-    nested error.
+    """Choose one of the errors that pydantic found, and return it as a one-line UserError.
+
+    It is an unknown key if there is one, otherwise the most deeply nested error.
 
     Args:
-        source: the name of the file in the message.
-        overrides: dotted keys set on the command line; the message names it as their source.
+        error: pydantic's exception, which holds all errors.
+        source: the name of the file, for the message.
+        overrides: dotted keys that the command line sets. For an error in one of them the message
+            names the command line as its source.
     """
     lines = error.errors(include_url=False)
     unknown = [line for line in lines if line["type"] in ("extra_forbidden", "invalid_key")]
@@ -190,13 +213,19 @@ class _Strict(BaseModel):
 
 
 class Stored(_Strict):
-    """A stored document, or a part of one. Unknown keys are ignored."""
+    """The base class of documents that Duet stores in files, and of their parts.
+
+    Objects cannot be changed. Unknown keys of a document are ignored.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     @classmethod
     def read(cls, document: object, name: str = "") -> Self:
-        """Return the model of a document. Raises ValueError `NAME.key VALUE: must be X`."""
+        """Validate a document of plain data, and return it as an object of this class.
+
+        Raises ValueError with the message `NAME.key VALUE: must be X`.
+        """
         try:
             return cls.model_validate(document)
         except ValidationError as error:
@@ -251,7 +280,7 @@ class Config(_Strict):
         """Raise UserError for fields that do not fit each other."""
 
     def changed(self, **values: object) -> Self:
-        """Return a validated copy with other values."""
+        """Return a validated copy in which the fields `values` are replaced."""
         return type(self)(**{**vars(self), **values})
 
 
@@ -265,8 +294,11 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _read(hint: object, value: object, place: str = "") -> object:
-    """Convert the value for a field: text is parsed unless the field takes text, and numbers become
-    text where they are keys of a mapping with text keys. Raises Unfit with the `place`.
+    """Convert a value to what a field of type `hint` takes.
+
+    Text is parsed as YAML unless the field takes text. Items of lists and mappings are converted
+    too, and numeric keys of a mapping become text if the field has text keys. Raises Unfit for a
+    value that cannot be converted; `place` is its position in the field, for the message.
     """
     if isinstance(value, str) and not _is_text(hint, value):
         value = from_text(value)
@@ -296,7 +328,7 @@ def _read(hint: object, value: object, place: str = "") -> object:
 
 
 def _is_text(hint: object, text: str) -> bool:
-    """Return True if a field accepts this text unchanged."""
+    """Return True if a field of type `hint` takes this text without parsing it as YAML."""
     kinds = alternatives(hint)
     if int in kinds and text.isdecimal():
         return False

@@ -1,8 +1,8 @@
 """Import plug-ins, which add entries to the registries (docs/extending.md).
 
 A plug-in is a file or module that the command line or a recipe names (`--import my_losses.py`), or
-an installed package's entry point in the group `duetgan.plugins`. Plug-ins that a checkpoint was
-made with are named in errors, never imported.
+an installed package's entry point in the group `duetgan.plugins`. A checkpoint lists the plug-ins
+that it was made with. Errors mention these, but nothing imports them.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ _imported: dict[str, str] = {}  # name of the file or module -> SHA-256 of the f
 
 
 def load(names: Iterable[str] = ()) -> dict[str, str]:
-    """Import the installed plug-ins and `names`, files (*.py) or modules.
+    """Import all installed plug-ins, and the files (*.py) or modules in `names`.
 
-    Returns each name with the SHA-256 of its file. Raises UserError for a plug-in that is missing
-    or fails.
+    Returns a dict from each of `names` to the SHA-256 of its file. Raises UserError for a plug-in
+    that is missing or fails.
     """
     for point in importlib.metadata.entry_points(group=GROUP):
         with explained(Exception, partial(_refused, f"plug-in {point.name} ({point.value})")):

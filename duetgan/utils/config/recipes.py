@@ -1,4 +1,4 @@
-"""List the recipes of configs/ with their purpose. Imports neither torch nor YAML."""
+"""List the recipes in configs/, each with its purpose. Imports neither torch nor yaml."""
 
 import re
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ LENGTH = 88  # characters of a recipe's first line, so that a line of the list h
 
 
 def recipe_file(name: str) -> str:
-    """Return the file of `--config name`, from any folder.
+    """Return the path of the file that `--config name` means.
 
-    A name is a file, or else a recipe: `gan_64` or configs/gan_64.yaml.
+    An existing file is returned unchanged. Otherwise both `gan_64` and configs/gan_64.yaml mean the
+    recipe in Duet's own configs/, whatever the current folder is.
     """
     shipped = CONFIGS / Path(name).with_suffix(".yaml").name
     is_recipe = shipped.is_file() or not Path(name).suffix
@@ -23,8 +24,10 @@ def recipe_file(name: str) -> str:
 
 
 def shipped_file(name: str) -> str:
-    """Return `name`, or the path in Duet's own configs/ if `name` is `configs/NAME` and is missing
-    here.
+    """Return the path of the file that the user means by `name`.
+
+    If `name` is `configs/FILE` and does not exist, this is FILE in Duet's own configs/, provided
+    that it exists there. Otherwise this is `name`.
     """
     shipped = CONFIGS / Path(name).name
     in_configs = Path(name).parent == Path("configs")
@@ -32,7 +35,7 @@ def shipped_file(name: str) -> str:
 
 
 class Recipe(NamedTuple):
-    """A file of configs/ and the content of its first comment."""
+    """A recipe for train.py, which is a file in configs/."""
 
     name: str  # name of the file, without .yaml
     task: str
@@ -40,7 +43,7 @@ class Recipe(NamedTuple):
 
 
 def recipes() -> list[Recipe]:
-    """Return the recipes of CONFIGS that are for train.py, sorted by task, size and name."""
+    """Return the recipes for train.py in Duet's own configs/, sorted by task, size and name."""
     by_size = []
     for path in sorted(CONFIGS.glob("*.yaml")):
         text = path.read_text(encoding="utf-8")

@@ -24,11 +24,14 @@ MAX_ALIASES = 20
 
 
 class BoundError(yaml.MarkedYAMLError):
-    """Valid YAML that is refused here; `problem` is the reason."""
+    """The error for valid YAML that Duet refuses. `problem` is the reason."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, and aliases that can multiply values."""
+    """A YAML loader that refuses duplicate keys.
+
+    It also refuses nested or many aliases, which could make a short text a huge document.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -57,9 +60,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(text: str) -> object:
-    """Return the content of YAML text.
+    """Parse YAML text and return its content.
 
-    Raises yaml.YAMLError, including BoundError, and ValueError for an invalid date.
+    Raises yaml.YAMLError for invalid YAML, its subclass BoundError for YAML beyond the limits, and
+    ValueError for an invalid date.
     """
     if len(text) > LONGEST:
         raise BoundError(problem=f"more than {LONGEST} characters")
@@ -70,7 +74,7 @@ def load(text: str) -> object:
 
 
 def from_text(text: str) -> object:
-    """Return the value of text on a command line; text that is not YAML is returned unchanged.
+    """Parse a command-line value as YAML; text that is not YAML is returned unchanged.
 
     Raises ValueError for text beyond the limits.
     """
@@ -91,7 +95,8 @@ def from_text(text: str) -> object:
 def read_yaml(path: str | Path) -> Tree:
     """Return the mapping in a YAML file.
 
-    Raises UserError naming the file, and the line of a syntax error.
+    Raises UserError for a file that is missing, invalid or holds no mapping. The message names the
+    file, and the line of a syntax error.
     """
     path = Path(path)
     if path.is_dir():
@@ -122,9 +127,10 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def near_file(path: Path, pattern: str = "*") -> str:
-    """Return `" (did you mean 'folder/x'?)"` if the folder holds a file of a similar name, else "".
+    """Return `" (did you mean 'folder/x'?)"` if a file next to `path` has a similar name, else "".
 
-    Numbers in the names must be equal: a recipe for 256 px is not similar to one for 64 px.
+    Only files that match `pattern` count. If the name of `path` has numbers, the similar name must
+    have the same ones: a recipe for 256 px is not similar to one for 64 px.
     """
     numbers = re.findall(r"\d+", path.name)
     files = {}

@@ -1,4 +1,4 @@
-"""Process groups, ranks and collective operations. With one process all of them are no-ops."""
+"""Process groups, ranks and collective operations, which do nothing if there is one process."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ T = TypeVar("T")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 PATIENCE = timedelta(hours=6)  # longest time that ranks wait for one that works alone
-LOOK_SECONDS = 10.0  # between a waiting rank's checks that the others are alive
+LOOK_SECONDS = 10.0  # a waiting rank checks so often that the other ranks are alive
 
 # Process groups, whose type in torch includes a number; None: the default group.
 _control: Any = None
@@ -36,7 +36,7 @@ _interceptor: Callable[[Callable[[], object]], object] | None = None
 
 
 class PeerLost(RuntimeError):
-    """Another rank no longer takes part in collective operations."""
+    """The error for another rank that no longer takes part in collective operations."""
 
 
 def rank() -> int:
@@ -49,7 +49,10 @@ def world_size() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Make this process count as the only one in the block, because the others do not take part."""
+    """Make `rank` return 0 and `world_size` return 1 in the block.
+
+    For work in which the other processes do not take part.
+    """
     global _alone
     previous = _alone
     _alone = True
@@ -64,9 +67,9 @@ def is_main() -> bool:
 
 
 def perform(operation: Callable[[], object]) -> None:
-    """Run a collective operation of a training step, on tensors that exist already.
+    """Call `operation`, a collective operation of a training step on existing tensors.
 
-    Inside `intercepted` the interceptor is called with the operation instead.
+    Inside a block of `intercepted` its interceptor is called with `operation` instead.
     """
     if _interceptor is None:
         operation()
@@ -76,7 +79,10 @@ def perform(operation: Callable[[], object]) -> None:
 
 @contextmanager
 def intercepted(interceptor: Callable[[Callable[[], object]], object]) -> Iterator[None]:
-    """Let `interceptor` decide when the operations that `perform` gets in the block are run."""
+    """Pass the operations that `perform` gets in the block to `interceptor`.
+
+    The interceptor decides when to run each of them.
+    """
     global _interceptor
     _interceptor = interceptor
     try:
@@ -88,12 +94,14 @@ def intercepted(interceptor: Callable[[Callable[[], object]], object]) -> Iterat
 def choose_device(requested: str | None, *, several: bool = False) -> torch.device:
     """Return the device of this process, by default the accelerator if there is one.
 
-    With several processes an accelerator without an index becomes this process's own. Raises
-    UserError for a device that does not exist.
+    An accelerator becomes torch's current device. If `requested` has no index, as in "cuda", each
+    process of this machine gets another accelerator. Raises UserError for a device that does not
+    exist.
 
     Args:
         requested: "cpu", "cuda", "cuda:1" or None.
-        several: each process has several devices (`own_devices`); return the first of them.
+        several: True if each process has several devices (see `own_devices`); the first is
+            returned.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     with explained(RuntimeError, f"--device {requested}: not a device; use cpu, cuda or cuda:0"):
@@ -119,8 +127,9 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
 
 
 def own_devices(device: torch.device) -> list[torch.device]:
-    """Return the devices of this process, `device` first. All processes of a machine have equally
-    many.
+    """Return all devices of this process, beginning with `device`.
+
+    The devices of a machine are divided equally among its processes.
     """
     if device.type == "cpu":
         return [device]
@@ -130,7 +139,7 @@ def own_devices(device: torch.device) -> list[torch.device]:
 
 @functools.cache
 def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for a device without it (MPS; some XPUs)."""
+    """Return float64, or float32 for a device that has no float64 (MPS and some XPUs)."""
     try:
         return (torch.ones(1, dtype=torch.float64, device=device) * 2).dtype
     except (TypeError, RuntimeError):
@@ -143,11 +152,11 @@ def _devices_each() -> int:
 
 
 def start(device: torch.device, timeout_seconds: float = 600, *, several: bool = False) -> None:
-    """Join the process group that the environment describes, if there is one.
+    """Join the process group that environment variables describe; do nothing for one process.
 
-    The environment has the variables of torchrun or of Duet's launcher. Tensors travel over the
-    device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups carry control messages. An
-    operation that takes longer than `timeout_seconds` fails.
+    The variables are those of torchrun or of Duet's launcher. Tensors travel over the device's own
+    backend (NCCL for CUDA, gloo for the CPU), control messages over gloo. An operation that takes
+    longer than `timeout_seconds` fails. `several` is True if each process has several devices.
     """
     global _control, _patient
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
@@ -173,8 +182,8 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
 def set_timeout(seconds: float) -> None:
     """Set the timeout of collective operations.
 
-    NCCL gets twice the time, because its timeout ends the process without a message; the control
-    message over gloo, which every step has, then fails first.
+    NCCL gets twice the time, because its timeout ends the process without a message. Each step also
+    has a control message over gloo, which then fails first.
     """
     if world_size() == 1:
         return
@@ -186,16 +195,16 @@ def set_timeout(seconds: float) -> None:
 
 
 def watch_while_waiting(look: Callable[[], object] | None) -> None:
-    """Have `barrier` call `look` every LOOK_SECONDS; None ends that.
+    """Make `barrier` call `look` every LOOK_SECONDS while it waits.
 
-    `look` raises PeerLost if a rank is gone.
+    `look` must raise PeerLost if a rank is gone. None stops the calls.
     """
     global _look
     _look = look
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Return True for a failed collective operation: another rank is gone or does not answer."""
+    """Return True if `error` means that another rank is gone or does not answer."""
     if isinstance(error, (PeerLost, dist.DistError)):
         return not ran_out(error)
     if world_size() == 1 or not isinstance(error, RuntimeError):
@@ -211,7 +220,10 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def stop(*, lost: bool = False) -> None:
-    """Destroy the process group; if ranks are `lost`, call `leave_threads` instead."""
+    """Destroy the process group.
+
+    If `lost`, because another rank is gone, call `leave_threads` instead of destroying it.
+    """
     global _control, _patient
     if dist.is_initialized():
         if lost:
@@ -224,9 +236,10 @@ def stop(*, lost: bool = False) -> None:
 
 @contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """Run `start` and `stop` around work that all ranks do and that cannot be resumed.
+    """Join the process group for the block (`start`), and leave it at the end (`stop`).
 
-    Raises TrainingHalted, exit code 4, for a lost rank.
+    For work that all ranks do together and that cannot be resumed. Raises TrainingHalted, with exit
+    code 4, for a lost rank.
     """
     lost = True
     try:
@@ -247,7 +260,7 @@ def group(device: torch.device) -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until every rank calls this, however long one of them works alone.
+    """Wait until every rank has called this, for PATIENCE at most.
 
     Raises PeerLost if a rank is gone.
     """
@@ -264,7 +277,7 @@ def barrier() -> None:
             try:
                 _look()
             except PeerLost:
-                # Otherwise all ranks were here, and some have left normally since.
+                # A complete barrier means that all ranks were here; some may have ended since.
                 if not work.is_completed():
                     raise
             last_look = time.monotonic()
@@ -272,7 +285,7 @@ def barrier() -> None:
 
 
 def all_reduce_max(flag: int) -> int:
-    """Return the maximum of the ranks' integers, over the control group."""
+    """Return the largest `flag` of all ranks on every rank, by a control message."""
     if world_size() == 1:
         return flag
     value = torch.tensor([flag])
@@ -290,7 +303,7 @@ def broadcast_object(value: T) -> T:
 
 
 def from_main_process(action: Callable[[], T]) -> T:
-    """Return rank 0's result of `action()` (plain data) on every rank.
+    """Call `action()` on rank 0, and return its result (plain data) on every rank.
 
     A UserError of rank 0 is raised on all ranks.
     """
@@ -302,9 +315,9 @@ def from_main_process(action: Callable[[], T]) -> T:
 
 
 def gather_objects(value: T, *, patient: bool = True) -> list[T]:
-    """Return the values (plain data) of all ranks on every rank.
+    """Return a list of all ranks' `value` (plain data), in order of rank, on every rank.
 
-    If `patient`, a rank may take longer than the timeout.
+    If `patient`, first wait for slow ranks beyond the timeout (see `barrier`).
     """
     if world_size() == 1:
         return [value]
@@ -316,10 +329,10 @@ def gather_objects(value: T, *, patient: bool = True) -> list[T]:
 
 
 def gather_to_main(action: Callable[[], T]) -> list[T]:
-    """Return all ranks' results of `action()` on rank 0, in order of rank, and [] on the others.
+    """Call `action()` on every rank. Return the list of results on rank 0, and [] elsewhere.
 
-    Results are plain data, with tensors on the CPU. The lowest rank's UserError is raised on all. A
-    rank that exceeds the timeout is lost.
+    The list is in order of rank. Results are plain data, with tensors on the CPU. If ranks raise
+    UserError, every rank raises that of the lowest one. A rank that exceeds the timeout is lost.
     """
     with raising_together(patient=False):
         result = action()
@@ -331,9 +344,9 @@ def gather_to_main(action: Callable[[], T]) -> list[T]:
 
 
 def main_first(action: Callable[[], T]) -> T:
-    """Run `action()`, such as a download, on rank 0 and then on the others; return its result.
+    """Call `action()`, such as a download, on rank 0 and then on the others; return its result.
 
-    The lowest rank's UserError is raised on all.
+    If ranks raise UserError, every rank raises that of the lowest one.
     """
     result: T | None = None
     for turn in (True, False):
@@ -345,7 +358,11 @@ def main_first(action: Callable[[], T]) -> T:
 
 @contextmanager
 def raising_together(*, patient: bool = True) -> Iterator[None]:
-    """Raise the lowest rank's UserError on all ranks after work without collective operations."""
+    """Raise on every rank the UserError that the block raises on one of them.
+
+    If several ranks raise one, that of the lowest rank is raised. The block must not have
+    collective operations. `patient` is passed to `gather_objects`.
+    """
     user_error: UserError | None = None
     try:
         yield
@@ -360,7 +377,7 @@ def raising_together(*, patient: bool = True) -> Iterator[None]:
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
-    """Replace `tensor` by its sum over the ranks; no gradient flows."""
+    """Replace `tensor` by its sum over the ranks, in place, and return it. No gradient flows."""
     if world_size() > 1:
         perform(partial(dist.all_reduce, tensor))
     return tensor
@@ -368,7 +385,7 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor]) -> None:
-    """Replace floating-point tensors by their means over the ranks."""
+    """Replace floating-point tensors by their means over the ranks, in place."""
     if world_size() == 1:
         return
     for (parts,) in by_kind(tensors).values():
@@ -377,9 +394,11 @@ def average_(tensors: Iterable[Tensor]) -> None:
 
 
 def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[list[Tensor]]]:
-    """Group the tensors of parallel lists by device and dtype, for operations on many tensors.
+    """Group the tensors of equally long lists by device and dtype.
 
-    Returns (device, dtype) of the first list's tensor -> the tensors of that group, from each list.
+    Tensors at the same position stay together, in the group of the first list's tensor. Returns a
+    dict from (device, dtype) to the group: one list of tensors for each of `lists`. Each group
+    allows one operation on many tensors.
     """
     columns: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     for row in zip(*lists, strict=True):
@@ -390,7 +409,7 @@ def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
 
 
 def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy the pieces of a flat tensor into the tensors that it was made of."""
+    """Copy the values of a flat tensor into `tensors`, in order; this reverses a concatenation."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(
         tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
@@ -408,9 +427,9 @@ class Snapshot:
         self.values = [_flat(group) for group in self.groups]
 
     def restore(self, unless: Tensor | None = None) -> None:
-        """Write the values back, but not if the 0-d bool `unless` is True.
+        """Write the values back into the tensors, unless the 0-d bool tensor `unless` is True.
 
-        The host does not wait for the device.
+        The host does not wait for the device that holds `unless`.
         """
         for tensors, values in zip(self.groups, self.values, strict=True):
             if unless is not None:
@@ -424,10 +443,10 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Return a number for the bits of each part's tensors, int64 [parts], without waiting for the
-    device.
+    """Return a checksum of the tensors of each part, int64 [number of parts] on `device`.
 
-    The number is the sum of the elements' bit patterns modulo 2^64; each tensor has an odd weight.
+    A checksum is the sum of the elements' bits, read as integers, modulo 2^64; each tensor has an
+    odd weight. The host does not wait for the device.
     """
     sums = []
     for tensors in parts.values():
@@ -442,10 +461,10 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
 def unequal_ranks(
     parts: Mapping[str, Sequence[Tensor]], device: torch.device
 ) -> dict[str, list[int]]:
-    """Return the parts whose bits differ between ranks, with the ranks that differ from the
-    majority.
+    """Return the parts (see `fingerprints`) whose bits differ between ranks.
 
-    Of two ranks, rank 1 counts as the different one. All ranks must call this.
+    The result is a dict from a part's name to the ranks that differ from the majority. Of two
+    ranks, rank 1 counts as the different one. All ranks must call this.
     """
     # [ranks, parts]
     table = torch.stack(gather_objects(fingerprints(parts, device).cpu(), patient=False))

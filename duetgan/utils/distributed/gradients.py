@@ -1,8 +1,8 @@
-"""Sum gradients over the ranks without DDP, for a GAN's step with its several backward passes.
+"""Sum gradients over the ranks without DDP, for a GAN's step with several backward passes.
 
-DDP sends gradients in every backward pass that belongs to its forward pass, and requires a gradient
-of every parameter in each of them (docs/distributed.md). Here a phase ends with `finish`, after any
-number of backward passes.
+DDP sends gradients in each backward pass, and each pass must give every parameter a gradient
+(docs/distributed.md). Here any number of backward passes may come before `finish`, which completes
+the sums.
 """
 
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ BUCKET_ELEMENTS = 25_000_000 // 4
 
 
 class GradientExchange:
-    """Sum the `.grad` of `parameters` over the ranks, in place and in flat buckets.
+    """An object that sums the `.grad` of `parameters` over the ranks, in place and in flat buckets.
 
-    Each rank's loss must be divided by the global batch: sum over the local samples / global batch.
-    With one process nothing is done.
+    Each rank's loss must be a sum over its own samples, divided by the global batch size. With one
+    process nothing is done.
 
     Args:
-        missing: "zeros": a parameter without a gradient on this rank contributes zeros, so that all
-            ranks send the same; "skip": it is left out, so all ranks must lack the same gradients.
+        missing: the treatment of a parameter without a gradient on this rank. "zeros": it
+            contributes zeros; "skip": it is left out, and all ranks must lack its gradient.
         compress: "bf16" halves the bytes; gradients are rounded to bfloat16 before and after the
             sum.
     """
@@ -53,7 +53,10 @@ class GradientExchange:
                 )
 
     def overlap(self) -> None:
-        """Send each bucket as soon as it is complete; call this before the last backward pass."""
+        """Make the next backward pass send each bucket as soon as all its gradients are complete.
+
+        Call this before the last backward pass.
+        """
         self._waiting = [len(bucket) for bucket in self.buckets]
 
     def _arrived(self, number: int) -> None:
@@ -93,7 +96,7 @@ class GradientExchange:
 
 @dataclass
 class SentBucket:
-    """A bucket whose sum over the ranks is being computed."""
+    """A bucket of gradients that is being summed over the ranks."""
 
     flat: Tensor
     gradients: list[Tensor]
@@ -109,9 +112,10 @@ class SentBucket:
 
 
 def buckets_of(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return buckets of the trainable parameters, each of one device (model.split).
+    """Divide the trainable parameters into buckets; the parameters of a bucket are on one device.
 
-    The last parameters come first, because backward passes reach them first.
+    A network may be on several devices (config key model.split). The last parameters come first,
+    because backward passes reach them first.
     """
     buckets: list[list[Tensor]] = []
     open_buckets: dict[torch.device, tuple[list[Tensor], int]] = {}

@@ -1,4 +1,4 @@
-"""Heartbeat files, which show the ranks that are gone, stopped or behind after a failed collective.
+"""Heartbeat files. After a failed collective they show which ranks are gone, stopped or silent.
 
 Each process of a run writes RUN/heartbeat/rank-N.json every few seconds. People and schedulers can
 read the files too (a liveness probe checks their age). A process removes its file when it ends.
@@ -33,12 +33,15 @@ class Silent(NamedTuple):
 
 
 class Heartbeat:
-    """A daemon thread that writes this process's file; the training loop sets `step`.
+    """A daemon thread that writes this process's heartbeat file every `interval` seconds.
+
+    The training loop sets `step`.
 
     Args:
-        parent: a process id. If it is no longer this process's parent, the thread ends this process
-            at once, without saving: a killed launcher (kill -9 of torchrun) must not leave
-            processes that train on. Files that are being written then are temporary.
+        parent: the process id of the launcher, or None. If the launcher is killed (kill -9 of
+            torchrun) and this process gets another parent, the thread ends this process at once,
+            without saving. Otherwise it would train on. Only temporary files can be incomplete
+            then.
     """
 
     def __init__(
@@ -60,10 +63,11 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, reason: str | None = None, *, lost_peer: bool = False) -> None:
-        """End the thread and remove the file; if there is a `reason`, write it to the file instead.
+        """End the thread. Remove the file, or write the `reason` into it for the other ranks.
 
-        The other ranks read it. `lost_peer` is True if this process leaves because it lost another
-        rank and is not the cause.
+        Args:
+            reason: the reason why this process leaves the run; None if it has ended normally.
+            lost_peer: True if this process leaves only because another rank is lost.
         """
         self._stopped.set()
         if self._thread.is_alive():
@@ -109,7 +113,7 @@ class Heartbeat:
 
 
 def clear(folder: Path) -> None:
-    """Remove the files of an earlier start of the run, which may have had more processes."""
+    """Remove the heartbeat files of earlier starts of a run, which may have had more processes."""
     for path in (folder / "heartbeat").glob("rank-*"):
         path.unlink(missing_ok=True)
 
@@ -124,8 +128,10 @@ def _read(folder: Path, rank: int) -> Sign | None:
 
 
 def _failed(rank: int, sign: Sign | None) -> Silent | None:
-    """Return the rank as Silent if its file is missing, if it has announced its end, or if its
-    process is gone or stopped on this machine; else None.
+    """Return a Silent if the rank is gone or stopped, judging by its heartbeat file; else None.
+
+    This is so if the file is missing or announces the rank's end, or if its process on this machine
+    is gone or stopped.
     """
     if sign is None:
         return Silent(rank, True, f"rank {rank} has left")
@@ -148,10 +154,10 @@ def _failed(rank: int, sign: Sign | None) -> Silent | None:
 def silent_ranks(
     folder: Path, world_size: int, *, own_rank: int, patience: float = 2.5 * INTERVAL
 ) -> list[Silent]:
-    """Return the other ranks that are gone, stopped or silent for `patience` seconds.
+    """Return the other ranks that are gone or stopped; if there are none, those that are silent.
 
-    Returns at once if a rank is gone or stopped, else after `patience`; an empty list means that no
-    rank stands out.
+    A rank is silent if its file does not change within `patience` seconds. This function waits so
+    long only if no rank is gone or stopped.
     """
     first = {rank: _read(folder, rank) for rank in range(world_size) if rank != own_rank}
     end = time.monotonic() + patience

@@ -1,8 +1,9 @@
-"""Start one process per GPU, or N on the CPU, on this machine, for `--gpus 0,1` and `--procs N`.
+"""Start the processes of `--gpus 0,1` and `--procs N` on this machine.
 
-Does not import torch, because `--gpus` must be applied before CUDA starts. The exit code is that of
-the processes, unlike torchrun's. torchrun works as well, for several machines or restarts. A signal
-is forwarded to all processes, and training/engine/signals.py says what they do with it.
+These are one process for each GPU, or N processes. This module does not import torch, because
+`--gpus` must be applied before CUDA starts. Unlike torchrun, the launcher ends with the exit code
+of its processes. It forwards signals to all of them; training/engine/signals.py says how they
+react. Several machines, or automatic restarts, need torchrun.
 """
 
 import functools
@@ -39,7 +40,10 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def parse_gpus(text: str) -> list[str]:
-    """Return `["0", "1"]` for `"0,1"`. Raises UserError for anything but distinct numbers."""
+    """Parse the value of `--gpus`: "0,1" becomes ["0", "1"].
+
+    Raises UserError for anything but distinct numbers.
+    """
     gpus = [part.strip() for part in text.split(",")]
     are_numbers = all(part.isascii() and part.isdigit() for part in gpus)
     if not are_numbers or len(set(map(int, gpus))) != len(gpus):
@@ -69,11 +73,15 @@ def add_options(add: Callable[..., object]) -> None:
 def start_processes(
     command: str, argv: Sequence[str], gpus: str | None, procs: int | None, *, resumes: bool = True
 ) -> int | None:
-    """Start the processes of a Duet command that `--gpus` and `--procs` request; return their exit
-    code.
+    """Start the processes that `--gpus` and `--procs` request, and return their exit code.
 
-    Returns None if this process does the work itself, alone or as one of several; it then sees only
-    the requested GPUs. Raises UserError for an impossible request.
+    Returns None if this process must do the work itself, because only one process is requested, or
+    because a launcher has started this one. This process then sees only the requested GPUs. Raises
+    UserError for an impossible request.
+
+    Args:
+        command: the name of the Duet command that the processes run with the arguments `argv`.
+        resumes: True if the command continues its work when it is started again.
     """
     devices = parse_gpus(gpus) if gpus else []
     processes = len(devices) or 1 if procs is None else procs
@@ -113,10 +121,10 @@ def start_processes(
 
 
 def requested_device(device: str | None, gpus: str | None, procs: int | None) -> str | None:
-    """Return the device of `--device`, or the one that `--gpus` and `--procs` imply.
+    """Return the device that `--device`, `--gpus` and `--procs` request; None for the default.
 
-    Raises UserError if the requested GPUs cannot be used, so that no other device replaces them.
-    Imports torch if GPUs are requested.
+    Several processes without GPUs get "cpu". Imports torch if GPUs are requested, and raises
+    UserError if they cannot be used; otherwise the CPU would silently replace them.
     """
     if device is not None or not gpus:
         return device or ("cpu" if (procs or 1) > 1 else None)
@@ -138,10 +146,10 @@ def requested_device(device: str | None, gpus: str | None, procs: int | None) ->
 
 
 def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> int:
-    """Run `python command...` as `processes` ranks and forward signals to them.
+    """Run Python with the arguments `command` as `processes` ranks, and return an exit code.
 
-    Returns the first failing rank's exit code, or 0. `resumes` is True if the command continues its
-    work when it is started again.
+    The code is that of the first rank that fails, or 0 (see `_wait`). Signals are forwarded to the
+    ranks. `resumes` is True if the command continues its work when it is started again.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -178,16 +186,17 @@ def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> i
 
 
 def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes: bool) -> int:
-    """Return the first failing child's exit code, else 0.
+    """Wait for all children, and return the exit code of the first one that fails, else 0.
 
-    The code is 4 if a signal killed the child, which is reported after all children have ended. It
-    is 3 if that was a `forwarded` signal, which ends a child that has not begun to train.
+    After a failure the other children have GRACE_SECONDS to end. If a signal killed the failed
+    child, a message says so, and the code is 4. The code is 3 if the signal was `forwarded` to a
+    child that had not begun to train.
     """
     first: tuple[int, int] | None = None  # number and return code of the first failing child
     failed_at = 0.0
     codes = [child.poll() for child in children]
     while True:
-        # A killed child comes first, because others that ended since then left for its absence.
+        # A killed child comes first: other children may have failed because it was gone.
         failures = [(code, number) for number, code in enumerate(codes) if code]
         if first is None and failures:
             code, number = min(failures)

@@ -1,4 +1,4 @@
-"""Run a command: errors as one line with an exit code, robust streams, signals, child processes."""
+"""Run a Duet command: one-line errors, exit codes, broken streams, signals, child processes."""
 
 import contextlib
 import ctypes
@@ -23,9 +23,10 @@ PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, so that `kill -9` leaves no orphan.
+    """Make the kernel kill this process when its parent ends, even by `kill -9` (Linux only).
 
-    Called in the child, which ends at once if `parent` has ended already. Linux only.
+    The child calls this with the parent's process id. If the parent has already ended, this process
+    ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -36,7 +37,7 @@ def die_with_parent(parent: int) -> None:
 def process_state(pid: int) -> str | None:
     """Return the state letter in /proc/PID/stat ("T": stopped, "Z": ended).
 
-    Returns None without such a process, or without /proc.
+    Returns None if there is no such process or no /proc.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -45,10 +46,10 @@ def process_state(pid: int) -> str | None:
 
 
 def leave_imports(frame: types.FrameType | None, line: str, code: int) -> None:
-    """End this process, with a line on stderr, if `frame` is inside an import; for signal handlers.
+    """Print `line` on stderr and end this process if `frame` is inside an import; else do nothing.
 
-    An exception that is raised inside an import may have to pass C++ code, as in torch's import,
-    which aborts the process.
+    Signal handlers call this before they raise. An exception that is raised inside an import, such
+    as torch's, may have to pass through C++ code, which aborts the process.
     """
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
         frame = frame.f_back
@@ -62,10 +63,10 @@ _threads_left = False
 
 
 def leave_threads() -> None:
-    """Have `leave` end this process at once, because threads of a library are still running.
+    """Make `leave` end this process without clean-up, because threads of a library still run.
 
-    Such threads belong, for example, to a process group that is not destroyed. A thread that asks
-    for Python's lock while the interpreter ends is unwound inside C++, which aborts the process
+    Such threads belong, for example, to a process group that is not destroyed. If one of them asks
+    for Python's lock while the interpreter ends, it is unwound inside C++, which aborts the process
     ("terminate called without an active exception").
     """
     global _threads_left
@@ -73,7 +74,7 @@ def leave_threads() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with exit code `code`; after `leave_threads` at once, without clean-up."""
+    """End this process with exit code `code`, without clean-up if `leave_threads` was called."""
     if _threads_left:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -97,9 +98,9 @@ def exit_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = N
 
 
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
-    """Call `main(argv)` and return its exit code.
+    """Call `main(argv)` and return the exit code.
 
-    An expected error becomes one line on stderr; `--debug` adds its traceback.
+    An expected error is printed as one line on stderr; `--debug` adds its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
@@ -145,9 +146,10 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
 
 
 class _Tolerant(io.FileIO):
-    """The file of a standard stream that drops all output after a failed write.
+    """The raw file of stdout or stderr, which ignores failed writes.
 
-    `refused` is the error of that write. Only stdout's BrokenPipeError is raised.
+    After a failed write, whose error is `refused`, all output is dropped. Only BrokenPipeError on
+    stdout is raised.
     """
 
     refused: OSError | None = None
@@ -164,10 +166,10 @@ class _Tolerant(io.FileIO):
 
 
 def guard() -> None:
-    """Replace stdout and stderr by streams whose writes raise nothing but stdout's BrokenPipeError.
+    """Replace stdout and stderr by streams that raise no error if they cannot be written.
 
-    The disk may be full, or the terminal gone. Streams that were replaced already (by tests) stay.
-    A character that the terminal's encoding lacks must not end the program either.
+    The disk may be full, or the terminal gone. Only BrokenPipeError on stdout is raised. Characters
+    that the encoding lacks are written as escapes. Streams that tests have replaced are left alone.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
@@ -183,8 +185,9 @@ def guard() -> None:
 
 
 def stdout_error() -> str:
-    """Return the reason why output did not reach stdout; empty if it did, or if the terminal is
-    gone.
+    """Return the reason why output was lost on stdout, or "" if none was.
+
+    A terminal that is gone counts as no loss, because nobody reads it.
     """
     file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(file, _Tolerant) or file.refused is None or file.refused.errno in GONE:
@@ -200,20 +203,20 @@ def _interrupt(_signum: int, frame: types.FrameType | None) -> NoReturn:
 
 
 def handle_interrupts() -> None:
-    """Install a handler for Ctrl-C that ends this process with one line during an import.
+    """Install a handler for Ctrl-C, which ends this process with one line during an import.
 
-    Elsewhere the handler raises KeyboardInterrupt. Nothing is installed if SIGINT is ignored or has
-    a handler of its own.
+    At other times the handler raises KeyboardInterrupt. If SIGINT is ignored or already has a
+    handler other than Python's default, nothing is installed.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def obeyed_signals() -> list[signal.Signals]:
-    """Return STOP_SIGNALS, without SIGHUP if it was ignored before this process started (nohup).
+    """Return the signals that a command handles: STOP_SIGNALS, without SIGHUP if it is ignored.
 
-    Other ignored signals are obeyed, because shells ignore SIGINT for background jobs, and
-    cluster/slurm.sh ignores SIGUSR1 for torchrun.
+    nohup makes a process ignore SIGHUP. Other ignored signals are handled nevertheless: shells
+    ignore SIGINT for background jobs, and cluster/slurm.sh ignores SIGUSR1 for torchrun.
     """
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signum for signum in STOP_SIGNALS if not (ignores_hangup and signum == signal.SIGHUP)]
@@ -234,9 +237,10 @@ def handling(
 
 
 def leaving_on_signals() -> contextlib.AbstractContextManager[None]:
-    """Raise StoppedBySignal for SIGTERM, SIGUSR1 and SIGHUP in the block.
+    """Return a context manager in whose block SIGTERM, SIGUSR1 and SIGHUP raise StoppedBySignal.
 
-    For the start and the end of a training, when the training itself does not handle signals.
+    It is used at the start and the end of a training, when the training does not handle signals. A
+    signal that is ignored or has another handler is left alone.
     """
 
     def leave(signum: int, frame: types.FrameType | None) -> NoReturn:
@@ -253,13 +257,13 @@ def leaving_on_signals() -> contextlib.AbstractContextManager[None]:
 def python_arguments(command: str, *arguments: str) -> list[str]:
     """Return Python's arguments for running a Duet command in a new process.
 
-    The process needs `child_environment`.
+    The environment of the process must be that of `child_environment`.
     """
     return ["-P", "-m", "duetgan", command, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment with a PYTHONPATH that leads to this package."""
+    """Return this process's environment with the folder of this package first in PYTHONPATH."""
     paths = [
         str(Path(__file__).resolve().parents[3]),
         *filter(None, [os.environ.get("PYTHONPATH")]),

@@ -18,9 +18,9 @@ LOOK_SECONDS = 0.05
 
 
 def fresh_store(timeout: timedelta) -> dist.Store | None:
-    """Return the launcher's store without the keys of earlier starts; None without a launcher.
+    """Return torchrun's store without keys of earlier starts, or None if torchrun is not used.
 
-    Raises DistStoreError after `timeout`.
+    Raises DistStoreError if a rank is missing after `timeout`.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -31,10 +31,11 @@ def fresh_store(timeout: timedelta) -> dist.Store | None:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a word, chosen by rank 0, that only the ranks of this start share.
+    """Return a random word, chosen by rank 0, that only the ranks of this start share.
 
-    Every other rank writes a hello with its own random word, and accepts only an answer to that
-    word, whatever earlier starts have left in `store`.
+    Each other rank writes a greeting with its own random word, and accepts only an answer to this
+    word. Keys of earlier starts in `store` are therefore harmless. Raises DistStoreError if a rank
+    is missing after `timeout`.
     """
     word = uuid.uuid4().hex
     if rank:
@@ -48,7 +49,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> s
         for peer in sorted(missing):
             if store.check([f"duet/met/{word}/{peer}"]):
                 missing.remove(peer)
-            # The hello may be from a killed process; then the living one's is still to come.
+            # The greeting may be a killed process's; then that of this start is still to come.
             elif store.check([f"duet/hello/{peer}"]):
                 store.set(f"duet/answer/{store.get(f'duet/hello/{peer}').decode()}", word)
         if missing and time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Results of the library as tables of pandas, which Duet does not depend on."""
+"""Convert results to tables of pandas, which is an optional package."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 def data_frame(columns: Mapping[str, Sequence[object]]) -> "pandas.DataFrame":
-    """Return columns of equal length as a table. Raises UserError if pandas is not installed."""
+    """Return a table from a mapping of column names to values, all columns of equal length.
+
+    Raises UserError if pandas is not installed.
+    """
     with explained(ImportError, "to_pandas needs pandas; `pip install pandas`"):
         import pandas
     return pandas.DataFrame(dict(columns))

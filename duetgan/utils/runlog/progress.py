@@ -17,12 +17,11 @@ LINE = "{n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 
 
 class Bar(tqdm):
-    """tqdm's bar, or lines on stderr where no bar can be drawn: a log file, CI, a terminal without
-    size.
+    """A progress bar of tqdm, or lines on stderr where no bar can be drawn.
 
-    A line reads `14:03:21 packing: 1200 of 5000, 85.3image/s, 00:45 left`. A library
-    function with an argument `progress` passes `disable=not progress`, or wraps calls that draw
-    bars in `showing`.
+    A log file, CI and a terminal without a size get lines such as `14:03:21 packing: 1200 of 5000,
+    85.3image/s, 00:45 left`. A library function with an argument `progress` passes `disable=not
+    progress`, or wraps calls that draw bars in `showing`.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Bar(tqdm):
 
 @contextmanager
 def showing(progress: bool) -> Iterator[None]:
-    """Hide the progress bars of the work in the block unless `progress` is True."""
+    """Hide the progress bars of the block if `progress` is False."""
     token = IS_SHOWN.set(progress and IS_SHOWN.get())
     try:
         yield
@@ -60,8 +59,9 @@ def showing(progress: bool) -> Iterator[None]:
 
 
 def has_terminal() -> bool:
-    """Return True if stderr can show a bar, as notebooks can; the terminals of some containers have
-    0 columns.
+    """Return True if a progress bar can be drawn, in a notebook or on a terminal.
+
+    The terminals of some containers have 0 columns and cannot show one.
     """
     if "ipykernel" in sys.modules:
         return True

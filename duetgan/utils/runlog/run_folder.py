@@ -30,7 +30,11 @@ def runs_folder() -> Path:
 
 
 def default_folder(config_file: Path) -> Path:
-    """Return the default run folder of a config file: for a run's own config.yaml, its folder."""
+    """Return the default run folder of a config file.
+
+    The config.yaml in a run folder belongs to that folder. For any other file NAME.yaml the default
+    is the folder NAME in `runs_folder()`.
+    """
     folder = config_file.parent
     of_a_run = config_file.name == "config.yaml" and any(
         (folder / m).exists() for m in ("checkpoints", "status.json")
@@ -49,9 +53,10 @@ def is_finished(run: Path, max_steps: int | None = None) -> bool:
 
 
 class RunFolder:
-    """A run's folder, locked while open.
+    """A run's folder, with a lock against other processes.
 
-    Raises UserError if it cannot be written, is in use or holds something other than a run.
+    Methods raise UserError if the folder cannot be written, is in use or holds something other than
+    a run.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -64,10 +69,10 @@ class RunFolder:
         self._earlier_seconds = 0.0  # time that earlier processes have spent on the run
 
     def open(self) -> None:
-        """Create the folder if it is missing and lock it, unless this object already holds the
-        lock.
+        """Create the folder if it is missing, and lock it.
 
-        The lock of a killed process does not block. If no run begins, `close` removes what was
+        Does nothing if this object already holds the lock. The lock of a killed process does not
+        count. If no run has begun when `close` is called, `close` removes what this method has
         created.
         """
         if self._lock is not None:
@@ -112,7 +117,7 @@ class RunFolder:
         self._lock = None
 
     def saved_config(self) -> Tree | None:
-        """Return the config of the run in the folder, None for an empty folder.
+        """Return the config of the run in the folder, or None for an empty folder.
 
         Raises UserError if the folder holds other things.
         """
@@ -129,13 +134,15 @@ class RunFolder:
         return None
 
     def accept_config(self, config: Tree, *, defaults: Tree | None = None) -> list[str]:
-        """Compare a config with the saved one; return one line per harmless difference.
+        """Compare a config with the saved one; return a line for each harmless difference.
 
-        Raises UserError if a difference would break the saved state (another task, model or seed).
+        Raises UserError for a difference that would break the saved state, such as another task,
+        model or seed.
 
         Args:
-            defaults: values of keys that an older version did not write. Saved keys that are not
-                among them are ignored.
+            defaults: a config of default values. They replace missing keys of the saved config,
+                which may come from an older version. Saved keys that are not in `defaults` are
+                ignored.
         """
         if (saved := self.saved_config()) is None:
             return []
@@ -156,8 +163,9 @@ class RunFolder:
         ]
 
     def save_config(self, config: Tree, data: Mapping[str, object] | None = None) -> None:
-        """Write the resolved config, which train.py accepts, and `data.json`, which describes its
-        images.
+        """Write the resolved `config` to config.yaml, which train.py accepts.
+
+        If `data` is given, which describes the run's images, write it to data.json.
         """
         save_yaml(config, self.path / "config.yaml")
         if data is not None:
@@ -170,7 +178,7 @@ class RunFolder:
         reason: str = "",
         exit_code: int | None = None,
     ) -> None:
-        """Write `status.json`, with the seconds that all processes of the run took.
+        """Write `status.json`, with the seconds that the run has taken in all its starts.
 
         `state` is running, finished, stopped or failed.
         """
@@ -186,9 +194,9 @@ class RunFolder:
 
 
 def _aligned(tree: Tree, defaults: Tree) -> Tree:
-    """Return `tree` with the keys of `defaults` alone, in sections too.
+    """Return a copy of `tree` that has exactly the keys of `defaults`, in nested sections too.
 
-    If `defaults` is empty, such as the default of a mapping, `tree` is returned.
+    Missing keys get their default. An empty section in `defaults` accepts any keys.
     """
     if not defaults:
         return tree

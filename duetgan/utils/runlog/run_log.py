@@ -21,7 +21,7 @@ Metrics = dict[str, float | int]
 
 
 def say(message: str) -> None:
-    """Print a line for people on stderr without breaking the progress bar. Results go to stdout."""
+    """Print a line for people on stderr, above the progress bar. Results go to stdout."""
     tqdm.write(message, file=sys.stderr)
     sys.stderr.flush()
 
@@ -32,14 +32,18 @@ def say_main(message: str) -> None:
 
 
 def say_refused(path: Path, error: Exception, without: str) -> None:
-    """Warn that `path` cannot be written. `error` is an OSError, or was raised from one."""
+    """Warn that `path` cannot be written and that training continues without a feature, `without`.
+
+    `error` is an OSError, or an exception that was raised from one.
+    """
     reason = getattr(error.__cause__ or error, "strerror", None) or error
     say(f"warning: {path}: cannot be written ({reason}); training continues without {without}")
 
 
 class Events:
-    """A writer of TensorBoard events. After a disk error it warns once and writes no more; training
-    continues.
+    """A writer of TensorBoard events.
+
+    After a disk error it prints one warning and writes nothing more; training continues.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
@@ -61,7 +65,10 @@ class Events:
         self.add("image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
 
     def add(self, kind: str, *arguments: object, **options: object) -> None:
-        """Call the TensorBoard writer's `add_KIND`, such as `add_scalar`, while it can write."""
+        """Call the method `add_KIND` of TensorBoard's writer, such as `add_scalar`.
+
+        Does nothing after a disk error.
+        """
         with self._ending():
             if self._writer is not None:
                 getattr(self._writer, f"add_{kind}")(*arguments, **options)
@@ -73,8 +80,9 @@ class Events:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Stop writing events after an OSError in the block, which may come from the writer's
-        thread.
+        """Catch an OSError of TensorBoard's writer in the block, warn, and stop writing events.
+
+        The OSError may have occurred in the writer's thread, before the block.
         """
         try:
             yield
@@ -90,8 +98,9 @@ class Events:
 
 
 def _excepthook(args: threading.ExceptHookArgs) -> None:
-    """Print no traceback for an OSError in a SummaryWriter's thread; the writer's next call raises
-    it again.
+    """Print the traceback of a thread's exception, unless it is an OSError of TensorBoard's writer.
+
+    The writer's next call raises such an OSError again.
     """
     is_writer = type(args.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
     if not (is_writer and isinstance(args.exc_value, OSError)):
@@ -99,8 +108,9 @@ def _excepthook(args: threading.ExceptHookArgs) -> None:
 
 
 class RunLog:
-    """`metrics.jsonl` (one JSON object per log tick), TensorBoard events and the progress bar of a
-    run.
+    """The log of a run: `metrics.jsonl`, TensorBoard events and the progress bar.
+
+    `metrics.jsonl` has a row, a JSON object, for each step whose metrics are logged.
     """
 
     def __init__(
@@ -119,10 +129,10 @@ class RunLog:
         self._refused: set[str] = set()  # features whose failed writes were reported
 
     def open(self, step: int, total: int | None = None, *, going_on: bool = True) -> None:
-        """Start to log at `step` of `total` (None: unchanged).
+        """Start logging at `step` of `total` steps (None: the previous number).
 
-        Rows after `step`, of a run that died after its checkpoint, are deleted; if `going_on`,
-        partial rows (see `metrics`) too.
+        Rows after `step` are deleted; a run that was killed some time after its checkpoint leaves
+        such rows. If `going_on`, partial rows (see `metrics`) are deleted too.
         """
         self._total = total or self._total
         if not self._active:
@@ -147,10 +157,11 @@ class RunLog:
             self._bar.update()
 
     def metrics(self, step: int, metrics: Metrics, *, partial: bool = False) -> None:
-        """Append a row; NaN and infinity become null, because JSON has no such numbers.
+        """Log the metrics of a step. NaN and infinity become null in metrics.jsonl.
 
-        A `partial` row, of a run that stops between two log ticks, is only written to
-        metrics.jsonl, and is deleted when the run continues.
+        Args:
+            partial: True if the run stops at a step that is not usually logged. TensorBoard does
+                not get such metrics, and their row is deleted when the run continues.
         """
         if not self._active:
             return
@@ -175,9 +186,9 @@ class RunLog:
             self._bar.set_postfix(values, refresh=False)
 
     def _append(self, line: str) -> None:
-        """Append a line; a full disk costs the row, not the training.
+        """Append a line to metrics.jsonl; if the disk is full, warn and lose the line.
 
-        Half a row is removed, so that the next one begins on a new line.
+        A line that is only partly written is removed, so that the next one begins on a new line.
         """
         remaining = line.encode()
         try:
@@ -194,9 +205,7 @@ class RunLog:
             self.refused(self._path, error, "its rows")
 
     def refused(self, path: Path, error: Exception, without: str) -> None:
-        """Warn that `path` cannot be written, once for each feature that training continues
-        `without`.
-        """
+        """Call `say_refused`, but only once for each feature `without`."""
         if without not in self._refused:
             self._refused.add(without)
             say_refused(path, error, without)
@@ -217,8 +226,9 @@ class RunLog:
 
 
 def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
-    """Delete the rows of metrics.jsonl after `step`, an incomplete last line and, if `partial`,
-    partial rows.
+    """Delete rows of the metrics.jsonl at `path`.
+
+    These are rows after `step`, incomplete lines and, if `partial`, partial rows.
     """
     if not path.is_file():
         return

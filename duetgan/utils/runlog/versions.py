@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment() -> dict[str, str]:
-    """Return versions and hardware for people.
+    """Return the versions of software, and the hardware, as text for people.
 
-    The entries are Python, packages, platform, processor, cores, accelerator and git commit.
+    The keys are python, torch and other packages, platform, processor and cores; also accelerator
+    and commit (of git) if there are any.
     """
     import torch  # here and below, so that --help need not wait for it
 
@@ -34,7 +35,10 @@ def environment() -> dict[str, str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions on which a run's numbers may depend, for its checkpoints."""
+    """Return the versions that a checkpoint records, because a run's numbers may depend on them.
+
+    The keys are python, torch, torchvision and git (Duet's commit).
+    """
     import torch
     import torchvision  # its version has the build's suffix, unlike the package metadata
 
@@ -44,10 +48,10 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def commit(checkout: Path) -> str | None:
-    """Return the commit of a checkout, such as `0123456789ab`, with `-dirty` if tracked files
-    differ.
+    """Return the git commit of a checkout, such as `0123456789ab`.
 
-    Returns None without git, or if `checkout` is not a repository; waits 5 s at most.
+    `-dirty` is appended if tracked files have changed. Returns None if git is missing, fails or
+    takes more than 5 s, or if `checkout` is not a repository.
     """
     # git's hooks set variables that would redirect the command to another repository.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
