@@ -1,9 +1,10 @@
-"""Research tools and rarely used features beside the core (docs/extras).
+"""Research tools and rarely used features, each in its own package (docs/extras).
 
-Nothing outside this folder imports it, and each package in it can be deleted. A package's
-`__init__` imports nothing and says where the package attaches:
+The core imports none of these packages, so each one can be deleted. The `__init__` of a package
+imports nothing. It declares:
 
-- COMMANDS: commands of `duet`, each with its module and its line in `duet --help`;
-- ATTACHES: a module of the core with a registry -> the package's module that adds entries to it;
-- NEEDS: names of other extras; without them the package is not attached.
+- COMMANDS: a dict from the name of a `duet` command to its module and its line in `duet --help`;
+- ATTACHES: a dict from a module that has a registry to a module of the package that adds entries to
+  this registry (duetgan/utils/extras.py);
+- NEEDS: the names of other extras. If one of them is missing, the package is not used.
 """

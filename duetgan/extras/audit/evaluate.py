@@ -1,4 +1,4 @@
-"""Membership inference on a generator: the audit of `evaluate.py --audit`."""
+"""Run membership inference on a generator for `evaluate.py --audit`."""
 
 import sys
 from argparse import Namespace
@@ -36,10 +36,11 @@ PAIRS = 24  # training images that audit_nearest.png shows beside their nearest 
 def audit_gan_run(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
 ) -> Document:
-    """Test if a generator gives away its training images; return the results, ready for JSON.
+    """Test if a generator's samples reveal its training images; return the results, ready for JSON.
 
-    The results hold attacks, controls and the verdict. Also writes `audit_nearest.png` into the
-    folder `out`, and sets an empty `options.extractor` to the default.
+    The results include `attacks`, `controls` (see `audit_score`) and the `verdict`. The function
+    also writes `audit_nearest.png` into the folder `out`, and sets an empty `options.extractor` to
+    the default.
 
     Raises:
         UserError: If the training images or enough held-out images (`dataset`) are not available,
@@ -123,13 +124,14 @@ def audit_gan_run(
 
 
 def audit_score(score: Tensor, *, members: int, seed: int) -> Document:
-    """Return the results of an attack and of its control, as `attacks` and `controls`.
+    """Return the results of an attack, `attacks`, and of a control, `controls`.
 
-    Each has one entry, "generator", which is the result of `attack`. The control attacks one half of
-    the held-out images as if that half were training images.
+    Both are dicts whose only entry, "generator", is the result of the function `attack`. The attack
+    separates training images from held-out images. The control does the same with two halves of the
+    held-out images, between which it should find no difference.
 
     Args:
-        score: Values for the training images, then for the held-out images, [members + held out].
+        score: Scores of the training images, then of the held-out images, [members + held out].
         members: Number of training images.
         seed: Seed of the division into halves.
     """
@@ -144,11 +146,11 @@ def audit_score(score: Tensor, *, members: int, seed: int) -> Document:
 
 
 def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
-    """Open the dataset that the generator was trained on; the audit calls its images members.
+    """Return the dataset that the generator was trained on; the audit calls its images members.
 
     Raises:
-        UserError: If that dataset is not available, or `dataset`, which should hold held-out
-            images, was trained on.
+        UserError: If the dataset is not available, or if the generator was also trained on
+            `dataset`, which must contain held-out images.
     """
     train, reason = training_images(checkpoint)
     if train is None:
@@ -163,7 +165,7 @@ def _training_images(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
 def choose_sides(
     train: Dataset, dataset: Dataset, *, conditional: bool, searched: int, seed: int
 ) -> tuple[Selection, Selection, int]:
-    """Choose training and held-out images of the same class frequencies, as many as possible.
+    """Choose training and held-out images, as many as possible, with the same class frequencies.
 
     Args:
         train: The training images.
@@ -172,11 +174,11 @@ def choose_sides(
         searched: Largest number of training images to choose.
 
     Returns:
-        The training images, the held-out images, and the number of images of `dataset` that were
-        left out because they are training images as well, pixel for pixel.
+        The chosen training images, the chosen held-out images, and the number of images of
+        `dataset` that were left out because they equal a training image pixel for pixel.
 
     Raises:
-        UserError: If a side has fewer than 20 images.
+        UserError: If there are fewer than 20 training images or fewer than 20 held-out images.
     """
     unseen = np.flatnonzero(~np.isin(dataset.signatures()["digest"], train.signatures()["digest"]))
     test_labels = np.zeros(len(unseen), np.int64)

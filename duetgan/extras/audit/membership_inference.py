@@ -1,8 +1,9 @@
-"""Membership inference: attacks that separate training images (members) from held-out images.
+"""Membership inference: an attack that separates training images (members) from held-out images.
 
-The attack uses a score that should be higher for members: minus the distance to the nearest
-sample (GAN-Leaks, 1909.03935). It tests if members score higher on average, and if they are
-over-represented at the highest scores, where even a few copies are noticed (2112.03570).
+The score of an image is minus its distance to the nearest sample of the generator, which should be
+higher for members (GAN-Leaks, 1909.03935). The attack tests if members score higher on average. It
+also tests if they are over-represented at the highest scores, which reveals even a few copies
+(2112.03570).
 """
 
 import numpy as np
@@ -31,10 +32,13 @@ def attack(members: Tensor, held_out: Tensor) -> Document:
 
     Both sets of images must be drawn from the same distribution.
 
-    Returns:
-        `auc` with its `interval`; `p_value`, corrected after Bonferroni for the number of tests;
-        `top`, fraction of held-out images above a threshold -> fraction of members above the same
-        threshold; the numbers of `members` and `held_out` images.
+    Returns a dict with:
+
+    - `auc` and its 95 % `interval`;
+    - `p_value`, the smallest p-value of all tests, with Bonferroni's correction for their number;
+    - `top`, a dict: the key is the fraction of held-out images that lie at or above a threshold,
+      the value is the fraction of members above the same threshold;
+    - `members` and `held_out`, the numbers of images.
     """
     from scipy.stats import mannwhitneyu  # imported here because the import takes a second
 
@@ -61,11 +65,11 @@ def attack(members: Tensor, held_out: Tensor) -> Document:
 
 
 def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
-    """Return the area under the ROC curve of members' and others' scores, and its 95 % interval.
+    """Return the area under the ROC curve, and its 95 % interval.
 
-    Ties count as half. The interval is that of DeLong, DeLong and Clarke-Pearson (1988). A perfect
-    separation has variance 0, which gives no such interval; then the interval is Wilson's for the
-    number of images of the smaller side.
+    Members are the positive class. Ties count as half. The interval is that of DeLong, DeLong and
+    Clarke-Pearson (1988). A perfect separation has variance 0 and no such interval. In this case
+    the interval is Wilson's for the number of images in the smaller set.
     """
     sizes = len(members), len(held_out)
     ranking = Ranking(torch.cat([members, held_out]).numpy(), np.arange(sum(sizes)) < sizes[0])
@@ -80,11 +84,12 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
 
 
 def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
-    """Return the p-value of the number of members that score above the `rank`-th held-out image.
+    """Return the exact p-value of the number of members that score above a certain held-out image.
 
-    Null hypothesis: all m + n images are in random order. The p-value is exact: k or more members
-    score above that held-out image if fewer than `rank` of the k + rank - 1 images with the highest
-    scores are held-out ones; their number is hypergeometric. Ties count against the members.
+    It is the image with the `rank`-th highest score of all held-out images; let k be the number of
+    members above it. The null hypothesis is that the m + n images are in random order. The p-value
+    is the probability that fewer than `rank` of the k + `rank` - 1 images with the highest scores
+    are held-out ones. Their number is hypergeometric. Ties count against the members.
     """
     from scipy.stats import hypergeom  # imported here because the import takes a second
 
@@ -96,7 +101,7 @@ def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
 
 
 def halves(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the indices of two random halves of `count` images, for a control."""
+    """Divide `count` images at random into two halves for a control; return their indices."""
     order = torch.randperm(count, generator=generator)
     return order[: count // 2], order[count // 2 :]
 
@@ -105,7 +110,7 @@ def halves(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def verdict(document: Document) -> str:
-    """Return the verdict, in words, on results with `attacks` and `controls`."""
+    """Return a verdict in words on results that have `attacks` and `controls`."""
     words = []
     if document["controls"]["generator"]["p_value"] < LEVEL:
         words.append(

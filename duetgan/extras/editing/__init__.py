@@ -1,5 +1,6 @@
-"""Edits: images that move from one class to another (`generate.py edit`), and counterfactuals of
-given images (`predict.py --counterfactual`).
+"""Edits that move an image from one class to another.
+
+`generate.py edit` edits samples of a generator. `predict.py --counterfactual` edits image files.
 """
 
 ATTACHES = {

@@ -1,7 +1,8 @@
-"""Edits: move images of a generator from one class of a classifier towards another, in w.
+"""Edit a generator's images: move their w so that they change from one class to another.
 
-The slope of a class is the mean gradient of its logit by w. The direction from class a to b is the
-difference of their slopes; InterFaceGAN's normal (1907.10786) is that of a linear model.
+The slope of a class is the mean gradient of a classifier's logit with respect to w. The direction
+from class a to class b is the slope of b minus the slope of a. If the logits were linear in w, it
+would be the normal of the boundary between the classes, as in InterFaceGAN (1907.10786).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +40,10 @@ class Direction:
 
 
 class Editor:
-    """Directions from class to class, and edits of images along them. An edit moves the styles of
-    all layers. Results are deterministic for the sampler's seed.
+    """A tool that computes directions from class to class and moves images along them.
+
+    `direction(source, target)` returns the direction from one label to another, and caches it. An
+    edit changes the styles of all layers. The sampler's seed determines all results.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class Editor:
         names: Sequence[str],
         samples: int = SAMPLES,
     ) -> None:
-        """Set up the editor; `names` are the names of the classifier's classes. Raises UserError
-        for a generator without a w.
+        """Set up the editor; `names` are the names of the classifier's classes.
+
+        Raises UserError for a generator without a w.
         """
         self.sampler = sampler
         self.classifier = classifier
@@ -68,18 +72,19 @@ class Editor:
     # --- images
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
-        """Return the images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size];
-        differentiable.
+        """Generate the images of `start` after adding `offsets` [n, size] to w.
+
+        Returns images [n, C, H, H] in about [-1, 1]. They are differentiable.
         """
         offsets = offsets.to(start.code.dtype)
         return self.generator.synthesis(start.code + offsets[:, None], start.noise)
 
     def starts(self, label: int, count: int, *, seed: int | None = None) -> Start:
-        """Return the first `count` samples that the classifier predicts as `label`. `seed` replaces
-        the sampler's seed.
+        """Return the inputs of the first `count` samples that the classifier predicts as `label`.
 
-        A conditional generator draws samples of the class `label` alone. Raises UserError if fewer
-        than `count` are found among PATIENCE times as many.
+        A conditional generator draws only samples of this class. `seed` replaces the sampler's
+        seed. Raises UserError if about PATIENCE * `count` samples contain fewer than `count` such
+        samples.
         """
         sampler = self.sampler if seed is None else replace(self.sampler, seed=seed)
         if sampler.chosen:
@@ -104,8 +109,10 @@ class Editor:
     def images(
         self, start: Start, direction: Direction | None = None, steps: Tensor | float = 0.0
     ) -> Tensor:
-        """Generate images uint8 [n, C, H, H] on the CPU, moved along `direction` by `steps`: [n],
-        or one step for all.
+        """Generate the images of `start`, moved along `direction` by `steps`.
+
+        Returns uint8 [n, C, H, H] on the CPU. `steps` is one step per image, [n], or one for all.
+        Without a direction, the images are not moved.
         """
         row_steps = torch.as_tensor(steps, dtype=torch.float32).expand(len(start)).to(self.device)
         vector = torch.zeros(self.size) if direction is None else direction.vector
@@ -117,17 +124,20 @@ class Editor:
         return torch.cat(images)
 
     def probabilities(self, images: Tensor, classifier: Classifier | None = None) -> Tensor:
-        """Return the probabilities float64 [n, K] on the CPU that the editor's classifier, or
-        another one, gives images uint8 [n, C, H, H].
+        """Return the class probabilities of images uint8 [n, C, H, H], float64 [n, K] on the CPU.
+
+        `classifier` predicts them; if it is None, the editor's classifier.
         """
         classifier = classifier or self.classifier
         parts = images.split(self.sampler.batch_size)
         return torch.cat([judge_images(classifier, part) for part in parts])
 
     def reach(self, start: Start, direction: Direction) -> tuple[Tensor, Tensor]:
-        """Find the first step, on a grid up to LIMIT, at which the target's probability reaches
-        REACH. Returns the steps, float64 [n], and bool [n]: True for images that
-        reach it.
+        """For each image, find the first step at which the target's probability reaches REACH.
+
+        The steps form a grid up to LIMIT. Returns the steps, float64 [n], and bool [n]: True for
+        images that reach this probability. Other images get the step with their largest
+        probability.
         """
 
         def target_probability(rows: Tensor, step: float) -> Tensor:
@@ -141,7 +151,10 @@ class Editor:
     # --- directions
 
     def _direction(self, source: int, target: int) -> Direction:
-        """Compute the direction from a class to another. Raises UserError if there is none."""
+        """Compute the direction from the class `source` to the class `target`.
+
+        Raises UserError if all gradients are zero.
+        """
         parts = [self._samples(label) for label in (source, target)]
         gradient = torch.zeros(self.size, dtype=torch.float64)
         for part in Start.join(parts).batches(self.sampler.batch_size):
@@ -162,7 +175,10 @@ class Editor:
 
 
 def pair_of(names: Sequence[str], source: str, target: str) -> tuple[int, int]:
-    """Return the labels of two classes. Raises UserError if one is unknown or both are equal."""
+    """Return the labels of the classes named `source` and `target`.
+
+    Raises UserError if a name is unknown or both are equal.
+    """
     labels = label_of(source, names, "from"), label_of(target, names, "to")
     if source == target:
         raise UserError(f"from {source} to {target} is no edit; name two classes")
@@ -174,10 +190,10 @@ def first_reached(
     thresholds: Tensor,  # [n], for each row
     steps: list[float],  # ascending
 ) -> tuple[Tensor, Tensor]:
-    """Find the first of `steps` at which the value of each row reaches its threshold.
+    """For each row, find the first of `steps` at which its value reaches its threshold.
 
-    Returns the steps, float64 [n], and bool [n]: True for rows that reach their threshold. The step
-    of a row that does not is the one with its largest value.
+    Returns the steps, float64 [n], and bool [n]: True for rows that reach their threshold. Other
+    rows get the step with their largest value.
     """
     count = len(thresholds)
     result = torch.zeros(count, dtype=torch.float64)

@@ -31,7 +31,10 @@ def add_options(add: Add) -> None:
 
 
 def edit(options: Namespace) -> str:
-    """Write strips of images that change from one class to another; return a summary of them."""
+    """Write a picture whose rows are samples that change from one class to another.
+
+    Returns a summary as text.
+    """
     sampler, checkpoint, _ = open_sampler(options, several=False)
     from duetgan.extras.editing.editor import Editor, pair_of
     from duetgan.extras.editing.strips import make_strips, save_strips, summary

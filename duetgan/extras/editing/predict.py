@@ -45,9 +45,11 @@ def add_options(add: Callable[..., object]) -> None:
 def prepare(
     options: Namespace, inputs: "Inputs", classes: list[str], classifier: "Classifier"
 ) -> Callable[[str, Answer], Answer] | None:
-    """Return a function (image name, its prediction) -> its counterfactual, with the generator
-    loaded; None without `--counterfactual`. Raises UserError for invalid options and for a
-    generator of other classes.
+    """Load the generator, and return a function that draws the counterfactual of an image.
+
+    The function takes the name of an image and its prediction, and returns a dict with the results
+    (`Counterfactuals.draw`). Without `--counterfactual`, return None. Raises UserError for invalid
+    options, and for a generator with other classes.
     """
     from duetgan.extras.editing.strips import Counterfactuals
     from duetgan.inference.predictions import requested_files
@@ -83,7 +85,7 @@ def prepare(
 
 
 def text(strip: Answer) -> str:
-    """Return the text of a counterfactual."""
+    """Describe the counterfactual `strip` in words, to follow the text of the prediction."""
     if "error" in strip:
         return f"; no counterfactual: {strip['error']}"
     prefix = "" if strip["arrived"] else "threshold not reached, at best "

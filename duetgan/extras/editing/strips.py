@@ -1,6 +1,8 @@
-"""Strips: an image that moves step by step from one class to another, with the classifier's
-probabilities under each step. `generate.py edit` and `predict.py --counterfactual` draw them. An
-image arrives when the target's probability reaches `editor.REACH`.
+"""Strips: rows of pictures in which an image moves step by step from one class to another.
+
+The classifier's probabilities are below each picture. `generate.py edit` and `predict.py
+--counterfactual` draw strips. An image "arrives" at the first step at which the probability of the
+target class reaches `editor.REACH`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +53,7 @@ def make_strips(
 ) -> list[Strip]:
     """Return a strip of COLUMNS images for each image of `start`.
 
-    The edit grows evenly from 0 to END times the step that reaches the target class.
+    The steps grow evenly from 0 to END times the step at which the image arrives.
     """
     steps, arrived = editor.reach(start, direction)
     unedited = editor.images(start, direction, 0.0 * steps)
@@ -83,7 +85,10 @@ def make_strips(
 
 
 def _captions(editor: Editor, images: Tensor, direction: Direction) -> list[str]:
-    """Return two lines for each image: source and target with their probabilities."""
+    """Return a caption of two lines for each image.
+
+    The lines are the source and the target class, each with its probability.
+    """
     captions = []
     for probabilities in editor.probabilities(images).tolist():
         labels = (direction.source, direction.target)
@@ -103,7 +108,7 @@ def save_strips(strips: Sequence[Strip], path: Path) -> None:
 
 
 def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction) -> str:
-    """Return a sentence on how many images arrive, and at which mean step and change."""
+    """Return a sentence on how many images arrive, at which mean step and mean change of pixels."""
     arrived = [strip for strip in strips if strip.arrived]
     edit = f"{names[direction.source]} to {names[direction.target]}"
     text = f"{edit}: {len(arrived)} of {len(strips)} images arrive"
@@ -124,8 +129,10 @@ def counterfactual(
     *,
     steps: int,  # steps of the projection in each space
 ) -> Strip:
-    """Return the strip of an image from class `source` to `target`. The image is first projected to
-    w, starting at the mean of class `source`, and from the result to w+.
+    """Return the strip that moves an image from class `source` to class `target`.
+
+    The image is first projected into the latent space: to w, starting at the mean of class
+    `source`, and then to w+, starting at the result in w.
     """
     sampler = replace(editor.sampler, chosen=[source] if editor.generator.classes else [])
     with Bar(total=2 * steps, desc="projecting", unit="step") as bar:
@@ -137,7 +144,7 @@ def counterfactual(
 
 
 class Counterfactuals:
-    """A writer of strips that show how images would have to change to be of another class."""
+    """A writer of strips that show how images would change if they belonged to another class."""
 
     def __init__(
         self,
@@ -168,8 +175,11 @@ class Counterfactuals:
         self.editor = Editor(sampler, classifier, names)
 
     def draw(self, file: str, label: str, *, resize: str | None) -> dict[str, Any]:
-        """Write the strip of an image that is predicted as `label`. Returns a dict with `class`,
-        `image`, `arrived`, `probability`, `step` and `pixel_change`, or with `class` and `error`.
+        """Write the strip of the image file `file`, which is predicted as `label`.
+
+        Returns a dict with `class` (the target class), `image` (the file of the strip), `arrived`,
+        `probability`, `step` and `pixel_change`. If the strip cannot be drawn, the dict has only
+        `class` and `error`.
         """
         names = self.editor.names
         source, target = names.index(label), self.target

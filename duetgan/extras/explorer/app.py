@@ -1,7 +1,8 @@
-"""The explorer as a web application (WSGI): access control, the parsing of requests, the answers,
-and the bounded queue of requests, whose models compute one after the other.
+"""The explorer as a web application (WSGI).
 
-A browser identifies runs and steps by index: nothing that it sends becomes part of a file name.
+It admits only browsers that send the token, parses their requests, and answers in JSON. Models
+compute for one request at a time; a limited number of requests can wait. A browser names a run by
+its index. Nothing that it sends becomes part of a file name.
 """
 
 import hmac
@@ -31,11 +32,11 @@ from duetgan.utils.text import did_you_mean, printable
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
-WAITING = 8  # largest number of requests that compute or wait for it
+WAITING = 8  # largest number of requests that compute or wait to compute
 
 
 class Unavailable(Exception):
-    """An error: the queue of requests is full."""
+    """An error for a request that comes when too many others are waiting."""
 
 
 FOLDER = Path(__file__).parent
@@ -62,7 +63,10 @@ MOST_DRAWN = 16  # largest number of samples that one request draws
 
 
 class Query:
-    """The parameters of a request. Methods raise UserError for missing or invalid ones."""
+    """The parameters of a request.
+
+    The methods read parameters and raise UserError if one is missing or invalid.
+    """
 
     def __init__(self, request: Request, runs: Sequence[LoadedRun]) -> None:
         self._request = request
@@ -70,13 +74,18 @@ class Query:
         self._runs = runs
 
     def number(self, name: str, low: int, high: int, default: str = "", kind: type = int) -> Any:
-        """Return the value of the parameter `name`, a number of type `kind` in `low`..`high`."""
+        """Return the parameter `name` as a number of type `kind` from `low` to `high`.
+
+        `default` is the text that stands for a missing parameter; with "", the parameter is
+        required.
+        """
         with explained(ArgumentTypeError, lambda error: f"{name} {error}"):
             return number_type(kind, low, high)(self._args.get(name, default))
 
     def run(self, task: str, name: str = "run") -> LoadedRun:
-        """Return the run whose index is the parameter `name`. Raises UserError if its task is not
-        `task`.
+        """Return the run whose index is the parameter `name`.
+
+        Raises UserError if the run's task is not `task`.
         """
         run = self._runs[self.number(name, 0, len(self._runs) - 1)]
         if run.task != task:
@@ -84,19 +93,26 @@ class Query:
         return run
 
     def source(self, run: LoadedRun) -> Source:
-        """Return the sample that the parameters `seed`, `class` and `psi` describe."""
+        """Return a description of the sample with the parameters `seed`, `class` and `psi`."""
         label = self.label("class", run) if run.classes else None
         seed = self.number("seed", 0, LARGEST_SEED)
         return Source(seed, label, self.number("psi", 0, 2, "1", float))
 
     def sources(self, run: LoadedRun) -> list[Source]:
-        """Return samples with successive seeds, as many as the parameter `count`."""
+        """Return descriptions of samples with successive seeds.
+
+        The parameters are those of `source`, and `count`, the number of samples.
+        """
         first, count = self.source(run), self.number("count", 1, MOST_DRAWN, "1")
         seed = min(first.seed, LARGEST_SEED - count + 1)
         return [replace(first, seed=seed + i) for i in range(count)]
 
     def target(self, _: LoadedRun) -> tuple[LoadedRun, str]:
-        """Return the classifier whose index is the parameter `by`, and its class named `target`."""
+        """Return a classifier and the name of one of its classes.
+
+        The parameter `by` is the index of the classifier's run, the parameter `target` is the class
+        name.
+        """
         by = self.run("classifier", "by")
         return by, by.classes[self.label("target", by)]
 
@@ -109,7 +125,10 @@ class Query:
         return run.classes.index(class_name)
 
     def image(self, _: LoadedRun) -> bytes:
-        """Return the body of the request: an image file within the size limit."""
+        """Return the image file in the body of the request, as bytes.
+
+        Raises UserError if there is none or if it exceeds the size limit.
+        """
         if not self._request.content_length:
             raise UserError("no image was sent; choose a file")
         with explained(files.Refused, lambda error: f"the image {error}"):
@@ -164,8 +183,10 @@ class App:
         return response(environ, start_response)
 
     def _admit(self, request: Request) -> Response | None:
-        """Return None if the browser may use the explorer. For an address that contains the token,
-        return a redirect that sets the cookie. Raises HTTPException for all other requests.
+        """Return None if the browser may use the explorer, because its cookie contains the token.
+
+        If the address contains the token, returns a redirect that sets this cookie. Raises
+        HTTPException for all other requests, and for requests of other web pages.
         """
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
@@ -203,8 +224,10 @@ class App:
         answer: Callable[..., Document],
         *parameters: Callable[[Query, LoadedRun], object],
     ) -> Callable[[Query], Document]:
-        """Return a handler that answers a query by `answer(run, *values)`; the run must be of
-        `task`, and each of `parameters` gets a value from the query.
+        """Return a function that answers a query by `answer(run, *values)`.
+
+        `run` is the run that the query names; it must be of task `task`. `values` are the results
+        of the functions `parameters`, which read the query.
         """
 
         def handle(query: Query) -> Document:
@@ -215,7 +238,7 @@ class App:
         return handle
 
     def compute(self, work: Callable[[], Document]) -> Document:
-        """Return the result of `work()`, which runs when all earlier work is done.
+        """Run `work()` while no other work runs, and return its result.
 
         Raises Unavailable if WAITING requests compute or wait already.
         """

@@ -1,4 +1,4 @@
-"""The runs that the explorer shows, and the answers of their models as JSON."""
+"""The runs that the explorer shows, and the computation of its answers with their models."""
 
 import base64
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Document = dict[str, Any]  # a JSON object
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedRun:
-    """A model and the run folder that it was loaded from."""
+    """A run with its model, which was loaded from a run folder or a checkpoint."""
 
     path: Path  # the run folder or checkpoint that the user named
     checkpoint: Checkpoint  # content of the checkpoint without `state`
@@ -63,11 +63,11 @@ class LoadedRun:
 
 
 def open_runs(names: Sequence[str], *, which: str, device: torch.device) -> list[LoadedRun]:
-    """Load the models of runs, GANs first.
+    """Load runs and return them, GANs first.
 
     Args:
-        names: run folders, checkpoints, or folders of runs; empty: the quickstart's runs.
-        which: "last" or "best" checkpoint of a run folder.
+        names: Run folders, checkpoints, or folders of runs. If empty, the quickstart's runs.
+        which: The checkpoint to take from a run folder, "last" or "best".
 
     Raises UserError for a name without a checkpoint.
     """
@@ -85,8 +85,9 @@ def open_runs(names: Sequence[str], *, which: str, device: torch.device) -> list
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """List the run folders in a folder, e.g. a quickstart's `gan` and `classifier`. For a run
-    folder or a file, list only itself.
+    """List the run folders directly inside a folder, such as a quickstart's `gan` and `classifier`.
+
+    If `path` is a run folder or a file, the list contains only `path`.
     """
     runs = sorted(file.parent.parent for file in path.glob("*/checkpoints/last.json"))
     return runs if runs and not (path / "checkpoints").is_dir() else [path]
@@ -104,14 +105,15 @@ def _open(path: Path, which: str, device: torch.device) -> LoadedRun:
 
 CLASSES = 5  # most probable classes that the page lists
 BATCH = 8  # samples that are drawn at once
-STEPS = torch.linspace(-2, 4, 25)  # of an edit, in units of the samples' spread, with 0
+STEPS = torch.linspace(-2, 4, 25)  # steps of an edit, in units of the samples' spread
 LOSSLESS = 128  # largest side in px of images that are sent as PNG, not JPEG
 
 
 @dataclass(frozen=True)
 class Source:
-    """A sample: the image that `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi
-    PSI` draws.
+    """The description of a sample by its seed, label and truncation psi.
+
+    `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi PSI` draws the same sample.
     """
 
     seed: int
@@ -119,7 +121,7 @@ class Source:
     psi: float = 1.0
 
     def sampler(self, run: LoadedRun) -> Sampler:
-        """Return a sampler whose sample 0 is the requested sample."""
+        """Return a sampler whose sample 0 is the described sample."""
         chosen = () if self.label is None else (self.label,)
         return Sampler(
             generator=run.model,
@@ -139,7 +141,11 @@ def address(image: Tensor, spec: ImageSpec | None = None) -> str:
 
 
 def draw(run: LoadedRun, sources: Sequence[Source]) -> Document:
-    """Draw samples. Returns `images`, each with its `seed` and `address`."""
+    """Draw samples.
+
+    Returns a dict with `images`, a list of dicts with `seed` and `address` (the image as a `data:`
+    URL).
+    """
     images = []
     for source in sources:
         image = source.sampler(run).images([0])[0]
@@ -148,12 +154,18 @@ def draw(run: LoadedRun, sources: Sequence[Source]) -> Document:
 
 
 def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Document:
-    """Move a sample towards a class of a classifier, `target`, by each of STEPS. The first call for
-    two classes takes seconds.
+    """Edit a sample towards another class, once for each of STEPS.
+
+    The first call for two classes takes seconds, later calls are faster.
+
+    Args:
+        source: The sample to edit.
+        target: A classifier, and the name of the class to move to.
 
     Returns:
-        `source` and `target`, the two classes, and `frames`, each with `step`, `address`,
-        and the probabilities `from` and `to` of the two classes.
+        A dict with the class names `source` and `target`, and with `frames`, a list of dicts. A
+        frame has its `step`, its `address` (the image as a `data:` URL), and the probabilities
+        `from` and `to` of the two classes.
 
     Raises UserError if no direction in the latent space leads from one class to the other.
     """
@@ -180,7 +192,11 @@ def edit(run: LoadedRun, source: Source, target: tuple[LoadedRun, str]) -> Docum
 
 @cache
 def editor_of(run: LoadedRun, classifier: LoadedRun) -> "Editor":
-    """Return the editor of a generator's samples by a classifier, cached with its directions."""
+    """Return an editor that moves samples of the generator `run` between classes of a classifier.
+
+    Editors and the directions that they have computed are cached. Raises UserError if the generator
+    has other classes than the classifier.
+    """
     from duetgan.extras.editing.editor import Editor
 
     names = classifier.checkpoint["classes"]
@@ -193,9 +209,14 @@ def editor_of(run: LoadedRun, classifier: LoadedRun) -> "Editor":
 
 
 def classify(run: LoadedRun, content: bytes) -> Document:
-    """Classify the image file `content`. Returns the most probable `classes`, largest first, the
-    `image` as the classifier sees it, the `evidence` for the first class (Grad-CAM) and its
-    `layer`.
+    """Classify the image file `content`.
+
+    Returns a dict with:
+
+    - `classes`, the most probable classes, each with `name` and `probability`, largest first;
+    - `image`, the image as the classifier sees it, as a `data:` URL;
+    - `evidence`, the same image with a heat map for the first class (Grad-CAM);
+    - `layer`, the layer that the heat map shows, or "" if the map is zero.
 
     Raises ImageError if `content` is no image.
     """

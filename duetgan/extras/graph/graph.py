@@ -20,7 +20,10 @@ class _SideBySide(nn.ModuleDict):
 
 
 def draw(events: Events, networks: Mapping[str, tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
-    """Add one graph of all networks to TensorBoard; values are (network, example inputs)."""
+    """Add one graph that shows all networks to TensorBoard.
+
+    `networks` is a dict from the name of a network to the network and its example inputs.
+    """
     together = _SideBySide({name: network for name, (network, _) in networks.items()})
     inputs = tuple(values for _, values in networks.values())
     modes = {module: module.training for module in together.modules()}
@@ -36,7 +39,7 @@ def draw(events: Events, networks: Mapping[str, tuple[nn.Module, tuple[Tensor, .
 
 
 class Graph(Callback):
-    """Adds the graph to a new run's TensorBoard events."""
+    """A callback that adds the graph to the TensorBoard events of a new run."""
 
     def begin(self, loop: Loop) -> None:
         events = loop.log.events

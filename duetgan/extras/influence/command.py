@@ -88,7 +88,10 @@ def main(argv: list[str]) -> int:
 
 
 def checkpoint_files(run_or_file: str) -> list[Path]:
-    """Return all checkpoints of a run, the earliest first, or the given file itself."""
+    """Return all checkpoints of a run folder, the earliest first.
+
+    If `run_or_file` is a file, return only this file.
+    """
     file = resolve(run_or_file)
     return [file] if Path(run_or_file).is_file() else newest_first(file.parent)[::-1]
 

@@ -1,5 +1,7 @@
-"""Scores of training images: their influence on a prediction, and how likely their labels are
-wrong. The scores come from per-sample gradients of the loss, and from predicted probabilities.
+"""Scores of training images: their influence on a prediction, and signs of wrong labels.
+
+The influence is computed from per-sample gradients of the loss, the signs of wrong labels from
+predicted probabilities.
 """
 
 import sys
@@ -35,15 +37,15 @@ Document = dict[str, Any]  # a JSON object
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of n images in factored form, [n, K] x [n, F], whose outer products are never
-    computed.
+    """The loss gradients of n images with respect to the last linear layer, in factored form.
 
-    For the last linear layer, with p = softmax(logits), y the one-hot label and f the layer's
-    input, the gradient of the weight is (p - y) f^T and that of the bias is p - y.
+    With p = softmax(logits), y the one-hot label and f the layer's input, the gradient of the bias
+    is p - y, and the gradient of the weight is the outer product (p - y) f^T, which is never
+    computed.
     """
 
-    errors: Tensor  # [n, K]
-    inputs: Tensor  # [n, F]
+    errors: Tensor  # p - y, [n, K]
+    inputs: Tensor  # f, [n, F]
     bias: bool  # True if the layer has a bias, whose gradients are `errors`
 
     def dot(self, columns: "Gradients") -> Tensor:
@@ -52,10 +54,10 @@ class Gradients:
 
 
 def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Gradients:
-    """Return the gradients of each image's cross entropy for the last linear layer. If a
-    temperature divides its output, they are larger by this factor.
+    """Return the gradient of each image's cross entropy with respect to the last linear layer.
 
-    Raises UserError for a model without a linear layer that gives the logits.
+    If the network divides this layer's output by a temperature, the result is too large by this
+    factor. Raises UserError if the network has no linear layer that gives the logits.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     calls: list[tuple[Tensor, Tensor]] = []
@@ -89,7 +91,7 @@ def rate_of(checkpoint: Checkpoint) -> float:
 
 
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> Gradients:
-    """Return the result of `head_gradients` for uint8 images [n, C, H, W] with labels [n]."""
+    """Return `head_gradients` of a classifier for uint8 images [n, C, H, W] with labels [n]."""
     device = device_of(model)
     with full_float32(device):
         return head_gradients(model, classifier_input(model, images), labels.to(device))
@@ -105,10 +107,11 @@ def influence(
 ) -> Tensor:
     """Return the influence of each training image on the loss of `image`, float64 [n].
 
-    TracInCP (Pruthi et al. 2002.08484, section 3.3): the sum over checkpoints of rate x dot product
-    of the two images' gradients, with the rates scaled to a sum of 1, or equal if all are 0. The
-    gradients are those of the EMA model's last layer, without augmentation. A positive score means
-    that training on the image lowered the loss (a proponent), a negative one that it raised it.
+    The influence is a sum over checkpoints: the learning rate times the dot product of the two
+    images' gradients (TracInCP, Pruthi et al. 2002.08484, section 3.3). The rates are scaled to a
+    sum of 1; if all are 0, checkpoints have equal weights. Gradients are those of the EMA model's
+    last layer, without augmentation. A positive score means that training on the image lowered the
+    loss, a negative one that it raised the loss.
     """
     total = sum(snapshot.rate for snapshot in snapshots)
     scores = torch.zeros(len(dataset), dtype=torch.float64)
@@ -133,12 +136,16 @@ def label_probabilities(probabilities: Tensor, labels: Tensor) -> Tensor:
 
 
 def label_issues(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Return the class that confident learning suggests for each image, or -1 if it accepts the
-    label: int64 [n], from probabilities float64 [n, K] and labels int64 [n].
+    """Return the class that confident learning suggests for each image, int64 [n].
 
-    Northcutt et al. (1911.00068, equation 2): the threshold of a class is its mean probability in
-    the images with this label. The suggestion is the most probable class of those that reach their
-    threshold, if it differs from the label.
+    The value is -1 for images whose label seems right. The threshold of a class is its mean
+    probability over the images with this label. The suggestion is the most probable class among
+    those that reach their thresholds, if it differs from the label. Source: Northcutt et al.
+    (1911.00068, equation 2).
+
+    Args:
+        probabilities: Predicted probabilities of the classes, float64 [n, K].
+        labels: Labels of the images, int64 [n].
     """
     classes = probabilities.shape[1]
     sums = torch.zeros(classes, dtype=torch.float64)
@@ -151,7 +158,7 @@ def label_issues(probabilities: Tensor, labels: Tensor) -> Tensor:
 
 
 def top_records(scores: Tensor, count: int) -> list[int]:
-    """Return the records of the largest positive scores, at most `count`, largest first."""
+    """Return the indices of the `count` largest scores, largest first. Only positive ones count."""
     records = scores.argsort(descending=True, stable=True)[:count].tolist()
     return [record for record in records if scores[record] > 0]
 
@@ -160,8 +167,9 @@ def top_records(scores: Tensor, count: int) -> list[int]:
 
 
 def answer(options: Namespace, files: list[Path]) -> Document:
-    """Run `duet influence` for these checkpoints: write the image grid and return the JSON
-    document.
+    """Run `duet influence` with the checkpoints `files`.
+
+    Writes the image grid and returns the JSON document.
     """
     device, last = choose_device(options.device), load(files[-1])
     snapshots = [snapshot(file, device) for file in files]
@@ -174,7 +182,7 @@ def answer(options: Namespace, files: list[Path]) -> Document:
 
 
 def snapshot(file: Path, device: torch.device) -> Snapshot:
-    """Return the snapshot of a checkpoint file. Raises UserError if it is not of a classifier."""
+    """Return the snapshot of a checkpoint file. Raises UserError unless it is a classifier's."""
     checkpoint = load(file, verify=False)
     if checkpoint["task"] != "classifier":
         raise UserError(
@@ -200,15 +208,16 @@ def check_data(dataset: Dataset, checkpoint: Checkpoint, path: str) -> None:
 
 
 def images_of(dataset: Dataset, records: list[int]) -> list[Tensor]:
-    """Read records of a packed file, uint8 [C, H, W]."""
+    """Return the images of some records of a packed file, each uint8 [C, H, W]."""
     return list(torch.from_numpy(dataset.read(records)[0])) if records else []
 
 
 def _explain(
     options: Namespace, snapshots: Sequence[Snapshot], dataset: Dataset, image: Tensor
 ) -> Document:
-    """Write a grid of the training images with the largest influence on the prediction of `image`,
-    and return the JSON document.
+    """Write a grid of the training images that helped and hurt a prediction most.
+
+    The prediction is that of `image`. Returns the JSON document.
     """
     classes, top = dataset.classes, options.top
     probabilities = judge_images(snapshots[-1].load(), image[None])[0]
@@ -243,8 +252,8 @@ def _explain(
 def _mislabelled(options: Namespace, dataset: Dataset, model: Classifier) -> Document:
     """Write a grid of the images whose labels are most likely wrong, and return the JSON document.
 
-    First come the images that confident learning would relabel, then those with the lowest
-    probability of their label.
+    First come the images that confident learning would relabel, then the other images. In both
+    groups, the images with the lowest probability of their label come first.
     """
     classes, labels = dataset.classes, torch.from_numpy(dataset.labels().copy())
     logits = classify(model, dataset, batch_size=options.batch_size)

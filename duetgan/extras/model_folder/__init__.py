@@ -1,3 +1,3 @@
-"""A folder for publication: weights and a model card (`export.py --format folder`)."""
+"""The export format `folder`: weights and a model card for publication."""
 
 ATTACHES = {"duetgan.inference.export.formats": "duetgan.extras.model_folder.formats"}

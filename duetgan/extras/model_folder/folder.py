@@ -1,7 +1,8 @@
-"""The format `folder`: a model folder for publication.
+"""Write and read the export format `folder`: a model folder for publication.
 
-The folder has a file of weights, which Duet loads, config.json, and README.md, a model card in the
-form of the Hugging Face hub. No file contains a path of this machine.
+The folder has the weights (model.safetensors, which Duet loads), a description of the model
+(config.json), and a model card in the form of the Hugging Face hub (README.md). A generator's
+folder also has a picture of samples. No file contains a path of this machine.
 """
 
 import json
@@ -28,14 +29,14 @@ from duetgan.utils.text import listed, printable
 Document = dict[str, Any]  # a JSON object
 
 WEIGHTS = "model.safetensors"
-GRID = 64  # number of samples in the card's picture; a quarter for images above 64 px
+GRID = 64  # number of samples in the card's picture; a quarter of it for images above 64 px
 # task -> its name on the Hugging Face hub
 TAGS = {"classifier": "image-classification", "gan": "unconditional-image-generation"}
 LISTED = 20  # number of classes that a card lists
 
 
 def write(subject: Subject, path: Path) -> None:
-    """Write the model folder of a subject to `path`, which must not exist."""
+    """Write the model `subject` as a model folder to `path`, which must not exist yet."""
     path.mkdir()
     weights.write(subject, path / WEIGHTS)
     (path / WEIGHTS).chmod(0o644)  # safetensors makes the file private
@@ -62,7 +63,7 @@ def write(subject: Subject, path: Path) -> None:
 
 
 def load(subject: Subject, path: Path) -> Runner:
-    """Load a model folder's network."""
+    """Return the network in the model folder `path` as a function of its inputs."""
     return weights.load(subject, path / WEIGHTS)
 
 
@@ -70,8 +71,9 @@ def load(subject: Subject, path: Path) -> Runner:
 
 
 def evaluated(checkpoint: Checkpoint) -> Document:
-    """Return the evaluation in the checkpoint's run folder if it is of the checkpoint's step, else
-    an empty dict.
+    """Return the evaluation results in the checkpoint's run folder (eval/metrics.json).
+
+    Returns an empty dict if there are none, or if they belong to another task or step.
     """
     path = run_folder(Path(checkpoint["file"])) / "eval" / "metrics.json"
     if not path.is_file():
@@ -83,8 +85,10 @@ def evaluated(checkpoint: Checkpoint) -> Document:
 
 
 def figures(document: Document) -> list[Document]:
-    """Return the metrics of an evaluation: `name`, `value`, `interval` (95 %) or None, the number
-    of images `n`, and `extractor` or None.
+    """Return the metrics of an evaluation as a list of dicts.
+
+    Each dict has `name`, `value`, `interval` (95 %, or None), `n` (number of images) and
+    `extractor` (the network whose outputs the metric uses, or None).
     """
     rows = []
     for figure, results in rows_of(document):
@@ -108,7 +112,7 @@ def figures(document: Document) -> list[Document]:
 
 
 def described(checkpoint: Checkpoint, *, licence: str) -> Document:
-    """Return the content of config.json, without any path."""
+    """Return the content of config.json, which describes the model and contains no path."""
     task, config = checkpoint["task"], checkpoint["config"]
     calls, evaluation = weights.interface(checkpoint), evaluated(checkpoint)
     architecture = config.get("architecture", DEFAULT)
@@ -137,7 +141,7 @@ def described(checkpoint: Checkpoint, *, licence: str) -> Document:
 
 
 def readme(name: str, config: Document, *, has_samples: bool) -> str:
-    """Return the model card."""
+    """Return the text of the model card titled `name`; `config` is the content of config.json."""
     image, classes = config["image"], config["classes"]
     kind, use = USE[config["task"]]
     class_list = "without classes"

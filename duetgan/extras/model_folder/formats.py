@@ -1,4 +1,4 @@
-"""The format of export.py."""
+"""Register the format `folder` with export.py."""
 
 from duetgan.inference.export.formats import FORMATS, Format
 

@@ -1,8 +1,8 @@
 """A classifier split over several devices, for networks that do not fit on one.
 
-Each device has consecutive blocks. The devices run one after another, so training gets no faster.
-The names in state dicts do not change, so checkpoints fit every split. Images go in and logits come
-out on the first device.
+Each device holds consecutive blocks of the network. The devices compute one after another, so
+training gets no faster. Images enter and logits leave on the first device. The names in state dicts
+do not change, so a checkpoint fits any split.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the network that is never divided, with its memory in training in bytes."""
+    """A part of the network that is never divided, and the bytes that it needs in training."""
 
     name: str  # stem, a residual block (layer3.4), head
     weights: int  # its parameters
@@ -37,7 +37,10 @@ class Block:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """The blocks on one device; as text `cuda:0: stem to layer3.1, about 1.25 GiB`."""
+    """The consecutive blocks on one device.
+
+    Its text is, for example, `cuda:0: stem to layer3.1, about 1.25 GiB`.
+    """
 
     device: torch.device
     blocks: tuple[str, ...]  # names of consecutive blocks
@@ -54,8 +57,7 @@ def place(
     """Move the classifier's blocks to `devices`, so that the largest memory of a device is minimal.
 
     Hooks move the activations in each forward pass. A copy of the classifier (`copy.deepcopy`) is
-    split in the same way; a classifier that is then moved to a single device as a whole works
-    there.
+    split in the same way. A split classifier also works after it was moved to a single device.
 
     Args:
         classifier: The classifier, with all weights on one device.
@@ -64,7 +66,7 @@ def place(
         reduced: True if activations have 16 bits.
 
     Returns:
-        The part of each device, from the images to the logits.
+        The blocks of each device, in the order of the forward pass.
 
     Raises:
         UserError: There are fewer than two devices.
@@ -102,7 +104,7 @@ def place(
 
 
 def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
-    """Return block name -> modules, from the images to the logits.
+    """Return a dict from the name of each block to its modules, in the order of the forward pass.
 
     The first module of a block takes the block's input.
     """
@@ -117,10 +119,11 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
 
 
 def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Block]:
-    """Return the blocks with their memory in training, for forward passes of `samples` images.
+    """Return the blocks with the memory that each needs in training with `samples` images.
 
-    A pass on torch's meta device determines the memory: nothing is computed or allocated. A tensor
-    that several blocks save counts for the first of them. If `reduced`, activations take half.
+    The memory is measured in a pass on torch's meta device, which neither computes nor allocates.
+    If several blocks save the same tensor, it counts only for the first of them. If `reduced` is
+    True, activations have 16 bits instead of 32.
     """
     with torch.device("meta"):
         network = Classifier(
@@ -166,7 +169,11 @@ def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> l
 
 
 def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int], int]:
-    """Return a function (start, end) -> bytes on a device that holds blocks[start:end]."""
+    """Return a function of `start` and `end` that estimates the memory of one device.
+
+    The function returns the bytes that a device needs in training if it holds blocks[start:end].
+    `checkpointing` is True if activation checkpointing is on.
+    """
 
     def cost(start: int, end: int) -> int:
         span = blocks[start:end]
@@ -192,12 +199,15 @@ def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int
 
 
 def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Divide range(count) into spans with the least maximum cost; return the ends of the spans.
+    """Divide range(count) into consecutive spans, so that the largest cost of a span is minimal.
 
     Args:
         count: Number of blocks.
         devices: Number of spans, none of which is empty.
-        cost: (start, end) -> cost of a span.
+        cost: Function of the start and the end of a span that returns its cost.
+
+    Returns:
+        The ends of the spans.
     """
     # end -> (largest cost, ends) of the best division of range(end)
     best = {end: (cost(0, end), [end]) for end in range(1, count + 1)}
@@ -213,7 +223,7 @@ def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[
 
 
 def place_parts(model: Classifier, config: ClassifierConfig, device: torch.device) -> None:
-    """Move the parts of a network to the devices of this process, and set `model.parts`."""
+    """Split the model over the devices of this process (see `place`); set `model.parts`."""
     model.parts = place(
         model,
         collectives.own_devices(device),

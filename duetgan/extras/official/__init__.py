@@ -1,4 +1,7 @@
-"""Networks of other programs: `duet convert` reads them, `export.py --format nvidia` writes NVIDIA's."""
+"""Networks of other programs.
+
+`duet convert` reads them; `export.py --format nvidia` writes networks for NVIDIA's program.
+"""
 
 COMMANDS = {
     "convert": ("duetgan.extras.official.convert", "convert StyleGAN checkpoints of other programs")

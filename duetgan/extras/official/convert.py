@@ -70,10 +70,11 @@ def main(argv: list[str]) -> int:
 
 
 def read(path: Path) -> "Converted":
-    """Return the networks in a file; its suffix and content tell which program wrote it.
+    """Return the networks in a file of another program.
 
-    No code in the file is run. Raises UserError for a file that is missing, damaged, or holds
-    networks that Duet does not support.
+    The program is recognised by the suffix and the content of the file. No code in the file is run.
+    Raises UserError for a file that is missing, damaged, or holds networks that Duet does not
+    support.
     """
     from duetgan.extras.official import nvidia, r3gan, rosinality, tensorflow
     from duetgan.extras.official.unpickle import Inert, read_pickle
@@ -100,7 +101,7 @@ def read(path: Path) -> "Converted":
 
 
 def checkpoint_of(converted: "Converted", names: list[str]) -> Tree:
-    """Return a checkpoint of the converted networks with the class names `names`."""
+    """Return the content of a checkpoint with the converted networks and class names `names`."""
     from duetgan.utils.checkpoint import SCHEMA
 
     config: Tree = {"task": "gan", "architecture": converted.architecture}

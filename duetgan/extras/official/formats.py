@@ -1,4 +1,4 @@
-"""The format of export.py for NVIDIA's StyleGAN2."""
+"""Register the format `nvidia`, for NVIDIA's StyleGAN2, with export.py."""
 
 from duetgan.inference.export.formats import FORMATS, Format
 

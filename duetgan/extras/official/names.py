@@ -1,7 +1,7 @@
-"""Conversion of networks from the files of other programs, and to NVIDIA's, tensor by tensor.
+"""Convert networks from the files of other programs, and to NVIDIA's files, tensor by tensor.
 
-For each program and network, one function maps our (Duet's) tensor names to the program's names.
-Both directions of the conversion use this function.
+"Our" names are those of Duet. For each program and network, one function maps our names of tensors
+to the program's names. Both directions of the conversion use this function.
 """
 
 import re
@@ -25,9 +25,10 @@ NETWORKS = {"generator": "G", "generator_ema": "G_ema", "discriminator": "D"}
 
 
 class Place(NamedTuple):
-    """The counterpart of one of our tensors in another program's network: its name and its view.
+    """The counterpart of one of our tensors in another program's network.
 
-    `ours[view]` has the shape of the counterpart, which differs only in dimensions of size 1.
+    `name` is the counterpart's name. Its shape differs from ours only in dimensions of size 1:
+    `ours[view]` has the counterpart's shape.
     """
 
     name: str
@@ -38,7 +39,10 @@ Places = Callable[[str], Place]  # our name of a tensor -> its place
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
-    """Return `name` rewritten by the first pattern that matches all of it, or unchanged."""
+    """Rewrite `name` by a table of regular expressions and templates.
+
+    The first expression that matches all of `name` is used. If none does, return `name` unchanged.
+    """
     for pattern, template in table.items():
         match = re.fullmatch(pattern, name)
         if match:
@@ -49,12 +53,14 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 def official_state(
     state: Mapping[str, Tensor], place: Places, filters: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the state of another program's network: contiguous float32 tensors by its names.
+    """Return the state dict of a network in the form of another program.
+
+    It has the program's names, and contiguous float32 tensors on the CPU.
 
     Args:
         state: Our state dict.
-        place: Maps our names to the program's.
-        filters: Names of the resampling filters, which are added.
+        place: Function that maps our name of a tensor to its `Place`.
+        filters: Names of the program's resampling filters, which are added.
     """
     tensors = dict.fromkeys(filters, FILTER)
     for key, value in state.items():
@@ -64,9 +70,9 @@ def official_state(
 
 
 class Source:
-    """The tensors of another program's network, each of which is removed when it is read.
+    """The tensors of another program's network.
 
-    So a caller notices tensors that nothing reads.
+    Reading a tensor removes it. Tensors that remain at the end are unknown to Duet.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], title: str) -> None:
@@ -74,9 +80,9 @@ class Source:
         self.title = title  # name of the network in messages
 
     def take(self, name: str) -> Tensor:
-        """Remove a tensor and return it as contiguous float32.
+        """Remove the tensor `name` and return it as contiguous float32.
 
-        Raises Refused if it is missing, not of floating point, or not finite.
+        Raises Refused if it is missing, has no floating-point type, or is not finite.
         """
         if name not in self.tensors:
             raise Refused(f"{self.title} has no {name}")
@@ -99,7 +105,10 @@ class Source:
         return tuple(value.shape)
 
     def drop_filters(self, suffix: str, gains: tuple[float, ...] = (1.0,)) -> None:
-        """Remove the resampling filters, *SUFFIX; each must be FILTER times one of `gains`."""
+        """Remove the resampling filters, which are the tensors whose names end in `suffix`.
+
+        Raises Refused if one is not FILTER times one of `gains`.
+        """
         for name in [name for name in self.tensors if name.endswith(suffix)]:
             value = self.take(name).squeeze()
             if value.shape != FILTER.shape or not any(
@@ -113,7 +122,10 @@ class Source:
 
 @dataclass
 class Converted:
-    """A converted GAN with our names, in the form of a checkpoint."""
+    """A GAN that was converted from another program.
+
+    Its configurations and state dicts have the form of those in Duet's checkpoints.
+    """
 
     architecture: str  # key of ARCHITECTURES
     shape: dict[str, int]  # resolution, channels, classes
@@ -126,19 +138,20 @@ class Converted:
     def take(
         self, part: str, source: Source, place: Places, absent: tuple[str, ...] = ()
     ) -> dict[str, Tensor]:
-        """Convert the tensors of `source` into `state[part]` and return it.
+        """Convert all tensors of `source`, store them as `state[part]`, and return them.
 
-        The names and shapes are compared with our network of this configuration, built on the meta
-        device.
+        The names and shapes are compared with those of our network, which is built on the meta
+        device from this configuration.
 
         Args:
             part: generator, generator_ema or discriminator.
             source: The other program's network.
-            place: Maps our names to the program's.
-            absent: Suffixes of our names of tensors that the other network lacks; they become zeros.
+            place: Function that maps our name of a tensor to its `Place`.
+            absent: Suffixes of our names for tensors that the other network lacks; they become
+                zeros.
 
         Raises:
-            Refused: The tensors differ from our network's.
+            Refused: The tensors differ from those of our network.
         """
         section = part.removesuffix("_ema")
         with explained(UserError, lambda error: Refused(str(error))), torch.device("meta"):
@@ -168,7 +181,10 @@ class Converted:
 
 
 def sizes(resolution: object) -> list[int]:
-    """Return [4, 8, ..., resolution]; raise Refused unless this is 2^n from 8 to 4096."""
+    """Return [4, 8, ..., resolution].
+
+    Raises Refused unless `resolution` is a power of two from 8 to 4096.
+    """
     if type(resolution) is not int or not 8 <= resolution <= 4096 or resolution & (resolution - 1):
         raise Refused(
             f"a resolution of {resolution!r}; Duet's networks have a power of two from 8 up"

@@ -1,4 +1,4 @@
-"""Networks of NVIDIA's PyTorch programs stylegan2-ada-pytorch and stylegan3."""
+"""Convert networks of NVIDIA's PyTorch programs stylegan2-ada-pytorch and stylegan3."""
 
 import json
 import re
@@ -49,9 +49,9 @@ FILTERED = re.compile(r"(.*b\d+\.(?:conv\d?|skip|fromrgb))\.weight")
 
 
 class Arguments:
-    """Keyword arguments that a network was built with, each of which is removed when it is read.
+    """The keyword arguments that a network was built with.
 
-    `done` refuses arguments that nothing has read.
+    Reading an argument removes it. `done` refuses arguments that were not read.
     """
 
     def __init__(self, values: object, title: str) -> None:
@@ -61,21 +61,25 @@ class Arguments:
         self.title = title  # name of the arguments in messages
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Remove and return the argument `name`."""
+        """Remove the argument `name` and return its value, or `default` if it is missing."""
         return self.values.pop(name, default)
 
     def number(self, name: str, default: int) -> int:
-        """Remove and return the argument `name`, which must be a whole number from 0 up."""
+        """Remove the argument `name` and return its value, a whole number from 0 to 2^20.
+
+        Raises Refused for another value.
+        """
         return number(self.take(name, default), name)
 
     def inner(self, name: str) -> "Arguments":
-        """Remove the argument `name`, a dictionary, and return its entries."""
+        """Remove the argument `name`, a dictionary, and return its entries as Arguments."""
         return Arguments(self.take(name, {}) or {}, f"{self.title}.{name}")
 
     def require(self, **allowed: Sequence[object]) -> None:
-        """Remove arguments and raise Refused unless each has one of its allowed values.
+        """Remove arguments, and raise Refused if one does not have an allowed value.
 
-        `allowed` maps an argument to these values; the first one is the default.
+        `allowed` maps the name of an argument to its allowed values. A missing argument has the
+        first one.
         """
         for name, values in allowed.items():
             value = self.take(name, values[0])
@@ -94,7 +98,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class GeneratorForm:
-    """A kind of generator in NVIDIA's files, and its counterpart here."""
+    """The description of a generator in NVIDIA's files, and of its counterpart here."""
 
     architecture: str  # key of ARCHITECTURES
     config: Tree
@@ -104,8 +108,8 @@ class GeneratorForm:
     absent: tuple[str, ...] = ()  # suffixes of our names of tensors that the file lacks
 
 
-# name of a tensor that only this kind of generator has -> function of the arguments that it was
-# built with; extras add entries
+# Kinds of generators besides StyleGAN2: the name of a tensor that only this kind has -> a function
+# that returns the generator's form from the arguments that it was built with. Extras add entries.
 GENERATORS: dict[str, Callable[[Arguments], GeneratorForm]] = {}
 
 
@@ -130,7 +134,7 @@ def convert(content: Mapping[str, object]) -> Converted:
 def converted(
     generator: object, discriminator: object, states: Mapping[str, Mapping[str, Tensor]]
 ) -> Converted:
-    """Convert NVIDIA's networks.
+    """Convert NVIDIA's networks from their arguments and state dicts.
 
     Args:
         generator: Keyword arguments that the generator was built with.
@@ -169,9 +173,10 @@ def converted(
 
 
 def from_file(path: Path) -> Converted:
-    """Convert the networks in a .safetensors file of `export.py --format nvidia`.
+    """Convert the networks in a .safetensors file that `export.py --format nvidia` wrote.
 
-    Raises UserError if the file is missing, too large or damaged; Refused for other content.
+    Raises UserError if the file is missing, too large or damaged, and Refused if it has other
+    content.
     """
     states: dict[str, dict[str, Tensor]] = {}
     tensors, metadata = read_tensors(path, "export it again")
@@ -192,8 +197,8 @@ def to_official(gan: Converted) -> tuple[dict[str, Tensor], Tree]:
     """Return a GAN's networks in the form of stylegan2-ada-pytorch.
 
     Returns:
-        The state dicts of `G`, `G_ema`, `D` (if present) as NETWORK.NAME -> tensor, and the keyword
-        arguments of `G` and `D`.
+        Two dicts. The first one has the tensors of `G`, `G_ema` and `D`, if present, with names
+        NETWORK.NAME. The second one has the keyword arguments of `G` and `D`.
     """
     g = gan.generator
     d = gan.discriminator
@@ -238,9 +243,9 @@ def to_official(gan: Converted) -> tuple[dict[str, Tensor], Tree]:
 
 
 def _place(network: str, side: int, name: str) -> Place:
-    """Return the `Place` of our tensor `name` in `G`, `G_ema` or `D` of `side` px.
+    """Return the `Place` of our tensor `name` in NVIDIA's `network`: `G`, `G_ema` or `D`.
 
-    NVIDIA's blocks are named by their resolution.
+    The network is for images of `side` px. NVIDIA's blocks are named by their resolution.
     """
     is_discriminator = network == "D"
     view: tuple[int, ...] = ()
@@ -270,7 +275,10 @@ def _arguments(values: object, defaults: Tree, title: str) -> Arguments:
 
 
 def mapping_arguments(arguments: Arguments, *, layers: int, beta: float) -> Tree:
-    """Return our configuration of the mapping network; `layers` and `beta` are NVIDIA's defaults."""
+    """Read the arguments of the mapping network, and return our configuration of it.
+
+    `layers` and `beta` are NVIDIA's defaults.
+    """
     mapping = arguments.inner("mapping_kwargs")
     w_dim = arguments.number("w_dim", 512)
     w_avg_beta = mapping.take("w_avg_beta", beta)
@@ -310,7 +318,11 @@ def _stylegan2(arguments: Arguments) -> GeneratorForm:
 def _discriminator_arguments(
     arguments: Arguments,
 ) -> tuple[Tree, dict[str, int], float, list[str]]:
-    """Return our configuration, the shape, the label mapping's learning-rate factor, and notes."""
+    """Read the arguments of a discriminator.
+
+    Returns our configuration, the shape of the images, the factor of the learning rate in the label
+    mapping, and notes for the user.
+    """
     shape = image_shape(arguments)
     notes: list[str] = []
     architecture = arguments.take("architecture", "resnet")
@@ -352,7 +364,7 @@ def _discriminator_arguments(
 
 
 def image_shape(arguments: Arguments) -> dict[str, int]:
-    """Return the shape of the images, with our names."""
+    """Read the arguments for the shape of the images, and return the shape with our names."""
     side = arguments.take("img_resolution")
     sizes(side)
     return {
@@ -363,7 +375,7 @@ def image_shape(arguments: Arguments) -> dict[str, int]:
 
 
 def size_arguments(arguments: Arguments) -> Tree:
-    """Return our configuration of a network's width and precision."""
+    """Read the arguments for width and precision, and return our configuration of them."""
     limit = arguments.take("conv_clamp")
     return {
         "channel_base": arguments.number("channel_base", 32768),
@@ -375,9 +387,10 @@ def size_arguments(arguments: Arguments) -> Tree:
 
 
 def _official_sizes(config: Tree) -> Tree:
-    """Return NVIDIA's size arguments for our configuration.
+    """Return NVIDIA's arguments for the width and precision that our configuration has.
 
-    NVIDIA's networks clamp in fp32, too. If ours clamps only in fp16, clamp and fp16 are left out.
+    NVIDIA's networks clamp in fp32, too. If ours clamp only in fp16, the result has neither the
+    clamp nor fp16.
     """
     is_exact = config["clamp_always"] or config["conv_clamp"] is None
     return {

@@ -1,4 +1,7 @@
-"""The format `nvidia`: a .safetensors file with NVIDIA's names of StyleGAN2's weights."""
+"""Write and read the export format `nvidia`: StyleGAN2's weights with NVIDIA's names.
+
+The format is a .safetensors file.
+"""
 
 import json
 from pathlib import Path
@@ -14,8 +17,10 @@ __all__ = ["load", "write"]
 
 
 def write(subject: Subject, path: Path) -> None:
-    """Write NVIDIA's state dicts; the metadata entry `nvidia` holds the keyword arguments of
-    NVIDIA's classes.
+    """Write the networks with NVIDIA's names to the .safetensors file `path`.
+
+    The file's metadata entry `nvidia` has the keyword arguments of NVIDIA's classes. Raises
+    UserError if NVIDIA's classes cannot build the networks.
     """
     gan = networks(subject.checkpoint)
     for name in ("generator", "discriminator"):

@@ -1,4 +1,7 @@
-"""Conversion of R3GAN's networks from the authors' files, which lack the networks' arguments."""
+"""Convert R3GAN's networks from the authors' files.
+
+The files do not contain the arguments that the networks were built with.
+"""
 
 import re
 from functools import partial
@@ -23,7 +26,7 @@ NAMES = {  # our name -> R3GAN's, except for the first or last layers of stages
 def convert(content: Tree) -> Converted:
     """Convert the networks `G`, `D` and `G_ema` in the content of a file.
 
-    Their sizes are inferred from the shapes of their weights.
+    The sizes of the networks are inferred from the shapes of their weights.
     """
     for name in NETWORKS.values():
         if not isinstance(content.get(name), Inert):
@@ -52,11 +55,12 @@ def convert(content: Tree) -> Converted:
 
 
 def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> Place:
-    """Return the `Place` of our tensor `name`, given the last stage and the blocks per stage.
+    """Return the `Place` of our tensor `name`.
 
-    A stage of R3GAN's generator, as of ours, begins with the layer that changes the width. In
-    R3GAN's discriminator this layer ends a stage; in ours it begins the next one. The layers at
-    4 px, basis and linear, are placed in the same way.
+    `last` is the index of the last stage, `blocks` the number of blocks per stage. In both
+    generators, a stage begins with the layer that changes the width. In R3GAN's discriminator, this
+    layer ends a stage; in ours, it begins the next one. The layers at 4 px, basis and linear, are
+    placed in the same way.
     """
     edge = f"{MAIN}.{last}.Layers.{blocks}" if is_discriminator else f"{MAIN}.0.Layers.0"
     if name == "basis":

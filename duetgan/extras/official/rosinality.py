@@ -1,4 +1,4 @@
-"""Conversion from rosinality's stylegan2-pytorch: `.pt` files, unconditional, RGB."""
+"""Convert networks of rosinality's stylegan2-pytorch: `.pt` files, unconditional, RGB."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.seeding import generator as keyed
 
-DRAWS = 4096  # latents for the mean w, which training files do not have
+DRAWS = 4096  # number of latents for the mean w, if a file does not contain it
 # entry of our checkpoint's state -> rosinality's key
 NETWORKS = {"generator_ema": "g_ema", "generator": "g", "discriminator": "d"}
 STYLED = {  # our name -> rosinality's
@@ -38,7 +38,10 @@ BLOCK = {  # in a block of the discriminator: our name -> rosinality's
 
 
 def convert(content: Tree) -> Converted:
-    """Convert the network `g_ema` in a file's content and, if present, `g` and `d`."""
+    """Convert the average generator `g_ema` in the content of a file.
+
+    Also converts the generator `g` and the discriminator `d` if the file has them.
+    """
     for name in NETWORKS.values():
         if name in content or name == "g_ema":
             check_tensors(name, content.get(name))
@@ -99,7 +102,10 @@ def _mean(state: Mapping[str, Tensor], config: Tree, shape: Mapping[str, int]) -
 
 
 def _generator_place(name: str) -> Place:
-    """Return a tensor's `Place`; files hold `latent_avg` next to the network, not inside it."""
+    """Return the `Place` of the generator's tensor that we call `name`.
+
+    In the files, `latent_avg` lies next to the network; `convert` adds it to the network's tensors.
+    """
     if match := re.fullmatch(r"mapping\.layers\.(\d+)\.(.+)", name):
         return Place(f"style.{int(match[1]) + 1}.{match[2]}")
     if match := re.fullmatch(r"blocks\.(\d+)\.(first|second|to_rgb)\.(.+)", name):

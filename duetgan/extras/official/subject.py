@@ -1,4 +1,4 @@
-"""The networks of a checkpoint for an export to another program."""
+"""Prepare the networks of a checkpoint for an export to another program."""
 
 from pathlib import Path
 
@@ -20,8 +20,10 @@ EXTRA_HEADS = ("auxiliary", "from_rgbs")
 
 
 def networks(checkpoint: Checkpoint) -> Converted:
-    """Return the checkpoint's networks with their complete configurations, without EXTRA_HEADS.
-    Raises UserError unless they are a fully grown StyleGAN2 for plain square images of 2^n px.
+    """Return the networks of a checkpoint with their complete configurations, without EXTRA_HEADS.
+
+    Raises UserError unless they are a fully grown StyleGAN2 for square images of 2^n px that are
+    8-bit grey or RGB.
     """
     config, shape = checkpoint["config"], dict(checkpoint["shape"])
     name, size = config.get("architecture", DEFAULT), shape["resolution"]
@@ -89,6 +91,6 @@ def note_group_difference(gan: Converted) -> None:
 
 
 def load(subject: Subject, path: Path) -> Runner:
-    """Convert a file of another program and return its generator."""
+    """Return the generator in the exported file `path`, which is converted back."""
     content = checkpoint_of(read(path), list(subject.checkpoint["classes"]))
     return as_runner(Drawing(generator_from(content)))

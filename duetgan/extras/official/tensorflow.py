@@ -1,7 +1,7 @@
-"""StyleGAN2 networks of NVIDIA's TensorFlow programs (stylegan2, stylegan2-ada).
+"""Convert StyleGAN2 networks of NVIDIA's TensorFlow programs (stylegan2, stylegan2-ada).
 
-Their variables first get the names of the PyTorch programs, as in stylegan2-ada-pytorch's
-`legacy.py`.
+The variables first get the names that NVIDIA's PyTorch programs use, as in `legacy.py` of
+stylegan2-ada-pytorch.
 """
 
 import re
@@ -73,7 +73,10 @@ UNUSED = re.compile(r"(synthesis/)?lod|.*/?ema_.*")
 
 
 def convert(content: object) -> Converted:
-    """Convert a TensorFlow file's content, three `dnnlib.tflib.network.Network`: G, D, Gs."""
+    """Convert the content of a TensorFlow file.
+
+    It must be three objects of class `dnnlib.tflib.network.Network`: G, D and Gs, the average of G.
+    """
     if not isinstance(content, (tuple, list)) or len(content) != 3:
         raise Refused("it holds no three networks (G, D, Gs)")
     generator, discriminator, average = content
@@ -88,7 +91,7 @@ def convert(content: object) -> Converted:
 
 
 def _tensors(network: object) -> dict[str, Tensor]:
-    """Return a network's variables by the names of NVIDIA's PyTorch programs."""
+    """Return the variables of a network with the names of NVIDIA's PyTorch programs."""
     if not isinstance(network, Inert) or network.name != "Network":
         raise Refused("it holds an object that is no network")
     version = network.state.get("version")
@@ -129,7 +132,10 @@ def _pytorch_name(name: str) -> str:
 
 
 def _transposed(name: str, x: np.ndarray) -> np.ndarray:
-    """Return a variable as PyTorch stores it: dimensions reordered, style biases plus 1."""
+    """Return the value of the variable `name` as PyTorch stores it.
+
+    Dimensions are reordered, and 1 is added to the biases of styles.
+    """
     if name.endswith("Const/const"):
         return x[0]
     if name.startswith("synthesis/noise"):
@@ -142,7 +148,10 @@ def _transposed(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _arguments(network: Inert, table: dict[str, tuple[str, object]]) -> Tree:
-    """Return the arguments that NVIDIA's PyTorch network would be built with."""
+    """Return the arguments with which NVIDIA's PyTorch program would build the network.
+
+    `table` is GENERATOR or DISCRIMINATOR.
+    """
     source = Arguments(network.state.get("static_kwargs") or {}, "the network's arguments")
     arguments: Tree = {}
     for key, (path, default) in (COMMON | table).items():

@@ -1,10 +1,10 @@
-"""Pickles of other programs, read without running anything in them.
+"""Read pickles of other programs without running anything in them.
 
-A pickle names functions and classes and calls them. Here each name that NVIDIA's and R3GAN's files
-use is replaced by a function or class of ours that builds tensors, arrays and plain containers, or
-only stores its arguments; any other name is refused. The Python source inside NVIDIA's files
-(`module_src`) is never compiled, and the pickle inside each torch storage is read with
-`weights_only`.
+A pickle names functions and classes and calls them. The reader here replaces each name that
+NVIDIA's and R3GAN's files use by a function or class of ours. These build tensors, arrays and plain
+containers, or only store their arguments. Any other name is refused. The Python source inside
+NVIDIA's files (`module_src`) is never compiled, and the pickle inside each torch storage is read
+with `weights_only`.
 """
 
 import collections
@@ -34,11 +34,17 @@ PROGRAMS = ("training.networks", "R3GAN")  # Python modules with R3GAN's classes
 
 
 class Refused(ValueError):
-    """A file has unexpected content; the message completes "FILE: refused, ..."."""
+    """An error for a file with unexpected content.
+
+    Its message is the reason in "FILE cannot be read (REASON); ...".
+    """
 
 
 class Inert:
-    """An object of another program: the name of its class and its attributes, without methods."""
+    """A stand-in for an object of another program.
+
+    It has the name of the object's class and, in `state`, the object's attributes, but no methods.
+    """
 
     name: str
     state: dict[str, Any]
@@ -58,14 +64,14 @@ class Inert:
 
 
 class EasyDict(dict[str, Any]):
-    """Replacement of dnnlib's EasyDict: a plain dictionary."""
+    """A replacement for dnnlib's EasyDict: a plain dictionary."""
 
     def __setstate__(self, state: object) -> None:
         raise Refused("a dictionary with a state of its own")
 
 
 class _DType:
-    """Replacement of numpy.dtype, for numbers only."""
+    """A replacement for numpy.dtype that accepts only types of numbers."""
 
     def __init__(self, code: object, *_: object) -> None:
         if not isinstance(code, str) or len(code) > 4 or np.dtype(code).kind not in NUMBERS:
@@ -84,7 +90,7 @@ class _DType:
 
 
 class Array:
-    """Replacement of numpy.ndarray, with numbers in `array`."""
+    """A replacement for numpy.ndarray; `array` has the numbers."""
 
     array: np.ndarray
 
@@ -106,7 +112,7 @@ def _frombuffer(data: bytes, dtype: object, shape: Sequence[int], order: object)
 
 
 def _persistent(meta: object) -> Inert:
-    """Return NVIDIA's persistent object without the source code in it."""
+    """Return an object that NVIDIA's program stored, without the source code of its class."""
     if (
         not isinstance(meta, dict)
         or not isinstance(meta.get("class_name"), str)
@@ -199,7 +205,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _scan(file: io.BufferedReader) -> None:
-    """Raise Refused for operations that would make the unpickler allocate without bounds."""
+    """Raise Refused if the pickle would make the unpickler allocate memory without bounds.
+
+    Also raises Refused if it refers to objects outside the file.
+    """
     puts = 0
     for operation, argument, _ in pickletools.genops(file):
         puts += operation.name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
@@ -213,10 +222,10 @@ def _scan(file: io.BufferedReader) -> None:
 
 
 def read_pickle(path: Path) -> Any:
-    """Return a file's content: containers, numbers, texts, CPU tensors, `Array`s, `Inert` objects.
+    """Return the content of a pickle, without running anything in the file.
 
-    Nothing in the file is run. Raises UserError for a file that is missing, too large, damaged, or
-    holds anything else.
+    The content consists of containers, numbers, texts, CPU tensors, `Array` and `Inert` objects.
+    Raises UserError if the file is missing, too large or damaged, or holds anything else.
     """
     remedy = "give a network's file of one of those programs"
     # The unpickler raises a dozen kinds for damaged files.
@@ -227,7 +236,10 @@ def read_pickle(path: Path) -> Any:
 
 
 def module_state(module: object, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
-    """Return the state dict of a pickled torch module: its parameters and buffers, in order."""
+    """Return the state dict of a pickled torch module: its parameters and buffers, in order.
+
+    Raises Refused if `module` is no module.
+    """
     if not isinstance(module, Inert) or depth > DEPTH:
         raise Refused(f"{prefix or 'the network'} is no module, or modules lie deeper than {DEPTH}")
     hidden = module.state.get("_non_persistent_buffers_set") or ()

@@ -1,3 +1,3 @@
-"""Predictions of a training on GPUs without having them (docs/extras/predictions.md)."""
+"""Predictions of memory and speed on GPUs that are not at hand (docs/extras/predictions.md)."""
 
 ATTACHES = {"duetgan.commands.train": "duetgan.extras.paper.dry_run"}

@@ -1,9 +1,10 @@
-"""Predictions of a training on GPUs without having them: memory, arithmetic, bytes and time.
+"""Predict the memory and the speed of a training on GPUs, without using a GPU.
 
-The task's own step runs on tensors with shapes but no values (torch's fake tensors), operation by
-operation as an accelerator would run it uncompiled, with the fused kernels. Counts are exact except
-for the augmentation of images. Times follow from published peak rates and from four numbers that
-were measured on an H200 (docs/extras/predictions.md).
+The training step runs on tensors that have shapes but no values (torch's fake tensors). Its
+operations are counted one by one, as an accelerator would run them uncompiled, with the fused
+kernels. Counts are exact except for the augmentation of images. Times follow from the published
+peak rates of a GPU and from four numbers that were measured on an H200
+(docs/extras/predictions.md).
 """
 
 import contextlib
@@ -75,7 +76,10 @@ GPUS = (  # SXM modules, by NVIDIA's data sheets
 
 
 class Operation(NamedTuple):
-    """The work of an operation. `kind` is the field of `Gpu` that limits its arithmetic."""
+    """The work of one operation on tensors.
+
+    `kind` names the field of `Gpu` that has the peak rate of its arithmetic.
+    """
 
     phase: str
     kind: str
@@ -83,16 +87,19 @@ class Operation(NamedTuple):
     bytes: int  # bytes read and written
 
     def roofline(self, gpu: Gpu) -> float:
-        """Return the seconds for the arithmetic or for moving the bytes, whichever is longer."""
+        """Return the seconds for the arithmetic or for moving the bytes, whichever is longer.
+
+        Both are computed from the peak rates of `gpu`.
+        """
         peak: float = getattr(gpu, self.kind)
         return max(self.flop / peak, self.bytes / gpu.bandwidth)
 
 
 class PeakBytes(TorchDispatchMode):
-    """A counter of the bytes of tensors created inside the block: `live` now, `peak` at most.
+    """A context manager that counts the bytes of the tensors that are created inside its block.
 
-    Tensors that share a storage count once. Tensors in the storage of one of `existing` do not
-    count.
+    `live` is the current number of bytes, `peak` the largest number so far. Tensors that share a
+    storage count once. Tensors in the storage of one of `existing` do not count.
     """
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
@@ -127,9 +134,10 @@ class PeakBytes(TorchDispatchMode):
 
 
 class Ledger(PeakBytes):
-    """A counter of bytes that also lists the operations, except views and bare allocations.
+    """A counter of bytes that also records every operation in `operations`.
 
-    `phase` is the training phase in which the memory peak was reached.
+    Views and bare allocations are not recorded. `phase` is the training phase in which the memory
+    peak was reached.
     """
 
     def __init__(self) -> None:
@@ -167,7 +175,10 @@ class Ledger(PeakBytes):
 
 
 class Kernels:
-    """Replacement for `triton_kernels`: records each call in a ledger, returns empty tensors."""
+    """A replacement for the module `triton_kernels` that computes nothing.
+
+    Its functions record each call in a ledger and return empty tensors.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -210,7 +221,7 @@ class Kernels:
 def arithmetic(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object], result: object
 ) -> float:
-    """Return the FLOP of a convolution or matrix product; 0 for other operations.
+    """Return the number of floating-point operations of a convolution or matrix product, else 0.
 
     torch's FlopCounterMode cannot be used: its module tracker refuses `autograd.grad` with respect
     to a leaf.
@@ -228,9 +239,10 @@ def arithmetic(
 
 @contextlib.contextmanager
 def fakes() -> Iterator[None]:
-    """Give tensors shapes but no values inside the block (FakeTensorMode).
+    """Give all tensors shapes but no values inside the block (FakeTensorMode).
 
-    Modules can be copied, moving them does nothing, and ADA does not augment images.
+    Inside the block, modules can be copied, `Module.to` does nothing, and ADA leaves images
+    unchanged.
     """
     with (
         mock.patch.object(nn.Module, "to", lambda network, *_args, **_options: network),
@@ -250,7 +262,7 @@ def _copy(tensor: FakeTensor, _memo: dict[int, object]) -> Tensor:
 
 
 class Count(NamedTuple):
-    """Memory and operations of a training step of `samples` samples on one device."""
+    """The memory and the operations of a training step with `samples` samples on one device."""
 
     samples: int
     task: Task  # built of fake tensors
@@ -261,21 +273,22 @@ class Count(NamedTuple):
     kinds: list[tuple[float, list[Operation]]]
 
     def mean(self, value: Callable[[Operation], float]) -> float:
-        """Return the mean over the steps of the sum of `value` over a step's operations."""
+        """Sum `value` over the operations of a step, and return the mean over all steps."""
         total = 0.0
         for fraction, operations in self.kinds:
             total += fraction * sum(map(value, operations))
         return total
 
     def roofline(self, gpu: Gpu) -> float:
-        """Return the seconds of a step at the GPU's peak rates."""
+        """Return the mean seconds of a step at the GPU's peak rates."""
         return self.mean(lambda operation: operation.roofline(gpu))
 
     def seconds(self, gpu: Gpu, *, graphs: bool = False) -> float:
-        """Predict the seconds of an uncompiled step, in CUDA graphs or launched by Python.
+        """Predict the mean seconds of an uncompiled step, in CUDA graphs or launched by Python.
 
-        An operation takes its time by the roofline, divided by the fraction of the roofline that
-        its kind reaches. Without graphs a step takes at least the time in which Python launches it.
+        An operation takes its roofline time, divided by the fraction of the roofline that
+        operations of its kind reach in practice, plus LAUNCH. Without graphs, a step takes at least
+        the time that Python needs to launch its operations.
         """
 
         def kernel(operation: Operation) -> float:
@@ -287,12 +300,11 @@ class Count(NamedTuple):
 
 
 def count(config: RunConfig, dataset: Dataset, samples: int, *, kernels: bool = True) -> Count:
-    """Count memory and operations of one process's steps with `samples` samples.
+    """Count the memory and the operations of one process's steps with `samples` samples.
 
-    If `kernels` is True, FIR resampling and activations count as fused kernels.
-
-    Layers are frozen as at the end of the run, or of each image size. `augment` counts as its
-    default, `precision: auto` as bf16. No image is read.
+    No image is read. If `kernels` is True, FIR resampling and activations count as fused kernels.
+    Layers are frozen as in the last step of the run, or in the last step of each image size.
+    `augment` counts as its default, `precision: auto` as bf16.
     """
     config = config.changed(augment=type(vars(config)["augment"])())
     precision = "bf16" if config.precision == "auto" else config.precision
@@ -313,10 +325,11 @@ def count(config: RunConfig, dataset: Dataset, samples: int, *, kernels: bool = 
 
 
 def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
-    """Return the largest multiple of `multiple` samples that fit a GPU of `gib` GiB in one pass.
+    """Return the largest number of samples that fit a GPU of `gib` GiB in one pass.
 
-    The peak memory is assumed to be a linear function of the number of samples. `small` and `large`
-    are the counts of a pass with few and with more samples, which determine this function.
+    The result is a multiple of `multiple`. The peak memory is assumed to be a linear function of
+    the number of samples, which follows from two counts: `small` with few samples, `large` with
+    more.
     """
     slope = (large.peak - small.peak) / (large.samples - small.samples)
     samples = small.samples + (gib * USABLE * GIB - small.peak) / slope
@@ -324,9 +337,9 @@ def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
 
 
 def predictions(config: RunConfig, dataset: Dataset, world_size: int) -> str:
-    """Return the output of `--dry-run gpu`: memory, speed and duration of a recipe on each GPU.
+    """Return the text of `--dry-run gpu`: memory, speed and duration of a training on each GPU.
 
-    The predictions are for a run on `world_size` GPUs, without the exchange of gradients.
+    The training uses `world_size` GPUs. The exchange of gradients between them is left out.
     """
     rank_batch, micro = config.rank_batch(world_size), config.micro(world_size)
     step = count(config, dataset, rank_batch)

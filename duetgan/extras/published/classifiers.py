@@ -1,8 +1,11 @@
-"""Read classifiers of other programs in the form of Duet's checkpoints.
+"""Read classifiers of other programs as checkpoints of Duet.
 
-A source is `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`, optionally with `=FILE`;
-a state dict of one of torchvision's networks; or a folder that timm wrote for its hub (config.json,
-model.safetensors).
+A source is one of these:
+
+- `torchvision:NAME`, `torchvision:NAME.WEIGHTS` or `timm:NAME`. With `=FILE` at the end, the
+  weights are read from this file;
+- a file with the state dict of one of torchvision's networks;
+- a folder that timm wrote for the Hugging Face hub (config.json, model.safetensors).
 """
 
 import json
@@ -35,7 +38,11 @@ IMAGENET = 1000  # number of ImageNet's classes
 
 
 def read(path: Path) -> Checkpoint | None:
-    """Return the checkpoint of a published network's name or another program's file, else None."""
+    """Return a checkpoint of another program's classifier.
+
+    `path` is the name of a published network, such as `torchvision:resnet50`, or a file with
+    weights. Returns None for files of Duet, and for files that are no state dict.
+    """
     if str(path).startswith(READY_MADE):
         return _ready_made(str(path))
     try:
@@ -48,7 +55,10 @@ def read(path: Path) -> Checkpoint | None:
 
 
 def _ready_made(source: str) -> Checkpoint:
-    """Return the checkpoint of `torchvision:NAME` or `timm:NAME`: published weights, or =FILE's."""
+    """Return a checkpoint of `torchvision:NAME` or `timm:NAME`.
+
+    Its weights are the published ones, or those of FILE if the source ends in `=FILE`.
+    """
     name, _, file = source.partition("=")
     weights = "DEFAULT"
     if not name.startswith(timm.PREFIX):
@@ -63,9 +73,10 @@ def _ready_made(source: str) -> Checkpoint:
 
 
 def _hub_config(path: Path) -> tuple[str | None, list[object]]:
-    """Return the network's name and the labels in timm's config.json next to a model.safetensors.
+    """Return the network's name and the class names from timm's config.json.
 
-    Returns None and an empty list if there is no such file.
+    The file must lie next to `path`, a model.safetensors; without it, the result is None and [].
+    Raises UserError if the file's normalisation of images is not that of the network.
     """
     config_path = path.with_name("config.json")
     if path.name not in HUB_WEIGHTS or not config_path.is_file():
@@ -94,13 +105,13 @@ def _classifier(
     name: str | None = None,
     labels: Sequence[object] = (),
 ) -> Checkpoint:
-    """Return the checkpoint of a classifier of another program.
+    """Return a checkpoint of another program's classifier.
 
     Args:
-        path, state: The weights' file and state dict.
+        path, state: The file of the weights, and its state dict.
         metadata: The file's metadata, see `read_state_dict`.
-        name: Name of the network; None to find it by the weights' names and shapes.
-        labels: Names of its classes; empty if the file has none.
+        name: Name of the network; None to infer it from the names and shapes of the weights.
+        labels: Names of the classes; empty if the file has none.
     """
     name = name or weights_files.network_of(state)
     if name is None:
@@ -145,9 +156,10 @@ def _classifier(
 
 
 def _class_names(path: Path, count: int, labels: Sequence[object]) -> list[str]:
-    """Return `count` class names: the file's labels, ImageNet's for 1000 classes, or else numbers.
+    """Return `count` class names.
 
-    Prints a line to stderr if it returns numbers.
+    These are `labels` if they are `count` different names, else ImageNet's classes if `count` is
+    1000, else numbers. Prints a line to stderr if they are numbers.
     """
     if len({str(label) for label in labels}) == count:
         return [str(label) for label in labels]

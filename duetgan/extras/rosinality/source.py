@@ -1,6 +1,6 @@
-"""LMDB files of rosinality's StyleGAN2 (stylegan2-pytorch, `prepare_data.py`).
+"""Read LMDB files that `prepare_data.py` of rosinality's stylegan2-pytorch writes.
 
-The record `length` has the number of images as text, and `{resolution}-{index:05d}` is an image
+The record `length` is the number of images as text. A record `{resolution}-{index:05d}` is an image
 file, usually a JPEG. An image may be stored at several resolutions. There are no labels and no
 checksums.
 """
@@ -22,7 +22,11 @@ KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
 
 
 def open_rosinality(path: Path, handle: Handle, options: SourceOptions) -> Source | None:
-    """Open a file with `length` and records like 256-00000, else return None."""
+    """Open an LMDB file with `length` and records like 256-00000 as a source of images.
+
+    Returns None for other files. Raises UserError if `length` is more than twice the number of
+    records.
+    """
     with handle.environment.begin() as transaction:
         length = bytes(transaction.get(LENGTH_KEY, b""))
         sides = resolutions(transaction)
@@ -36,7 +40,10 @@ def open_rosinality(path: Path, handle: Handle, options: SourceOptions) -> Sourc
 
 
 def resolutions(transaction: lmdb.Transaction) -> list[int]:
-    """Return the ascending resolutions of the records in px, found with one cursor step each."""
+    """Return the resolutions in px at which the file stores images, ascending.
+
+    The cursor jumps from one resolution to the next, and does not visit all records.
+    """
     sides = []
     cursor = transaction.cursor()
     has_record = cursor.first()
@@ -47,7 +54,10 @@ def resolutions(transaction: lmdb.Transaction) -> list[int]:
 
 
 class RosinalitySource(Source):
-    """Unlabelled images of one resolution. Reading a missing record raises ImageError."""
+    """A source of unlabelled images, which are the file's images of one resolution.
+
+    Reading a missing record raises ImageError.
+    """
 
     def __init__(self, path: Path, handle: Handle, length: int, side: int | str) -> None:
         super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
