@@ -246,8 +246,9 @@ def sweep(folder: Path) -> None:
 def forget_after(folder: Path, step: int) -> bool:
     """Delete the checkpoints after `step`, and last.json or best.json if it names one of them.
 
-    A new last.json then names the newest remaining checkpoint. Returns True, or False if no
-    checkpoint would remain; then nothing is deleted.
+    If last.json is then missing, a new one names the newest remaining checkpoint, provided that its
+    checksum file exists. Returns True, or False if no checkpoint would remain; then nothing is
+    deleted.
     """
     paths = newest_first(folder)
     remaining = [path for path in paths if step_of(path) <= step]
@@ -374,10 +375,10 @@ def load_latest(
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     """Return the path of the checkpoint that `run_or_file` means.
 
-    For a run folder, this is the checkpoint that last.json or best.json names (`which`), or the
-    newest one if there is no last.json. For a folder that timm has written, it is the weights file.
-    A file, and the name of a published network such as timm:NAME, are returned unchanged. Raises
-    UserError if there is no checkpoint.
+    For a run folder, this is the checkpoint that last.json or best.json (`which`) names. If
+    last.json names none, it is the newest one. For a folder that timm has written, it is the
+    weights file. A file, and the name of a published network such as timm:NAME, are returned
+    unchanged. Raises UserError if there is no checkpoint.
     """
     path = Path(run_or_file)
     if which not in ("last", "best"):
