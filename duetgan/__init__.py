@@ -1,7 +1,7 @@
-"""Duet as a library: `duetgan.load("runs/classifier").predict("cat.jpg")`; docs/library.md
-describes it.
+"""Use Duet as a library: `duetgan.load("runs/classifier").predict("cat.jpg")`.
 
-Importing `duetgan` imports no torch; the first use of a name does.
+docs/library.md describes the functions and classes. `import duetgan` does not import torch. PyTorch
+is imported when a name that needs it, such as `duetgan.load`, is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The command line `duet COMMAND ARGS`, also `python -m duetgan COMMAND ARGS`."""
+"""Run the command line `duet COMMAND ARGS`; `python -m duetgan COMMAND ARGS` does the same."""
 
 import sys
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Import a package's modules when one of their names is first used."""
+"""Import a module of a package only when one of the module's names is first used."""
 
 import importlib
 import sys
@@ -7,14 +7,15 @@ from typing import Any
 
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that imports a module when one of its names is first used.
+    """Return a `__getattr__` for a package that imports the package's modules on first use.
 
-    The package's `dir` lists these names too, for completion.
+    When a name of `modules` is first used, the module that defines it is imported. `dir` of the
+    package lists these names too, for completion.
 
     Args:
         package: the full name of the package.
-        modules: the names that each module of the package defines; if two modules define a name,
-            the last one is used.
+        modules: dict from a module's name within the package to the names that it defines. If two
+            modules define a name, the last one is used.
     """
     module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
 

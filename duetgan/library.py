@@ -60,8 +60,8 @@ class Predictions:
     def to_pandas(self) -> "pandas.DataFrame":
         """Return a table with a row for each image.
 
-        The columns are file, label, probability, and the probabilities of each class.
-        Raises UserError if pandas is not installed.
+        The columns are `file`, `label`, `probability` (of the label), and one for the probability
+        of each class. Raises UserError if pandas is not installed.
         """
         best = self.probabilities.amax(1).tolist()
         columns = {"file": self.files, "label": self.labels, "probability": best}
@@ -71,10 +71,13 @@ class Predictions:
 
 
 class Classifier(nn.Module):
-    """A trained classifier. `network` is the nn.Module with its EMA weights, in evaluation mode."""
+    """A trained classifier.
+
+    The attribute `network` is its nn.Module with the average (EMA) weights, in evaluation mode.
+    """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
-        """Build the classifier of a checkpoint that `utils.checkpoint.load` returned.
+        """Build the classifier from a checkpoint's content, as `utils.checkpoint.load` returns it.
 
         Raises UserError for the checkpoint of a GAN.
         """
@@ -86,18 +89,18 @@ class Classifier(nn.Module):
         self._checkpoint = checkpoint | {"state": {}}
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits [N, classes] of images float [N, C, H, W] in [-1, 1].
+        """Return the logits [N, classes] of images, float [N, C, H, W] in [-1, 1].
 
-        `transform` makes such images.
+        `transform` converts an image file to this form, without the dimension N.
         """
         return self.network(images)
 
     def predict(self, images: "Image | Iterable[Image]", *, progress: bool = False) -> Predictions:
-        """Return the predicted labels and probabilities of one image or many.
+        """Return the predicted labels and probabilities of one image or of many.
 
         Args:
-            images: anything that `transform` accepts, an array [N, H, W, C], a tensor
-                [N, C, H, W], or an iterable of these, which is read batch by batch.
+            images: anything that `transform` accepts, an array [N, H, W, C], a tensor [N, C, H, W],
+                or an iterable of these, which is read batch by batch.
             progress: True to show a progress bar.
 
         Raises UserError for an image that cannot be read.
@@ -129,11 +132,11 @@ class Classifier(nn.Module):
         seed: int = 0,
         progress: bool = False,
     ) -> Evaluation:
-        """Evaluate the classifier on labelled images, with the metrics of evaluate.py.
+        """Evaluate the classifier on labelled images. The metrics are those of evaluate.py.
 
         Args:
             images: anything that `duet train` reads.
-            n: number of images, drawn with `seed`; None: all.
+            n: number of images, which are drawn with `seed`; None: all images.
             progress: True to show a progress bar.
 
         Raises UserError if images or labels do not fit the classifier.
@@ -149,9 +152,10 @@ class Classifier(nn.Module):
 
 
 class Samples(NamedTuple):
-    """Images that a generator drew. Sample i depends only on its class, `seeds[i]` and `indices[i]`.
+    """Images that a generator drew. Image i depends only on its class, `seeds[i]` and `indices[i]`.
 
-    Samples of `Generator.sample(seeds=...)` depend on class and seed alone.
+    If `Generator.sample` was called with `seeds`, image i depends only on its class and `seeds[i]`,
+    or on its saved latents.
     """
 
     # uint8, uint16 or float32 [n, channels, H, W] on the CPU; alpha is not multiplied into colours
@@ -162,7 +166,7 @@ class Samples(NamedTuple):
     indices: list[int]
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a table with the columns `label`, `seed` and `index`, and a row for each image.
+        """Return a table with a row for each image and the columns `label`, `seed` and `index`.
 
         Raises UserError if pandas is not installed.
         """
@@ -171,12 +175,13 @@ class Samples(NamedTuple):
 
 
 class Generator(nn.Module):
-    """A trained generator of any architecture. `network` is the nn.Module with its EMA weights, in
-    evaluation mode.
+    """A trained generator of any architecture.
+
+    The attribute `network` is its nn.Module with the average (EMA) weights, in evaluation mode.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
-        """Build the generator of a checkpoint that `utils.checkpoint.load` returned.
+        """Build the generator from a checkpoint's content, as `utils.checkpoint.load` returns it.
 
         Raises UserError for the checkpoint of a classifier.
         """
@@ -194,9 +199,10 @@ class Generator(nn.Module):
         """Return images [N, channels, H, W] in about [-1, 1].
 
         Args:
-            z: [N, z_dim], normal.
+            z: [N, z_dim], drawn from a standard normal distribution.
             labels: int64 [N], indices into `class_names`; None for an unconditional generator.
-            options: noise, truncation_psi, truncation_cutoff, truncation_mean, for the network.
+            options: keyword arguments for the network: noise, truncation_psi, truncation_cutoff,
+                truncation_mean.
         """
         return self.network(z, labels, **options)
 
@@ -204,19 +210,20 @@ class Generator(nn.Module):
         self,
         n: int = 1,
         *,
-        # class names ("cat; dog" for a set of labels), to draw from in turn; None: all
+        # names of the classes, which the samples cycle through; "cat; dog" for a set of labels;
+        # None: all classes
         classes: str | Sequence[str] | None = None,
         seed: int = 0,
-        # instead of `n` and `seed`: seeds, each of which is drawn for each class, files of latents
-        # and results of `project`
+        # in place of `n` and `seed`: seeds, each of which gives one sample of each class; files of
+        # latents and results of `project`, each of which gives one sample
         seeds: Sequence[int | str | Path | Latents] = (),
-        psi: float = 1.0,  # truncation, for generators with w: 1 is none, 0 the mean image
+        psi: float = 1.0,  # truncation of w, if the generator has a w: 1: none; 0: the mean image
         # truncate w towards the mean of the sample's class, or of all samples ("global")
         truncation_mean: TruncationMean = "class",
         noise: NoiseMode = "random",
         progress: bool = False,  # show a progress bar on stderr
     ) -> Samples:
-        """Draw `n` images. The same seed gives the same images, whatever `n` is.
+        """Draw `n` images. A larger `n` adds images and leaves the first ones unchanged.
 
         Raises UserError for n < 1, an unknown class, seeds and files that cannot be read, and a
         truncation that the generator does not support.
@@ -240,11 +247,12 @@ class Generator(nn.Module):
     def grid(
         self, n: int | None = None, *, columns: int | None = None, **options: Any
     ) -> PIL.Image.Image:
-        """Draw `n` samples into one picture.
+        """Draw `n` samples and return them as a grid in one picture.
 
         Args:
-            n: by default 8 of each class, or 64 from an unconditional generator.
-            columns: by default one for each class.
+            n: number of samples. None: 8 for each class, or 64 for an unconditional generator.
+            columns: number of columns. None: one for each class; for an unconditional generator,
+                the grid is about square.
             options: keyword arguments of `sample`.
         """
         classes = options.get("classes") or self.label_names
@@ -265,9 +273,10 @@ class Generator(nn.Module):
         # None: resnet50 if its weights are present, else pixels
         features: Literal["resnet50", "pixels"] | None = None,
     ) -> Projection:
-        """Find the w whose image is nearest to `image` (StyleGAN2, appendix D).
+        """Find the w from which the generator draws the image nearest to `image`.
 
-        Returns a Projection with `ws` [num_ws, w_dim] and the uint8 `image` that they generate.
+        The method is that of StyleGAN2, appendix D. Returns a Projection: `ws`, [num_ws, w_dim], is
+        the w that was found, and `image`, uint8, is the image that the generator draws from it.
         Raises UserError for a generator without w.
         """
         if space not in ("w", "w+") or features not in ("resnet50", "pixels", None):
@@ -292,13 +301,14 @@ class Generator(nn.Module):
         seed: int = 0,
         progress: bool = False,
     ) -> Evaluation:
-        """Compare samples with real test images, with the metrics of evaluate.py.
+        """Compare samples with real test images. The metrics are those of evaluate.py.
 
         Args:
             images: the test images, anything that `duet train` reads.
-            training: the training images, for the floors and the search for copies.
+            training: the training images. They are needed for the floors (metrics between two sets
+                of real images) and for the search for copies.
             extractors, weights: as for `compare_images`.
-            n: number of samples, at most one for each test image.
+            n: number of samples; at most the number of test images.
             progress: True to show progress bars.
 
         Raises UserError if images or classes do not fit the generator.
@@ -343,12 +353,12 @@ def load(
     Args:
         checkpoint: a run folder, a checkpoint file, a .safetensors file of `duet export`, or a
             ready-made classifier: `torchvision:NAME`, `timm:NAME`, a state dict, a folder that timm
-            wrote for its hub. Nothing in it is executed.
+            wrote for its hub. No code in it is executed.
         which: "last" or "best" checkpoint of a run folder.
         device: "cpu", "cuda", ...; None: the accelerator if the machine has one, else the CPU.
 
-    Raises UserError (a ValueError; one line with the remedy) if the checkpoint is missing or
-    damaged, or the device does not exist.
+    Raises UserError, a ValueError whose message is one line with the remedy, if the checkpoint is
+    missing or damaged, or if the device does not exist.
     """
     content = open_checkpoint(checkpoint, which)[1]
     model = Classifier if content["task"] == "classifier" else Generator

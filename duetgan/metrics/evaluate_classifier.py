@@ -1,6 +1,6 @@
-"""Evaluation of a classifier on labelled images, which the processes (ranks) share.
+"""Evaluate a classifier on labelled images, which the processes (ranks) share.
 
-The last part makes the results and the pictures of evaluate.py.
+The functions below the comment `evaluate.py` write the results and pictures of that script.
 """
 
 from argparse import Namespace
@@ -45,15 +45,16 @@ from duetgan.utils.seeding import numpy_generator
 
 Finish = Callable[[Document, Answers], None]
 """A function that rank 0 calls to add a further measurement to an evaluation's results."""
-# Further measurements of evaluate.py on a classifier. All ranks call each of them before the test
-# images are classified; None means that it was not requested.
+# Functions of extras that make further measurements for evaluate.py. All ranks call each function
+# before the test images are classified. It returns None if its measurement was not requested.
 MEASUREMENTS: list[Callable[[Classifier, Checkpoint, Dataset, Path, Namespace], Finish | None]] = []
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
     """Return the logits float32 [n, K], on the CPU, of unnormalised images [n, C, H, W].
 
-    `classifier_input` adapts the images. Raises UserError if a logit is not finite.
+    `classifier_input` first converts the images to the format that the classifier takes. Raises
+    UserError if a logit is not finite.
     """
     with evaluating(classifier), full_float32(device_of(classifier)):
         logits = classifier(classifier_input(classifier, images)).float().cpu()
@@ -71,9 +72,9 @@ def classify(
     records: np.ndarray | None = None,  # record numbers, int64 [n]; None means all images
     progress: str = "",  # caption of the progress bar; if empty, there is no bar
 ) -> Tensor:
-    """Return the logits of images, in order: float32 [n, K] on rank 0, [0, K] on other ranks.
+    """Classify images and return their logits, in the order of `records`.
 
-    All ranks must call this.
+    Rank 0 gets float32 [n, K], other ranks get [0, K]. All ranks must call this function.
     """
     records = np.arange(len(dataset)) if records is None else records
 
@@ -89,9 +90,10 @@ def classify(
 def answers_of(
     classifier: Classifier, dataset: Dataset, logits: Tensor, records: np.ndarray | None = None
 ) -> Answers:
-    """Join the logits [n, K] of images with their labels in `Answers` or `LabelAnswers`.
+    """Return the logits [n, K] of images, joined with the labels of these images.
 
-    `records` are the record numbers of the images, int64 [n]; None means all images of the dataset.
+    The result is a `LabelAnswers` if images may have several labels, else an `Answers`. `records`
+    are the record numbers of the images, int64 [n]; None means all images of the dataset.
     """
     records = np.arange(len(dataset)) if records is None else records
     if classifier.thresholds is not None:
@@ -108,9 +110,10 @@ def answers_of(
 
 
 def draw_records(dataset: Dataset, n: int | None, seed: int) -> np.ndarray:
-    """Draw n record numbers by the key (seed, "eval", "classifier") and sort them.
+    """Draw n record numbers and return them in ascending order; all record numbers if n is None.
 
-    None draws all. The first n images would not do: files are often packed class by class.
+    The random key is (seed, "eval", "classifier"). The first n records would not be a fair choice,
+    because files are often packed class by class.
     """
     return np.sort(numpy_generator(seed, "eval", "classifier").permutation(len(dataset))[:n])
 
@@ -137,10 +140,11 @@ def check_classes(classifier: Classifier, dataset: Dataset) -> None:
 def evaluate_classifier(
     classifier: Classifier, dataset: Dataset, *, batch_size: int = 256, details: bool = True
 ) -> Document:
-    """Return a classifier's metrics over all images of a dataset, by key.
+    """Compute a classifier's metrics over all images of a dataset; return them by key.
 
-    The ranks share the images and return the same metrics. If `details` is False, only the metrics
-    logged during training are computed, and thresholds, if any, are first fitted to these images.
+    The ranks share the images, and all ranks return the same metrics. If `details` is False, only
+    the metrics that are logged during training are computed. In that case, a classifier that
+    predicts several labels first gets the thresholds that are best on these images.
 
     Raises:
         UserError: If labels and classifier do not fit (`check_classes`), there is no image, or an
@@ -164,13 +168,12 @@ def evaluate_classifier(
 def calibrate(checkpoint: Checkpoint, dataset: Dataset, *, batch_size: int) -> Document:
     """Fit a temperature on held-out images, and store it in the checkpoint's state.
 
-    A temperature that the state already has is replaced. Returns the results of
-    `judged_temperature`.
+    The new temperature replaces an earlier one. Returns the results of `judged_temperature`.
 
     Raises:
         UserError: If the classifier gives several labels, labels and classifier do not fit
             (`check_classes`), there are fewer than 4 images, or the network was trained on more
-            than the fraction TOLERATED of them.
+            than the fraction TOLERATED of the images.
     """
     state = checkpoint["state"][NETWORKS["classifier"]]
     state.pop("temperature", None)
@@ -235,8 +238,9 @@ def evaluate_classifier_run(
 
 
 def document_of(answers: Answers, *, seed: int) -> Document:
-    """Return a classifier's metrics, ready for JSON. `seed` draws the halves of the images that the
-    temperature is tested on.
+    """Return a classifier's metrics, ready for JSON.
+
+    `seed` decides how images are split into the two halves on which the temperature is tested.
     """
     classes = per_class(answers)
     figures: Document = {"n": len(answers.labels)}
@@ -262,7 +266,7 @@ def document_of(answers: Answers, *, seed: int) -> Document:
 def _write_evaluation(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, answers: Answers, seed: int
 ) -> Document:
-    """Write pictures; return the results, which name them."""
+    """Write pictures into `out`; return the results, whose key `images` lists the pictures."""
     figures = document_of(answers, seed=seed)
     train, reason = training_images(checkpoint)
     with train or nullcontext():

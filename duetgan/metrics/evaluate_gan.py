@@ -1,6 +1,6 @@
-"""Evaluation of a generator by the protocol in docs/evaluation.md.
+"""Evaluate a generator by the protocol in docs/evaluation.md.
 
-The last part makes the results and the pictures of evaluate.py.
+The functions below the comment `evaluate.py` write the results and pictures of that script.
 """
 
 from argparse import Namespace
@@ -49,9 +49,9 @@ MIN_JUDGE_SKILL = 0.4  # from 0 (always predicts the most frequent class) to 1 (
 
 @dataclass(frozen=True)
 class Gathered:
-    """Features from which the metrics are computed; only rank 0 has them."""
+    """The features and labels from which the metrics are computed. Only rank 0 has the features."""
 
-    samples: list[Samples]  # features under each extractor
+    samples: list[Samples]  # the features of each extractor
     labels: Tensor  # label number of each sample, int64 [m]
     probabilities: Tensor | None  # of the judge, [m, K]
     extractors: list[Extractor]
@@ -59,7 +59,10 @@ class Gathered:
     notes: dict[str, str]  # reasons why metrics are missing
 
     def document(self, *, details: bool) -> Document:
-        """Compute the metrics, ready for JSON; without `details`, only those logged in training."""
+        """Compute the metrics and return them as a document, ready for JSON.
+
+        If `details` is False, only the metrics that are logged during training are computed.
+        """
         notes, first = dict(self.notes), self.samples[0]
         rows = [row for row in GAN if details or row.in_training]
         distances = [
@@ -88,12 +91,14 @@ def evaluate_generator(
 ) -> Document:
     """Evaluate a generator by the metrics of `metrics.figures.GAN`.
 
-    All ranks must call this and share the images. Rank 0 computes the metrics; all return them.
+    All ranks must call this function. They share the images. Rank 0 computes the metrics, and all
+    ranks return them.
 
     Returns:
-        `n`; `seed`; `distances`, a list of `extractor`, `weights`, `n` and the extractor's metrics;
-        the judge's metrics; the first extractor's metrics again, except distances; `memorisation`,
-        the result of `search_copies`; `notes`, the reasons why metrics are None.
+        A dict with `n`; `seed`; `distances`, a list with a dict for each extractor; the metrics
+        that use the judge; the first extractor's metrics once more, except distances;
+        `memorisation`, the result of `search_copies`; and `notes`, the reasons why metrics are
+        None. The dict of an extractor has `extractor`, `weights`, `n` and its metrics.
 
     Raises:
         UserError: If images, classes or judge do not fit the generator, or there are fewer than two
@@ -121,10 +126,10 @@ def gather(
 ) -> Gathered:
     """Compute all features that the metrics need.
 
-    There is one pass over the samples, one over the test images, and at most one per extractor over
-    the training images. n is at most the number of test images and, with `floor`, of training
-    images. Sample i has the label of the i-th test image drawn, so that both have equal class
-    frequencies.
+    There is one pass over the samples, one over the test images, and at most one for each extractor
+    over the training images. `n` is reduced to the number of test images and, if `floor` is True,
+    to that of training images. Sample i has the label of the i-th selected test image, so samples
+    and test images have the same class frequencies.
     """
     train, notes = _second_real_set(dataset, train_dataset)
     real = real or RealFeatures(batch_size=batch_size, show=show)
@@ -218,7 +223,7 @@ def sample_features(
     seed: int,
     **options: Any,  # keyword arguments of `compute_features`
 ) -> list[Tensor]:
-    """Generate samples and return their features, [total, F], under each extractor."""
+    """Generate samples and return a list with their features, [total, F], for each extractor."""
 
     def draw(rows: range) -> Tensor:
         chunk = None if labels is None else labels[rows.start : rows.stop]
@@ -235,7 +240,10 @@ def judge_extractor(classifier: Classifier) -> Extractor:
 
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
-    """Return a classifier's probabilities of images [n, C, H, W], float64 [n, K] on the CPU."""
+    """Return the probabilities that a classifier predicts for images [n, C, H, W].
+
+    They are float64 [n, K] on the CPU.
+    """
     logits = logits_of(classifier, images).double()
     if getattr(classifier, "thresholds", None) is None:
         return logits.softmax(1)
@@ -245,7 +253,10 @@ def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
 def _second_real_set(
     dataset: Dataset, train: Dataset | None
 ) -> tuple[Dataset | None, dict[str, str]]:
-    """Return the training images and {}, or None and a note if they cannot be a second real set."""
+    """Return (training images, {}) if these can be a second set of real images, for the floors.
+
+    If there are none, or they are the same as the test images, return (None, {"floor": reason}).
+    """
     if train is None:
         return None, {"floor": "no training images were given as the second real set"}
     if train.meta.content_hash == dataset.meta.content_hash:
@@ -274,7 +285,7 @@ def _count(n: int, dataset: Dataset, train: Dataset | None, notes: dict[str, str
 def _fitting_labels(generator: ImageGenerator, dataset: Dataset, role: str) -> np.ndarray:
     """Return the labels of a dataset's images, all 0 for an unconditional generator.
 
-    Raises UserError if size, channels or number of classes are not the generator's.
+    Raises UserError if the images' size, channels or number of classes differ from the generator's.
     """
     dataset.read(np.zeros(1, dtype=np.int64))  # raises UserError if the images differ in size
     spec, expected = dataset.spec, generator.spec
@@ -381,7 +392,11 @@ def evaluate_gan_run(
 def flattered(
     extractors: Sequence[Extractor], generator: Lineage, judge: Classifier | None
 ) -> dict[str, str]:
-    """Return notes on extractors and judge that are biased in favour of the generator's samples."""
+    """Return notes on extractors, and on the judge, that may favour the generator's samples.
+
+    This is the case if one learnt from samples, or is related to a classifier in the generator's
+    loss. The notes' keys are the names of the extractors, and `judge`.
+    """
     notes = {}
     for extractor in extractors:
         lineage = extractor.lineage
@@ -408,7 +423,10 @@ def flattered(
 
 
 def samples_by_class(names: Sequence[str], samples: Samples) -> dict[str, dict[str, int]]:
-    """Count the samples of each requested class and, if predicted, of each predicted class."""
+    """Count the samples of each requested class and, if there is a judge, of each predicted class.
+
+    Returns `samples_by_class` and `samples_predicted`, which are dicts from class name to count.
+    """
     labels = {"samples_by_class": samples.labels[: samples.n]}
     if samples.probabilities is not None:
         labels["samples_predicted"] = samples.probabilities.argmax(1)
@@ -419,7 +437,10 @@ def samples_by_class(names: Sequence[str], samples: Samples) -> dict[str, dict[s
 
 
 def has_skill(fraction: Measured, chance: float) -> bool:
-    """Return True if an accuracy is clearly above `chance`, that of always predicting one class."""
+    """Return True if an accuracy is clearly above `chance`.
+
+    `chance` is the accuracy of always predicting the same class.
+    """
     low = fraction.interval[0] if fraction.interval else 0.0
     skilled = chance + MIN_JUDGE_SKILL * (1 - chance)
     return low > chance and fraction.value is not None and fraction.value >= skilled
@@ -428,7 +449,7 @@ def has_skill(fraction: Measured, chance: float) -> bool:
 def weak_judges(judge: Document | None, extractors: Mapping[str, Document]) -> dict[str, str]:
     """Return notes on a judge and on extractors that are too weak to judge the GAN.
 
-    The arguments are results of `judge_skills`, those of extractors by name.
+    `judge` is a result of `judge_skills`; `extractors` has such a result for each name.
     """
     notes = {"recognised": _weakness(judge)} if judge and judge["is_weak"] else {}
     for name, skill in extractors.items():
@@ -450,8 +471,9 @@ def judge_skills(
     """Measure how well each classifier predicts n real test images, at the samples' size.
 
     Returns:
-        For each classifier, `accuracy` with its interval, `majority_class_rate`, `is_weak` and `n`;
-        None if its classes are not the images'.
+        A list with a dict for each classifier: `accuracy` with its interval, `majority_class_rate`,
+        `is_weak` and `n`. The item is None if the classifier is None or has other classes than the
+        images.
     """
     chosen = select(dataset.label_numbers(), n=n, seed=options.seed, role="judge")
     skills: dict[int, Document] = {}

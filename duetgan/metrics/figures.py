@@ -1,4 +1,4 @@
-"""Tables of metrics: each row has a pure function and settings to show and compare its value.
+"""Tables of all metrics. Each row has a pure function and settings to show and compare its value.
 
 Evaluation, training, report and comparison read these tables. `python -m duetgan.metrics.figures`
 copies them into docs/evaluation.md.
@@ -46,7 +46,11 @@ class Figure:
     in_training: bool = False  # if True, evaluations during training compute it, too
 
     def measure(self, record: object) -> Measured:
-        """Compute the metric of `Answers` or `Samples`; None and a note if a need is missing."""
+        """Compute the metric from `Answers` or `Samples`.
+
+        If an attribute in `needs` is None or empty, the value is None, and the note is that of
+        `needs`.
+        """
         for name, note in self.needs.items():
             value = getattr(record, name)
             if value is None or (isinstance(value, Sequence) and not value):
@@ -54,9 +58,10 @@ class Figure:
         return self.compute(record)
 
     def keys(self, measured: Measured, names: Sequence[str]) -> Document:
-        """Return the document's entries: value, interval and values per class.
+        """Return the metric's entries for a document: its value, interval and values by class.
 
-        `names` are the class names."""
+        `names` are the class names.
+        """
         keys: Document = {self.key: measured.value}
         if self.interval:
             keys[f"{self.key}_interval"] = measured.interval
@@ -68,10 +73,11 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Features of samples and of real images under one extractor, with the judge's predictions.
+    """Features of samples and of real images by one extractor, with the judge's predictions.
 
-    Sample i has the label of the i-th real image. Metrics use the first n samples and real images;
-    the diversity also uses the following ones, which were drawn for rare classes.
+    Sample i has the label of the i-th real image. Metrics use the first n samples and real images.
+    Only the diversity also uses the following ones, which were drawn because their classes are
+    rare.
     """
 
     fake: Tensor  # features of the samples, [m, F]
@@ -88,7 +94,10 @@ class Samples:
 
     @property
     def pixels(self) -> tuple[Tensor, Tensor] | None:
-        """Samples and real images at 8x8 px, 0 to 1, [n, C * 64], if the extractor is `pixels`."""
+        """The n samples and n real images at 8x8 px, 0 to 1, both [n, C * 64].
+
+        None unless the extractor is `pixels`.
+        """
         return self.counted if self.extractor == "pixels" else None
 
     @property
@@ -98,12 +107,15 @@ class Samples:
 
     @cached_property
     def neighbourhoods(self) -> neighbours.Neighbourhoods | None:
-        """Counts of images in each other's neighbourhoods; None if n is too small."""
+        """Counts of images in each other's balls (neighbourhoods); None if n is too small."""
         return neighbours.neighbourhoods(*self.counted) if self.n > neighbours.K_DENSITY else None
 
     @cached_property
     def diversity(self) -> Measured:
-        """Diversity ratio of each class, or of all images if there are no classes."""
+        """Diversity ratio of the least diverse class, with the ratios by class.
+
+        Without classes, it is the ratio of all images.
+        """
         classes = max(1, len(self.names))
         return judged.diversity_by_class(
             self.fake, self.labels, self.real, self.labels, classes=classes, images=self.per_class
@@ -269,7 +281,7 @@ FIGURES = CLASSIFIER + LABELS[2:] + GAN
 
 
 def add(rows: list[Figure], figure: Figure) -> None:
-    """Add a row to CLASSIFIER, LABELS or GAN."""
+    """Add a metric to `rows`, which is one of the tables CLASSIFIER, LABELS and GAN."""
     rows.append(figure)
     FIGURES.append(figure)
 
@@ -277,7 +289,10 @@ def add(rows: list[Figure], figure: Figure) -> None:
 def measured(
     rows: Iterable[Figure], record: Samples | answers.Answers, notes: dict[str, str]
 ) -> Document:
-    """Compute metrics of `Answers` or `Samples`, by key, and add their notes to `notes`."""
+    """Compute the metrics of `rows` from `Answers` or `Samples`, and return their entries by key.
+
+    A note on a metric is added to `notes` under the metric's key.
+    """
     document: Document = {}
     for row in rows:
         result = row.measure(record)
@@ -288,8 +303,9 @@ def measured(
 
 
 def rows_of(document: Document) -> Iterator[tuple[Figure, Document]]:
-    """Yield each metric in the results of an evaluation, with the part that has its value:
-    `document`, or for metrics of features an entry of `distances`.
+    """Yield each metric that an evaluation's results have, and the dict that has its value.
+
+    The dict is `document` or, for a metric of features, an entry of `distances`.
     """
     for results in (document, *(document.get("distances") or ())):
         for row in FIGURES:
@@ -313,7 +329,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
 
 
 def written(page: str) -> str:
-    """Replace the tables of metrics in the text of docs/evaluation.md by the current ones."""
+    """Return the text of docs/evaluation.md, `page`, with the current tables of metrics."""
     for name, rows in (("classifier", CLASSIFIER + LABELS[2:]), ("gan", GAN)):
         start, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
         head, _, tail = page.partition(start)

@@ -18,11 +18,11 @@ RESNET_STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 
 def default_layer(classifier: Classifier) -> str:
-    """Return the name of the layer whose maps Grad-CAM uses by default.
+    """Return the name of the layer whose feature maps Grad-CAM uses by default.
 
-    For a ResNet this is the last stage whose maps have at least MIN_MAP_SIDE pixels a side, or
-    layer1 if there is none; other backbones name a layer. For images of 64 px, the maps of layer4
-    have 2x2 pixels, too few to localise anything.
+    For a ResNet, this is the last stage whose maps have at least MIN_MAP_SIDE pixels a side, or
+    layer1 if there is none. (For images of 64 px, the maps of layer4 have 2x2 pixels, too few to
+    localise anything.) For other networks, the backbone defines the layer.
     """
     last = classifier.backbone.maps
     if last != RESNET_STAGES[-1]:
@@ -37,11 +37,11 @@ def default_layer(classifier: Classifier) -> str:
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
-    """Return the Grad-CAM heat of images, at least 0, [n, h, w], for maps of h x w pixels.
+    """Return the Grad-CAM heat of images: [n, h, w], at least 0, for feature maps of h x w pixels.
 
     This is relu(sum_k alpha_k A^k) with alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2),
     where A^k are the layer's maps and y_c is the logit of the class. Only the part of the model
-    behind the layer is differentiated.
+    after the layer is differentiated.
 
     Args:
         model: A model in evaluation mode; its parameters need not require gradients.
@@ -70,9 +70,10 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
 def image_heat(
     classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None
 ) -> Tensor:
-    """Return the Grad-CAM heat of each image, scaled to a maximum of 1, [n, h, w] on the CPU.
+    """Return the Grad-CAM heat of each image, scaled to a maximum of 1: [n, h, w] on the CPU.
 
-    Computed in full float32. An image without evidence for its class has heat 0 everywhere.
+    The heat is computed in full float32 precision. An image without evidence for its class has heat
+    0 everywhere.
 
     Args:
         classifier: The classifier, which is put into evaluation mode.
@@ -95,9 +96,10 @@ def image_heat(
 
 
 def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an image enlarged to about SIDE px without and with its heat, both uint8 [3, H', W'].
+    """Return two pictures of an image, uint8 [3, H', W']: one without and one with its heat.
 
-    The heat is scaled bilinearly, as in the paper, and is transparent where it is 0.
+    Both are enlarged to a width of about SIDE px. The heat is scaled bilinearly, as in the paper,
+    and is transparent where it is 0.
 
     Args:
         image: The image, uint8 [C, H, W], grey or RGB.

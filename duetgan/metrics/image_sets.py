@@ -1,7 +1,7 @@
-"""Comparison of two sets of images, by the metrics of a generator's evaluation.
+"""Compare two sets of images by the metrics with which generators are evaluated.
 
-If the sets are the samples and the real images of an evaluation, the metrics equal those of the
-evaluation.
+If the two sets are the samples and the real images of an evaluation, the metrics are the same as in
+that evaluation.
 """
 
 from collections.abc import Sequence
@@ -47,29 +47,31 @@ def compare_images(
 ) -> Evaluation:
     """Compare two sets of images, such as samples and real images, by features of the images.
 
-    The floor of a metric is its value between n training images and the reference. Without training
-    images it is the value between two disjoint halves of 2 n images of the reference, or of all if
-    the reference has fewer.
+    The floor of a metric is its value between n training images and n reference images. Without
+    training images, it is the value between two disjoint sets of n reference images, or between the
+    halves of the reference if that has fewer than 2 n images.
 
     Args:
         images: Folder, zip, tar or packed file.
         reference: The images to compare with.
-        training: Images that the generator of `images` was trained on, to search for copies of
-            them. None: copies of the reference are searched for.
+        training: Images that the generator of `images` was trained on; the search is for copies of
+            them. None: the search is for copies of the reference.
         extractors: Names: resnet50, inception, pixels, classifier:RUN_OR_FILE.
         weights: Weights file of resnet50 or inception.
-        n: Number of images of each set; all of the smallest set if that has fewer.
+        n: Number of images of each set; at most the number of images of the smallest set.
         seed: Seed of the random choice of images from larger sets.
-        size: Side in px, or "WIDTHxHEIGHT", that images are cropped and scaled to. None: unchanged.
+        size: Side in px, or "WIDTHxHEIGHT", to which images are cropped and scaled. None:
+            unchanged.
         batch_size: Images per batch; changes speed and memory only.
         device: "cpu", "cuda", ...; None: the accelerator if the machine has one, else the CPU.
         progress: True to show progress bars.
 
     Returns:
         The metrics. `document` has the paths `images`, `reference` and, if given, `training`; `n`;
-        `seed`; `size`; `distances`, a list of `extractor`, `weights`, `n`, the metrics with their
-        intervals, and `floors` with their own `n`; `memorisation`, the result of `search_copies` or
-        `near_copies`; and `notes`.
+        `seed`; `size`; `distances`, with a dict for each extractor; `memorisation`, the result of
+        `search_copies` or `near_copies`; and `notes`. The dict of an extractor has `extractor`,
+        `weights`, `n`, the metrics with their intervals, and `floors`, the metrics' floors and
+        their n.
 
     Raises:
         UserError: If a file cannot be read, images differ in size, channels or depth, or a set has
@@ -131,9 +133,10 @@ def compare_images(
 
 
 def open_images(path: str | Path, size: int | str | None = None) -> Dataset:
-    """Open a folder, zip, tar or packed file of images that have one size.
+    """Open a folder, zip, tar or packed file of images, and make sure that they have one size.
 
-    Raises UserError if images differ in size and `size` is None, or a file cannot be read.
+    If `size` is given, images are cropped and scaled to it. Raises UserError if images differ in
+    size and `size` is None, or if a file cannot be read.
     """
     dataset = open_dataset(path, resolution=size, workers=cores())
     if dataset.resolution:
@@ -154,9 +157,10 @@ def open_images(path: str | Path, size: int | str | None = None) -> Dataset:
 
 
 def common_spec(datasets: Sequence[Dataset]) -> ImageSpec:
-    """Return the spec in which images are compared; if some 8-bit sets are RGB, grey becomes RGB.
+    """Return the size, channels and pixel format in which the images of all sets are compared.
 
-    Raises UserError if the sets differ in size, channels or depth.
+    If some 8-bit sets are RGB and others are grey, all are compared as RGB. Raises UserError if the
+    sets differ in size or depth, or otherwise in channels.
     """
     channels = max(dataset.spec.plain * dataset.spec.channels for dataset in datasets)
     specs = [
@@ -180,7 +184,7 @@ def _read(dataset: Dataset, draw: Selection, channels: int, rows: range) -> Tens
 def _metrics(
     fake: Tensor, real: Tensor, seed: int, extractor: Extractor, notes: dict[str, str]
 ) -> Document:
-    """Return n, the size of the smaller set, and the metrics of the first n features of both."""
+    """Return `n`, the size of the smaller set, and the metrics of the first n of both sets."""
     n = min(len(fake), len(real))
     samples = Samples(
         fake=fake[:n],
@@ -199,15 +203,17 @@ def _metrics(
 def near_copies(
     extractor: Extractor, features: Tensor, reference: memorisation.RealImages
 ) -> Document:
-    """Find the images, features [n, F], that are unusually near to one of n reference images.
+    """Find images that are unusually near to a reference image.
 
-    A distance is unusual if it is smaller than the distances of 99 % of the reference images to
-    their nearest neighbours among them.
+    The features of the images are [n, F]. They are compared with n reference images. A distance is
+    unusual if, for 99 % of these reference images, the nearest other reference image is farther
+    away.
 
     Returns:
-        `extractor`; `weights`; `searched`, n; `share`, the fraction of such images, with its
-        interval; `expected`, the share if both sets have the same distribution; and `closest`, the
-        nearest `pairs`.
+        `extractor`; `weights`; `searched`, n; `share`, the fraction of the images that are
+        unusually near, with its interval; `expected`, the share that is expected if both sets have
+        the same distribution; and `closest`, a list of `pairs` for the images nearest to a
+        reference image.
     """
     n = len(features)
     candidates = reference.features[:n]

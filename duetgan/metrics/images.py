@@ -36,11 +36,12 @@ def save_samples(
     *,
     seed: int,
 ) -> list[str]:
-    """Generate the samples again, draw them into a folder; return the pictures' file names.
+    """Generate an evaluation's samples again, save pictures of them, and return the file names.
 
-    The files are samples.png, with a row for each class; if there is a judge, recognised_best.png
-    and recognised_worst.png; and real.png, with test images in the same rows as samples.png. With
-    several labels an image, a row is a label set, and only the most frequent sets are drawn.
+    samples.png has a row of samples for each class. real.png has the same rows with test images. If
+    there is a judge, recognised_best.png and recognised_worst.png show the samples whose requested
+    class has the highest and the lowest probability. If images have several labels, each row is for
+    a label set, and only the most frequent sets have rows.
     """
     spec = dataset.spec
     names = dataset.meta.label_names if generator.classes else []
@@ -98,7 +99,8 @@ def save_evidence(
 ) -> bool:
     """Draw the most confident mistakes and correct predictions beside their Grad-CAM heat maps.
 
-    Draws nothing and returns False if there is no mistake or no layer of the network has maps.
+    Returns True. If there is no mistake, or Grad-CAM cannot use the network, draws nothing and
+    returns False.
     """
     wrong = surest(~answers.hits, answers)[:size]
     if not len(wrong):
@@ -130,7 +132,10 @@ def _captions(answers: Answers, index: int) -> list[str]:
 
 
 def surest(mask: Tensor, answers: Answers) -> np.ndarray:
-    """Return the indices where `mask`, bool [n], is True, sorted stably by falling confidence."""
+    """Return the indices at which `mask`, bool [n], is True, the most confident predictions first.
+
+    Indices of equal confidence keep their order.
+    """
     indices = np.flatnonzero(mask.numpy())
     return indices[np.argsort(-answers.confidence.numpy()[indices], kind="stable")]
 
@@ -161,7 +166,10 @@ def save_reliability(
 def save_confusion(
     confusion: Sequence[Sequence[int]], classes: Sequence[str], path: str | Path
 ) -> None:
-    """Draw a confusion matrix, counts [true][predicted], shaded by fractions of the true class."""
+    """Draw a confusion matrix of counts [true][predicted].
+
+    A cell is shaded by its fraction of the images of the true class.
+    """
     counts = np.asarray(confusion, dtype=np.float64)
     fractions = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     count = len(classes)

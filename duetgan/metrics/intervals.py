@@ -14,7 +14,7 @@ BISECTION_STEPS = 100  # enough for the last digits of a float64
 
 @dataclass(frozen=True)
 class Measured:
-    """A metric's value with its interval, its values by class and each image's influence."""
+    """A metric's value, with its interval, its values by class and each image's influence on it."""
 
     value: float | None  # None if undefined
     interval: list[float] | None = None  # 95 %: [low, high]
@@ -92,9 +92,9 @@ def wilson(hits: int, count: int) -> list[float] | None:
 def balanced_interval(hits: Sequence[int], counts: Sequence[int]) -> list[float]:
     """Return the 95 % interval of the mean of several fractions, hits[i] / counts[i].
 
-    The squared distances from the fractions to their Wilson limits add up, as for independent
-    estimates (the "method of variance estimates recovery", Zou and Donner 2008). Each count must be
-    at least 1.
+    On each side, the squared distances from the fractions to their Wilson limits are added, as for
+    independent estimates (the "method of variance estimates recovery", Zou and Donner 2008). Each
+    count must be at least 1.
     """
     fractions = np.divide(hits, counts)
     limits = np.array([wilson(*pair) for pair in zip(hits, counts, strict=True)])
@@ -107,9 +107,9 @@ def balanced_interval(hits: Sequence[int], counts: Sequence[int]) -> list[float]
 def root(
     falling: Callable[[float], float | Tensor], value: float | Tensor, low: float, high: float
 ) -> float:
-    """Return the argument between `low` and `high` at which a falling function has this value.
+    """Return the x between `low` and `high` for which the falling function has the value `value`.
 
-    Returns the nearer end of the range if the function does not reach the value.
+    If the function does not reach the value, the nearer one of `low` and `high` is returned.
     """
     for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
@@ -124,7 +124,7 @@ def jackknife_variance(left_out: Tensor) -> float:
     holds images twice, and a duplicate is nearer than any neighbour.
 
     Args:
-        left_out: The estimate without each of G equal groups of images, [G].
+        left_out: G estimates, [G]; each leaves out one of G equal groups of images.
     """
     count = len(left_out)
     return float((left_out - left_out.mean()).square().sum() * (count - 1) / count)

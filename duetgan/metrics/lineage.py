@@ -1,4 +1,8 @@
-"""Provenance of images and weights, and checks that a judge is independent of what it judges."""
+"""Trace images and weights to their origin, and check that a judge is independent.
+
+A judge is a classifier that evaluates a generator's samples. It must have learnt neither from the
+generator nor from the test images.
+"""
 
 import glob
 from collections.abc import Sequence
@@ -36,7 +40,7 @@ def provenance_of(
     truncation_psi: float = 1.0,
     selection: str | None = None,  # rule that selected the samples, if any
 ) -> Provenance:
-    """Return the provenance (weights, seed, selection) of a generator's samples.
+    """Return the provenance of a generator's samples: weights, seed, truncation and selection.
 
     Raises UserError if a packed file cannot hold the seed or psi.
     """
@@ -57,7 +61,11 @@ def provenance_of(
 
 
 def lineage_of(*datasets: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:
-    """Return the lineage of weights trained on these datasets and samples of these provenances."""
+    """Return the lineage of weights that were trained on `datasets` and on samples.
+
+    A lineage has the hashes of all images that weights were trained on. `samples` are provenances
+    of generated images that are in none of the datasets.
+    """
     metas = [meta for dataset in datasets for meta in metas_of(dataset)]
     hashes = chain.from_iterable((meta.content_hash, meta.fingerprint) for meta in metas)
     return Lineage.of(
@@ -72,11 +80,11 @@ def metas_of(dataset: Dataset) -> list[Meta]:
 
 
 def data_of(checkpoint: Checkpoint, key: str) -> Any:
-    """Return `data.path` or `data.val_path` of a run's config, with paths that exist if possible.
+    """Return `data.path` or `data.val_path` of a run's config, if possible as existing paths.
 
     A path that does not exist is tried relative to each folder above the checkpoint, because the
     run was most likely started in one of them. Then its file name is tried in a subfolder `data` of
-    the nearest three, because quickstart.py has the data beside the runs.
+    the nearest three of these folders, because quickstart.py has the data beside the runs.
 
     Args:
         key: `path` or `val_path`.
@@ -120,12 +128,15 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
 
 
 def leaks(dataset: Dataset, train: Dataset | None, reason: str = "") -> dict[str, str]:
-    """Return {"leaks": note} if test images are training images, pixel for pixel, else {}.
+    """Return {"leaks": note} if test images are also training images, pixel for pixel; else {}.
+
+    There is also a note if this is not known, except for a run whose config names no training
+    images.
 
     Args:
         dataset: The test images.
         train: The training images, or None if they are not available.
-        reason: The reason why they are not available, which the note then gives.
+        reason: The reason why the training images are not available.
     """
     if train is None:
         if reason == NO_DATA_PATH:
@@ -141,7 +152,7 @@ def leaks(dataset: Dataset, train: Dataset | None, reason: str = "") -> dict[str
 
 
 def overlap(dataset: Dataset, train: Dataset) -> int:
-    """Return the number of images of `dataset` that are in `train`, pixel for pixel.
+    """Return the number of images of `dataset` that are also in `train`, pixel for pixel.
 
     Returns 0 if a file has no signatures.
     """
@@ -152,7 +163,10 @@ def overlap(dataset: Dataset, train: Dataset) -> int:
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """Return the folder of the run that a checkpoint file is in, or else the file's folder."""
+    """Return the run folder of a checkpoint file: the folder above `checkpoints`.
+
+    If the file is not in a folder `checkpoints`, return the file's folder.
+    """
     folder = checkpoint.parent
     return folder.parent if folder.name == "checkpoints" else folder
 
@@ -166,7 +180,7 @@ def load_judge(
     *,
     option: str = "--classifier",  # the option to name in errors
 ) -> Classifier:
-    """Load the classifier that judges samples.
+    """Load the judge, the classifier that evaluates a generator's samples.
 
     Raises:
         UserError: If the classifier helped to train the generator, was trained on samples or on the
@@ -202,10 +216,11 @@ def unfit(
 ) -> str:
     """Return the reason why a classifier cannot judge a generator's samples, and the remedy.
 
-    Neither the classifier nor the weights it started from may have been trained on samples, nor on
-    the test images: a file of the same content or source, or the larger one they were split from.
-    If the classifier's training images are available, at most the fraction `TOLERATED` of the test
-    images may be among them, pixel for pixel.
+    Neither the classifier nor the weights from which its training started may have learnt from
+    samples or from the test images. The test images are recognised by the content and the source of
+    their file, and by the larger dataset from which it was split. If the classifier's training
+    images are available, at most the fraction `TOLERATED` of the test images may be among them,
+    pixel for pixel.
 
     Args:
         judge: Checkpoint of the classifier.
@@ -230,7 +245,11 @@ def unfit(
 
 
 def identities(dataset: Dataset) -> set[str]:
-    """Return hashes of a dataset's files: content, source, and the larger set they are part of."""
+    """Return the hashes that identify a dataset's files.
+
+    They are the hashes of a file's content and source, and of the larger dataset from which the
+    file was split.
+    """
     hashes: set[str | None] = set()
     for meta in metas_of(dataset):
         hashes |= {meta.content_hash, meta.fingerprint}
@@ -240,10 +259,10 @@ def identities(dataset: Dataset) -> set[str]:
 
 
 def seen_fraction(judge: Checkpoint, dataset: Dataset) -> float:
-    """Return the fraction of test images that a classifier was trained on, pixel for pixel.
+    """Return the fraction of the test images that a classifier was trained on, pixel for pixel.
 
-    Returns 0 with a warning if its training images are missing or have changed, and 0 if a file has
-    no signatures.
+    Returns 0 with a warning if the classifier's training images are missing or have changed.
+    Returns 0 if a file has no signatures.
     """
     content = (judge.get("data") or {}).get("content_hash")
     trained, reason = training_images(judge)

@@ -1,4 +1,4 @@
-"""Default sizes of the evaluation protocol in docs/evaluation.md, and the type of its results."""
+"""Define the default sizes of evaluations (docs/evaluation.md) and the type of their results."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's value, its 95 % interval and its floor; None for an interval or floor it lacks."""
+    """A metric's value, its 95 % interval and its floor. A missing interval or floor is None."""
 
     name: str  # as in metrics.json
     value: float
@@ -42,14 +42,20 @@ class Evaluation:
         return cls(metrics, document)
 
     def __getitem__(self, name: str) -> Metric:
-        """Return the metric of this name, under the first extractor. Raises KeyError."""
+        """Return the metric with this name, by the first extractor if several extractors have one.
+
+        Raises KeyError if there is none.
+        """
         for metric in self.metrics:
             if metric.name == name:
                 return metric
         raise KeyError(name)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a row for each metric, as a table. Raises UserError if pandas is not installed."""
+        """Return a table with a row for each metric.
+
+        Raises UserError if pandas is not installed.
+        """
         names = Metric.__dataclass_fields__
         return data_frame(
             {name: [getattr(metric, name) for metric in self.metrics] for name in names}

@@ -1,6 +1,7 @@
-"""The results of an evaluation for people: metrics and tables, as text and for the report.
+"""Format the results of an evaluation for people, as text and as tables for the report.
 
-Results may be damaged or of another version: a value of an unexpected type is shown as a dash.
+The results may be damaged or of another version of the program. A value of an unexpected type is
+therefore shown as a dash.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ WIDE_INTERVAL = 0.1  # width of an interval above which a fraction is rough
 VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # keys: values of --tta
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)
 Formatter = Callable[[object], str]
-# Functions of an evaluation's results that return a table; extras add theirs.
+# Functions that make a table of an evaluation's results; extras add functions.
 FURTHER_TABLES: list[Callable[[Document], Table]] = []
 
 
@@ -66,7 +67,10 @@ def formatter(row: Figure) -> Formatter:
 
 
 def interval_words(interval: object, show: Formatter) -> list[str]:
-    """Return [`95 % interval 12.3 to 14.5 %`], or an empty list without an interval."""
+    """Return a list with the text `95 % interval 12.3 to 14.5 %`, or an empty list.
+
+    The list is empty if `interval` is not a list of two values. `show` formats these values.
+    """
     if not isinstance(interval, list) or len(interval) != 2:
         return []
     low, high = (show(bound) for bound in interval)
@@ -74,12 +78,12 @@ def interval_words(interval: object, show: Formatter) -> list[str]:
 
 
 def as_dict(value: object) -> Document:
-    """Return a value that is a dict, or an empty dict instead of any other value."""
+    """Return `value` if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def as_dicts(value: object) -> list[Document]:
-    """Return the items of a list that are dicts; an empty list for any other value."""
+    """Return the items of a list that are dicts; an empty list if `value` is not a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
@@ -87,7 +91,10 @@ def as_dicts(value: object) -> list[Document]:
 
 
 def metric_values(document: Document, rows: Iterable[Figure]) -> list[tuple[Figure, str, str]]:
-    """Return the metrics in `rows` that the results have: the row, the value, and its context."""
+    """Return (row, value, context) for each metric of `rows` that the results have.
+
+    `value` is the formatted value, and `context` is the text of `_context`.
+    """
     values = []
     for row in rows:
         value = document.get(row.key)
@@ -99,8 +106,11 @@ def metric_values(document: Document, rows: Iterable[Figure]) -> list[tuple[Figu
 
 
 def _context(document: Document, row: Figure) -> str:
-    """Return the context of a metric, in brackets: its 95 % interval, the number of views of an
-    image, and values to compare with, of the most frequent class and of the judge on real images.
+    """Return text in brackets to show after a metric's value, or "" if there is none.
+
+    The text has the 95 % interval, the number of views of each image (`--tta`), and values to
+    compare with: for the accuracy, that of always predicting the most frequent class; for the
+    recognised fraction, the judge's accuracy on real images.
     """
     context = interval_words(document.get(f"{row.key}_interval"), formatter(row))
     judge = as_dict(document.get("judge"))
@@ -118,7 +128,10 @@ def _context(document: Document, row: Figure) -> str:
 
 
 def copies_found(document: Document) -> list[tuple[str, str, str]]:
-    """Return [(verdict, numbers, extractor)] of the search for copies; empty if there was none."""
+    """Return a list with the result of the search for copies: (verdict, numbers, extractor).
+
+    All three are text. The list is empty if there was no search.
+    """
     copies = as_dict(document.get("memorisation"))
     if not copies:
         return []
@@ -133,14 +146,17 @@ def copies_found(document: Document) -> list[tuple[str, str, str]]:
 
 
 def tables(document: Document) -> list[Table]:
-    """Return the non-empty tables of distances, temperature and classes, and those of extras."""
+    """Return the tables of distances, temperature, classes and extras that are not empty."""
     made = [_distance_table(document), temperature_table(document), _class_table(document)]
     made += [make(document) for make in FURTHER_TABLES]
     return [table for table in made if table[1]]
 
 
 def _distance_table(document: Document) -> Table:
-    """Return a table of distances, each with ± the upper half of its interval, by extractor."""
+    """Return a table with a row for each extractor and a column for each distance.
+
+    A cell is `value ± d`, where value + d is the upper end of the distance's interval.
+    """
     distances = [row for row in GAN if row.place == "column"]
     rows = []
     for results in as_dicts(document.get("distances")):
@@ -155,7 +171,10 @@ def _distance_table(document: Document) -> Table:
 
 
 def temperature_table(document: Document) -> Table:
-    """Return a table of the metrics without and with the temperature of `judged_temperature`."""
+    """Return a table of a classifier's metrics, without and with a temperature.
+
+    `judged_temperature` computes these metrics. The table is empty if there is no temperature.
+    """
     fitted = as_dict(document.get("temperature"))
     rows = []
     for row in CLASSIFIER if fitted else ():
@@ -170,15 +189,16 @@ def temperature_table(document: Document) -> Table:
 
 
 def extractor_name(results: Document) -> str:
-    """Return the extractor's name of an entry of `distances`, with the last part of a path."""
+    """Return the extractor's name in an entry of `distances`, shortened for a table.
+
+    For example, `classifier:runs/a` becomes `classifier (a)`.
+    """
     kind, _, path = str(results.get("extractor", "-")).partition(":")
     return kind if Path(path).name in ("", kind) else f"{kind} ({Path(path).name})"
 
 
 def _class_table(document: Document) -> Table:
-    """Return a table with a row per class and a column per metric that the evaluation has by
-    class.
-    """
+    """Return a table with a row for each class and a column for each metric by class."""
     by_metric: dict[str, dict[str, str]] = {}
     formats = {row.key: formatter(row) for row in FIGURES} | {"support": plain}
     for name, metrics in as_dict(document.get("per_class")).items():
@@ -191,7 +211,10 @@ def _class_table(document: Document) -> Table:
 
 
 def joined(by_class: Mapping[str, Mapping[str, str]]) -> Table:
-    """Join columns of values by class in a table; a value that is missing is a dash."""
+    """Return a table with a row for each class and a column for each entry of `by_class`.
+
+    `by_class` maps a column's title to a dict from class name to cell. A missing cell is a dash.
+    """
     names = dict.fromkeys(chain.from_iterable(by_class.values()))
     rows = [[name, *(column.get(name, "-") for column in by_class.values())] for name in names]
     return ["class", *by_class], rows
@@ -243,7 +266,8 @@ def results_text(document: Document) -> str:
 def credible(document: Document) -> Document:
     """Return a generator's results without the metrics that depend on a weak classifier.
 
-    The metrics at the top level then come from the first extractor that is not a weak classifier.
+    A weak classifier predicts real images too badly to judge samples. If the first extractor is
+    one, the metrics at the top level are replaced by those of the first extractor that is not.
     """
     judge, weak = as_dict(document.get("judge")), document.get("weak_extractors") or ()
     weak_judge = bool(judge.get("is_weak"))

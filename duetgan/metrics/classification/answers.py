@@ -1,6 +1,7 @@
 """Metrics of a classifier: pure functions of its logits on labelled images.
 
-The metrics depend neither on batches nor on processes. Calibration follows Guo et al. 2017 (1706.04599).
+The metrics depend neither on batches nor on processes. Calibration follows Guo et al. 2017
+(1706.04599).
 """
 
 import itertools
@@ -20,10 +21,10 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class Ranking:
-    """Ranking of images by a score, with its AUROC and average precision, and their influences.
+    """A ranking of images by a score, with its AUROC, average precision, and influences on both.
 
-    Images of equal score form one level. The influence of an image on a metric is the metric's
-    derivative by the image's weight, times the number n of images. For the AUROC, the mean squared
+    Images of equal score form one level. The influence of an image on a metric is the derivative of
+    the metric by the image's weight, times the number n of images. For the AUROC, the mean squared
     influence divided by n is DeLong's variance (1988).
     """
 
@@ -47,8 +48,10 @@ class Ranking:
 
     @cached_property
     def _wins(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each level, the number of negatives below it and of positives above it, both times 2;
-        each image at the level itself adds 1.
+        """Two counts for each level: the negatives below it, and the positives above it.
+
+        Both counts are in halves of an image. An image above or below adds 2. An image of the level
+        itself is a tie and adds 1.
         """
         below = 2 * np.cumsum(self._negatives) - self._negatives
         above = 2 * self.counts[0] - 2 * np.cumsum(self._positives) + self._positives
@@ -75,14 +78,17 @@ class Ranking:
         return count, np.cumsum(self._positives[::-1])[::-1] / count
 
     def average_precision(self) -> float:
-        """Return sum((R_i - R_(i-1)) P_i) of recall R and precision P, without interpolation."""
+        """Return the average precision, sum((R_i - R_(i-1)) P_i) for recall R and precision P.
+
+        There is no interpolation between levels.
+        """
         return float((self._positives * self._retrieved[1]).sum()) / self.counts[0]
 
     def average_precision_influence(self) -> np.ndarray:
         """Return the influence of each image on `average_precision`, [n], with mean 0.
 
-        A positive image contributes its own term. Any image changes the precision at all levels
-        from the lowest one to its own.
+        Every image changes the precision at its own level and at all lower levels. A positive image
+        also adds its own term to the sum.
         """
         count, precision = self._retrieved
         gain = precision - self.average_precision() + np.cumsum(self._positives / count)
@@ -108,7 +114,7 @@ def calibration_error(confidence: Tensor, hits: Tensor) -> tuple[float, Tensor]:
 
     Args:
         confidence: Largest probability of each image, float64 [n].
-        hits: True for correct predictions, bool [n].
+        hits: True for images that are predicted correctly, bool [n].
     """
     gaps = confidence - hits.double()
     index = bin_of(confidence, BINS)
@@ -197,7 +203,7 @@ class Answers:
 
     @cached_property
     def hits(self) -> Tensor:
-        """True for images of which exactly the true classes are predicted, bool [n]."""
+        """True for images whose predicted classes are exactly the true classes, bool [n]."""
         return (self.predicted_classes == self.true_classes).all(1)
 
     @cached_property
@@ -224,7 +230,10 @@ class Answers:
 
     @cached_property
     def rankings(self) -> list[Ranking | None]:
-        """Ranking of images by the probability of each class; None if no or every image has it."""
+        """Ranking of the images by the probability of each class.
+
+        It is None for a class that no image has, or that every image has.
+        """
         pairs = zip(self.probabilities.T.numpy(), self.true_classes.T.numpy(), strict=True)
         return [
             Ranking(scores, positive) if positive.any() and not positive.all() else None
@@ -280,7 +289,10 @@ def nll(answers: Answers) -> Measured:
 
 
 def _ranked(answers: Answers, name: str) -> Measured:
-    """Return the mean over classes of the metric `name` of `Ranking`, with the values by class."""
+    """Return a metric of `Ranking`, averaged over the classes, with the values by class.
+
+    `name` is the metric's method, such as "auroc".
+    """
     by_class = [
         None if ranking is None else float(getattr(ranking, name)()) for ranking in answers.rankings
     ]
@@ -304,12 +316,12 @@ def judged_temperature(answers: Answers, *, seed: int) -> Document | None:
     """Fit a temperature on all images, and test the method by cross-fitting.
 
     For the test, the logits of each half of the images are divided by the temperature that was
-    fitted on the other half, so that no image is judged by a temperature that it helped to fit.
+    fitted on the other half. No image is then judged by a temperature that it helped to fit.
 
     Returns:
-        `value`, the temperature; `n`, the number of images; and `nll` and `ece`, each with its
-        interval, without (`_before`) and with the temperatures of the halves (`_after`). None if
-        there are fewer than 4 images.
+        A dict with `value`, the temperature; `n`, the number of images; and the metrics `nll` and
+        `ece`, each with its interval, without a temperature (keys with `_before`) and with the
+        temperatures of the halves (keys with `_after`). None if there are fewer than 4 images.
     """
     logits, labels = answers.logits.double(), answers.labels
     if len(labels) < 4:
@@ -328,9 +340,10 @@ def judged_temperature(answers: Answers, *, seed: int) -> Document | None:
 
 
 def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:
-    """Return precision, recall, F1 and support of each class.
+    """Return a dict from each class name to its `precision`, `recall`, `f1` and `support`.
 
-    A value is None where it is 0/0: the class was never predicted, or has no images.
+    The support is the number of the class's images. A value is None where it is 0/0: the class was
+    never predicted, or has no images.
     """
     true, named = answers.true_classes, answers.predicted_classes
     hits = (true & named).sum(0).tolist()
@@ -369,7 +382,10 @@ def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | in
 
 
 def confused_pairs(answers: Answers) -> list[Document]:
-    """Return the PAIRS most frequent mistakes: `true` and `predicted` class, and number `n`."""
+    """Return the PAIRS most frequent mistakes, the most frequent first.
+
+    A mistake is a dict with the `true` class, the `predicted` class, and the number `n` of images.
+    """
     counts, names = answers.confusion.numpy().copy(), answers.names
     np.fill_diagonal(counts, 0)
     pairs = []

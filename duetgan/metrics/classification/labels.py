@@ -29,13 +29,16 @@ class LabelAnswers(Answers):
 
     @cached_property
     def confidence(self) -> Tensor:
-        """Largest |probability - label| over each image's wrong predictions, or 0; float64 [n]."""
+        """Largest |probability - label| among the wrong predictions of each image, float64 [n].
+
+        It is 0 if all predictions of an image are right.
+        """
         wrong = self.predicted_classes != self.labels
         return ((self.probabilities - self.labels.double()).abs() * wrong).amax(1)
 
     @property
     def f1_terms(self) -> tuple[Tensor, Tensor]:
-        """Terms of F1's numerator and denominator for each image and label, both float64 [n, K]."""
+        """Terms whose sums are the numerator and the denominator of F1, both float64 [n, K]."""
         hits = self.predicted_classes & self.labels
         return 2.0 * hits.double(), self.predicted_classes.double() + self.labels.double()
 
@@ -47,7 +50,7 @@ def micro_f1(answers: LabelAnswers) -> Measured:
 
 
 def macro_f1(answers: LabelAnswers) -> Measured:
-    """Return the mean F1 of the labels, except labels that are never present nor predicted."""
+    """Return the mean F1 of the labels, without labels that are neither present nor predicted."""
     numerators, denominators = answers.f1_terms
     values = []
     influences = []
@@ -75,10 +78,10 @@ def _ratio(numerators: Tensor, denominators: Tensor) -> Measured:
 
 
 def best_thresholds(answers: Answers) -> list[float]:
-    """Return the threshold of each label that maximises its F1 on these images.
+    """Return, for each label, the threshold that maximises the label's F1 on these images.
 
-    A threshold lies midway between two probabilities; of equally good ones the highest is taken. A
-    label that no image has gets 0.5.
+    A threshold lies midway between two probabilities. If several are equally good, the highest is
+    returned. The threshold is 0.5 for a label that no image has.
     """
     thresholds = []
     for scores, present in zip(

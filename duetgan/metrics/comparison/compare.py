@@ -1,7 +1,8 @@
-"""Comparison of evaluated runs by their intervals, or by training seed.
+"""Compare the metrics of evaluated runs.
 
-A group is one run, or several runs of the same config with different seeds. Each group is compared
-with the first one.
+A group is one run, or several runs of the same config with different training seeds. Each group is
+compared with the first group: single runs by the intervals of their metrics, several runs by the
+differences between runs of the same seed.
 """
 
 import json
@@ -59,9 +60,10 @@ class Evaluated:
 
 
 def comparable(document: Document) -> dict[str, Value]:
-    """Return the metrics of an evaluation's results that can be compared, by name.
+    """Return the metrics in an evaluation's results that can be compared, by name.
 
-    The name of a distance ends in its extractor and the extractor's weights.
+    These are the metrics of which larger or smaller values are better. The name of a metric of
+    features ends in its extractor and the extractor's weights.
     """
     values = {}
     for row, results in rows_of(document):
@@ -83,9 +85,10 @@ def compare(groups: Sequence[str]) -> Document:
         groups: Two or more groups, each a run folder, or several separated by commas.
 
     Returns:
-        `task`, `n`, `seed`, `data_hash`, `runs` (the groups), `notes`, and `comparisons`: for each
-        group after the first, `run` and `figures`, a list of `figure`, `first`, `second`,
-        `difference`, `interval`, `p`, `method` and `verdict`.
+        A dict with `task`, `n`, `seed`, `data_hash`, `runs` (the groups), `notes`, and
+        `comparisons`, a list with a dict for each group after the first. This dict has `run`, the
+        group, and `figures`, a list with a dict for each metric: `figure` (its name), `first`,
+        `second`, `difference`, `interval`, `p`, `method` and `verdict`.
 
     Raises:
         UserError: If a run has no evaluation, or the runs were evaluated on different images, with
@@ -130,7 +133,10 @@ def compare(groups: Sequence[str]) -> Document:
 
 
 def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, Document]:
-    """Compare the metrics that all runs of both groups have; return a row for each, by name."""
+    """Compare the metrics that all runs of both groups have; return a row for each, by name.
+
+    Raises UserError if the runs of the two groups have different training seeds.
+    """
     by_seed = [{run.training_seed: run for run in group} for group in (first, second)]
     seeds = list(by_seed[0])
     if len(first) != len(second) or (

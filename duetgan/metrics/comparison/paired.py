@@ -30,9 +30,9 @@ def independent_figures(
 ) -> Difference:
     """Compare two metrics by their intervals, as if they were independent (Zou and Donner 2008).
 
-    Metrics of the same test images are correlated, so that the interval is too wide rather than too
-    narrow. p is that of a normal distribution whose mean is the difference, and whose 95 % interval
-    ends at the same limit on the side of 0.
+    Metrics on the same test images are correlated, which makes the interval too wide rather than
+    too narrow. The p-value is that of a normal distribution around the difference; its 95 %
+    interval has the same limit as the returned interval on the side of 0.
     """
     value = second - first
     if first_interval is None or second_interval is None:
@@ -44,10 +44,11 @@ def independent_figures(
 
 
 def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Compare pairs of runs that were trained with the same seeds, by Student's paired test.
+    """Compare pairs of runs of equal training seed by Student's paired test.
 
-    The interval covers the randomness of training, but not the choice of the test images, which all
-    runs have in common. There must be at least two pairs.
+    `first` and `second` have the metric of each pair's first and second run. The interval covers
+    the randomness of training, but not the choice of the test images, which all runs have in
+    common. There must be at least two pairs.
     """
     differences = np.asarray(second) - np.asarray(first)
     value = float(differences.mean())
@@ -59,7 +60,10 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def student(value: float, error: float, degrees: float, method: str) -> Difference:
-    """Test a difference with this standard error by Student's distribution."""
+    """Test a difference by Student's distribution with `degrees` degrees of freedom.
+
+    `value` is the difference, `error` is its standard error, and `method` is the name of the test.
+    """
     from scipy.stats import t
 
     half = float(t.ppf(0.975, degrees)) * error
@@ -69,7 +73,10 @@ def student(value: float, error: float, degrees: float, method: str) -> Differen
 
 
 def normal(value: float, error: float, method: str) -> Difference:
-    """Test a difference with this standard error by a normal distribution."""
+    """Test a difference by a normal distribution.
+
+    `value` is the difference, `error` is its standard error, and `method` is the name of the test.
+    """
     if error == 0:
         equal = value == 0
         return Difference(value, [0.0, 0.0] if equal else None, 1.0 if equal else None, method)
@@ -80,7 +87,8 @@ def normal(value: float, error: float, method: str) -> Difference:
 def holm(rows: Iterable[Document]) -> None:
     """Correct the `p` of rows in place for multiple tests (Holm 1979).
 
-    This bounds the chance of one or more false positives. Rows whose `p` is None are ignored.
+    The correction bounds the chance of one or more false positives. Rows whose `p` is None are
+    ignored.
     """
     tested = sorted((row for row in rows if row["p"] is not None), key=lambda row: row["p"])
     largest = 0.0

@@ -1,4 +1,4 @@
-"""Named feature extractors, and passes over images that all processes share."""
+"""Feature extractors, which are chosen by name, and passes over images that all processes share."""
 
 import os
 from argparse import Namespace
@@ -60,10 +60,10 @@ class Extractor:
 
 
 def pixel_features(spec: ImageSpec) -> Extractor:
-    """Return the extractor `pixels`: the image averaged down to 8x8 px, in [0, 1].
+    """Return the extractor `pixels`: its features are the image itself, averaged down to 8x8 px.
 
-    Colours are multiplied by alpha. The extractor needs no weights and hardly any time, but is only
-    a rough measure, meant for training.
+    The features are in [0, 1]; colours are multiplied by alpha. The extractor needs no weights and
+    hardly any time, but its metrics are rough. It is meant for evaluations during training.
     """
 
     def compute(images: Tensor) -> Tensor:
@@ -74,16 +74,17 @@ def pixel_features(spec: ImageSpec) -> Extractor:
     return Extractor("pixels", spec.channels * 64, compute, torch.device("cpu"))
 
 
-# Backgrounds behind transparent images. On one background alone, opaque pixels of its colour would
-# look transparent.
+# Backgrounds behind transparent images. There are two, because opaque pixels in the colour of a
+# background look transparent on it.
 BACKGROUNDS = {"grey": 128, "white": 255}
 
 
 def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
-    """Adapt an extractor of 8-bit grey or RGB images to images of `spec`.
+    """Return an extractor for images of `spec`, made of one for 8-bit grey or RGB images.
 
     `visible` converts the images. Transparent images are laid on each of BACKGROUNDS, and the
-    features are concatenated. The extractor's new name tells the channels and backgrounds.
+    features on all backgrounds are concatenated. The new extractor's name includes the channels and
+    the backgrounds.
     """
     if spec.plain:
         return extractor
@@ -102,7 +103,7 @@ def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
 
 
 def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
-    """Return the extractor of a classifier's pooled features, before its head.
+    """Return an extractor of a classifier's pooled features, which are the input of its head.
 
     `name` has the form `classifier:RUN`.
     """
@@ -125,7 +126,8 @@ def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
     """Convert unnormalised images [n, C, H, W] to the classifier's size, range and device.
 
-    Grey becomes RGB and RGB grey, as needed. Raises UserError if channels or data type do not fit.
+    Grey images become RGB, or RGB images grey, if the classifier takes that. Raises UserError if
+    channels or data type do not fit.
     """
     spec, channels = classifier.spec, images.shape[1]
     fits = channels == spec.channels or (spec.plain and channels in (1, 3))
@@ -151,9 +153,10 @@ PLACES = (
 
 
 def find_weights(weights: str | Path | None = None) -> Path | None:
-    """Return the ResNet-50 weights file that `weights`, $DUET_WEIGHTS or PLACES names, or None.
+    """Return the path of a ResNet-50 weights file, or None if there is none.
 
-    Raises UserError if the file that `weights` or the variable names does not exist.
+    The path is `weights`, else the environment variable DUET_WEIGHTS, else the first of PLACES that
+    exists. Raises UserError if `weights` or the variable is set to a file that does not exist.
     """
     for source, name in (("--weights", weights), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
         if name:
@@ -172,9 +175,10 @@ HOW_TO_GET = (
 
 
 def needed_weights(weights: str | Path | None, purpose: str, alternative: str = "") -> Path:
-    """Return the ResNet-50 weights file that `find_weights` finds.
+    """Return the path of a ResNet-50 weights file, as `find_weights` does.
 
-    Raises UserError if there is none; the message is `purpose`, HOW_TO_GET and `alternative`.
+    Raises UserError if there is no file. The message consists of `purpose`, HOW_TO_GET and
+    `alternative`.
     """
     if (path := find_weights(weights)) is None:
         raise UserError(f"{purpose}: {HOW_TO_GET}{alternative}")
@@ -184,10 +188,10 @@ def needed_weights(weights: str | Path | None, purpose: str, alternative: str = 
 def resnet50_features(
     weights: str | Path | None = None, *, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """Return the extractor of the 2048 pooled features of an ImageNet ResNet-50.
+    """Return an extractor of the 2048 pooled features of a ResNet-50 trained on ImageNet.
 
     Images whose sides are at most 64 px are scaled bilinearly to 64x64 px, others to 224x224 px.
-    Grey is repeated to three channels.
+    Grey images are repeated to three channels.
     """
     path = needed_weights(weights, "extractor resnet50 needs a weights file")
     device = torch.device(device)
@@ -218,9 +222,9 @@ def load_resnet50(path: Path) -> nn.Module:
     """Load a ResNet-50 without its head, float32, in evaluation mode.
 
     Args:
-        path: A `.safetensors` or `.pth` file with torchvision's parameter names. If the metadata of
-            a safetensors file says `stride: conv1 ...`, the network is He's original one. Otherwise
-            it is torchvision's, with the stride of 2 in `conv2`.
+        path: A `.safetensors` or `.pth` file with torchvision's parameter names. The network has
+            its strides of 2 in `conv2`, as torchvision's. If the metadata of a safetensors file
+            says `stride: conv1 ...`, it has them in `conv1`, as He's original network.
 
     Raises:
         UserError: If the file cannot be read, or a key or a shape does not fit.
@@ -235,7 +239,7 @@ def load_resnet50(path: Path) -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
-# Name -> function that makes an extractor of 8-bit grey or RGB images; extras add theirs.
+# Functions that make an extractor of 8-bit grey or RGB images, by name; extras add functions.
 WITH_WEIGHTS = {"resnet50": resnet50_features}
 
 
@@ -250,11 +254,11 @@ def build(
 ) -> list[Extractor]:
     """Build extractors from their names.
 
-    Names are `pixels`, `classifier`, `classifier:RUN_OR_FILE` and those of WITH_WEIGHTS.
+    Names are `pixels`, `classifier`, `classifier:RUN_OR_FILE` and the keys of WITH_WEIGHTS.
 
     Raises:
-        UserError: If a name is unknown or comes twice, a weights file is given for none or several
-            of the extractors, or a file or package that an extractor needs is missing.
+        UserError: If a name is unknown or occurs twice; if `weights` is given, but not exactly one
+            name is in WITH_WEIGHTS; or if a file or package that an extractor needs is missing.
     """
     choices = ("classifier", "pixels", *WITH_WEIGHTS)
     if weights and sum(name in WITH_WEIGHTS for name in names) != 1:
@@ -291,7 +295,8 @@ def build_extractors(
 ) -> list[Extractor]:
     """Build the extractors that command-line options name.
 
-    The defaults are the classifier, if one is given, and resnet50, if its weights are available.
+    By default, these are `classifier` if a classifier is given, and `resnet50` if its weights are
+    available. Raises UserError if there is none.
     """
     run, weights = options.classifier, options.weights
     if options.extractor:
@@ -328,13 +333,14 @@ def shared_pass(
     multiple: int = 1,  # the size of a chunk is a multiple of this
     progress: str = "",  # caption of the progress bar; if empty, there is no bar
 ) -> Iterator[T]:
-    """Share the chunks of images among the ranks and yield the results of `work`.
+    """Split images into chunks, share the chunks among the ranks, and yield the results of `work`.
 
-    Rank 0 yields all results in order, other ranks none. All ranks must exhaust the iterator. A
-    UserError of one rank is raised on all of them.
+    On rank 0, the iterator yields the result of every chunk in order; on other ranks it yields
+    nothing. All ranks must exhaust it. A UserError on one rank is raised on all ranks.
 
-    Neither the batch size nor the number of processes changes a chunk, which one process computes
-    as a whole: the last bits of float32 outputs depend on the images of a batch.
+    One process computes a whole chunk, and the chunks do not depend on `batch_size` or on the
+    number of processes. Results would otherwise differ, because the last bits of float32 outputs
+    depend on the images that are computed together.
     """
     size = max(1, chunk_size(side) // multiple) * multiple
     chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
@@ -362,10 +368,10 @@ def compute_features(
     batch_size: int = 64,
     progress: str = "",  # caption of the progress bar; if empty, there is no bar
 ) -> list[Tensor]:
-    """Compute the features of images under all extractors in one pass that the ranks share.
+    """Compute the features of images with all extractors, in one pass that the ranks share.
 
-    Returns the features under each extractor: [total, F] on rank 0, [0, F] on other ranks. All
-    ranks must call this.
+    Returns a list with the features of each extractor: [total, F] on rank 0, [0, F] on other ranks.
+    All ranks must call this function.
     """
     parts = [[torch.empty(0, extractor.dim)] for extractor in extractors]
 
@@ -383,7 +389,8 @@ def compute_features(
 class RealFeatures:
     """A cache of features of real images, for the repeated evaluations of a training run.
 
-    Its keys hold the dataset's content, the draw, and the extractor's name and weights.
+    Features are reused if the dataset's content, the selection of images, and the extractor's name
+    and weights are the same.
     """
 
     batch_size: int = 64
@@ -393,9 +400,10 @@ class RealFeatures:
     def get(
         self, dataset: Dataset, selection: Selection, extractors: Sequence[Extractor]
     ) -> list[Tensor]:
-        """Return the features of the selected images under each extractor.
+        """Return a list with the features of the selected images for each extractor.
 
-        All ranks must call this; only rank 0 gets the features.
+        All ranks must call this method. Only rank 0 gets the features; other ranks get empty
+        tensors.
         """
         keys = [
             (dataset.meta.content_hash, selection.key, extractor.name, extractor.source)

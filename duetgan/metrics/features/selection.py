@@ -1,4 +1,4 @@
-"""The images that an evaluation uses: a random choice of a dataset, and samples."""
+"""Choose the images of an evaluation: random images of a dataset, and a generator's samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Selection:
     key: str  # identifies the draw among all draws from the same dataset
 
     def images(self, dataset: Dataset, rows: range) -> Tensor:
-        """Read the images at these positions of the draw, [b, C, H, W]."""
+        """Read the selected images at the positions `rows` of the selection: [b, C, H, W]."""
         return torch.from_numpy(dataset.read(self.indices[rows.start : rows.stop])[0])
 
 
@@ -41,9 +41,10 @@ def select(
 
     Args:
         labels: Labels of the whole dataset, int64 [count].
-        seed: Seed of the draw, whose key is (seed, "eval", role).
+        seed: Seed of the draw. The random key is (seed, "eval", role).
         role: Name of the draw, such as "test".
-        multi_hot: Classes of each label, bool [labels, classes], if labels stand for sets of classes.
+        multi_hot: Classes of each label, bool [labels, classes], if labels stand for sets of
+            classes.
     """
     order = numpy_generator(seed, "eval", role).permutation(len(labels))
     required = np.zeros(len(order), dtype=bool)
@@ -60,7 +61,7 @@ def select(
 def draw_samples(
     generator: ImageGenerator, conditions: Tensor | None, indices: Sequence[int], *, seed: int
 ) -> Tensor:
-    """Generate samples in full float32; return uint8 images [n, C, H, W] for 8-bit generators.
+    """Generate samples in full float32 precision: images [n, C, H, W], uint8 for 8-bit generators.
 
     Sample i depends only on the seed, i and its condition.
 

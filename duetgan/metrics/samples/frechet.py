@@ -2,11 +2,11 @@
 
 Heusel et al. 2017, 1706.08500, equation 6.
 
-The variance is that of the infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6). The
-jackknife needs the distance's derivative by each image's weight, which follows from the
-decomposition that gives the distance. A bootstrap would take minutes to decompose covariances of
-2048 features for each resample, and would be biased: a resample that holds images twice has a
-narrower covariance than its source.
+The variance is that of the infinitesimal jackknife (Jaeckel 1972; Efron 1982, ch. 6). The jackknife
+needs the derivative of the distance by each image's weight. The decomposition that gives the
+distance also gives this derivative. A bootstrap would take minutes, because it would decompose
+covariances of 2048 features for each resample. It would also be biased: a resample holds images
+twice, so its covariance is narrower than that of its source.
 """
 
 import torch
@@ -19,10 +19,10 @@ def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
     """Return the Frechet distance of features [n, F] and [m, F], and its variance, in float64.
 
     The distance is |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), at least 0, in squared units of the
-    features. Covariances may be singular. The variance is over random draws of both sets, without
-    the bias: at small n, the distance is too large in every draw. If both sets come from the
-    same distribution, the variance is up to twice too large. Each set must have at least two
-    vectors.
+    features. Covariances may be singular. The variance is that over random draws of both sets. It
+    does not include the bias: at small n, the distance is too large in every draw. If both sets
+    come from the same distribution, the variance is up to twice too large. Each set must have at
+    least two vectors.
     """
     x, first_mean = _scaled(first)
     y, second_mean = _scaled(second)
@@ -42,7 +42,10 @@ def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
 
 
 def _scaled(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [n, F] with x' x = C, the features' covariance, and their mean [F], in float64."""
+    """Centre and scale features [n, F]; return them, x, and their former mean [F], in float64.
+
+    The scale is such that x' x is the features' covariance.
+    """
     features = features.cpu().double()
     mean = features.mean(0)
     return (features - mean) / (len(features) - 1) ** 0.5, mean
@@ -51,8 +54,9 @@ def _scaled(features: Tensor) -> tuple[Tensor, Tensor]:
 def _trace_of_root(x: Tensor, y: Tensor) -> tuple[float, tuple[Tensor, Tensor]]:
     """Return t = tr (C1 C2)^(1/2), and the influence of each row of x [n, F] and y [m, F] on 2 t.
 
-    t is the sum of the singular values s of x y' [n, m]. The influence of row i is sum_k s_k
-    u_ik^2, where u are the left singular vectors for x, and the right ones for y.
+    C1 is x' x, and C2 is y' y. t is the sum of the singular values s of x y' [n, m]. The influence
+    of row i is sum_k s_k u_ik^2, where u are the left singular vectors for x, and the right ones
+    for y.
 
     With more images than features, the eigenvectors of C1 = L L' and of L' C2 L, which are F x F,
     give the same result. Eigenvalues of symmetric matrices are stable, whereas a matrix square root
@@ -78,7 +82,10 @@ def _trace_of_root(x: Tensor, y: Tensor) -> tuple[float, tuple[Tensor, Tensor]]:
 
 
 def _above_rounding(eigenvalues: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop eigenvalues that are rounding errors of about 1e-16, as their roots would be 1e-8."""
+    """Drop eigenvalues that are only rounding errors, and their vectors.
+
+    The root of such an error, about 1e-16, would be 1e-8.
+    """
     largest = eigenvalues[-1:]  # eigenvalues ascend; empty for no dimensions
     rank = eigenvalues > largest.abs() * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps
     return eigenvalues[rank], vectors[:, rank]

@@ -14,13 +14,15 @@ def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: 
     """Return the mean over classes of the Frechet distance within each class, with its interval.
 
     Miyato and Koyama 2018, 1802.05637 (intra-FID). A generator that ignores its labels may have a
-    small distance over all classes together, but not within classes.
+    small distance over all classes together, but not within classes. A class with fewer than two
+    images has no distance, and its value is None.
 
     Args:
         samples: Features of the samples, [n, F].
         real: Features of real images, [n, F].
-        labels: Labels of both, int64 [n] or bool [n, classes].
-        classes: Number of classes. The value of a class of fewer than two images is None.
+        labels: Labels of the samples, which are also those of the real images, int64 [n] or bool
+            [n, classes].
+        classes: Number of classes.
     """
     members = multi_hot(labels, classes).T
     counts = members.sum(1).tolist()

@@ -1,4 +1,4 @@
-"""Recognised fraction and diversity of a generator's samples."""
+"""Compute the recognised fraction and the diversity of a generator's samples."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ def recognised(
     labels: Tensor,  # requested class, int64 [n]; bool [n, K] if samples have several labels
     thresholds: Tensor | None = None,  # of each label, [K], if samples have several labels
 ) -> Measured:
-    """Return the fraction of samples that a classifier, the judge, predicts as requested.
+    """Return the fraction of samples for which the judge predicts the requested class.
 
-    If samples have several labels, all must be predicted as requested. The value of a class is the
-    fraction of the samples of this class predicted to have the class; None if there are none.
+    The judge is a classifier. If samples have several labels, it must predict exactly the requested
+    labels. The value of a class is the fraction of its samples for which the judge predicts this
+    class; None if it has no samples.
     """
     classes = probabilities.shape[1]
     requested = multi_hot(labels, classes)
@@ -30,7 +31,7 @@ def recognised(
 
 
 def mean_distances(features: Tensor) -> Tensor:
-    """Return each vector's mean Euclidean distance to all others, float64 [n], of features [n, F].
+    """Return the mean Euclidean distance of each vector of [n, F] to all others, float64 [n].
 
     n must be at least 2.
     """
@@ -40,12 +41,12 @@ def mean_distances(features: Tensor) -> Tensor:
 
 
 def diversity_ratio(samples: Tensor, real: Tensor) -> Measured:
-    """Return the mean pairwise distance of samples [n, F] over that of real images [m, F].
+    """Return the mean distance between samples [n, F], divided by that between real images [m, F].
 
-    At 1, samples are as diverse as real images; at 0, all samples are the same. The 95 % interval,
-    over draws of both sets, is that of the infinitesimal jackknife. A bootstrap would be biased: an
-    image that is drawn twice is at distance 0 from itself. The value is None for fewer than two
-    samples or real images, or if all real images are the same.
+    At 1, samples are as diverse as real images; at 0, all samples are the same. The 95 % interval
+    is that of the infinitesimal jackknife, over draws of both sets. A bootstrap would be biased: an
+    image that is drawn twice is at distance 0 from itself. The value is None if there are fewer
+    than two samples or real images, or if all real images are the same.
     """
     if min(len(samples), len(real)) < 2:
         return Measured(None)
@@ -70,8 +71,8 @@ def diversity_by_class(
 ) -> Measured:
     """Return the diversity ratio of the least diverse class, with the ratios by class.
 
-    The ratio of a class is over its first samples and real images, equally many of each and at
-    most `images`.
+    The ratio of a class compares its first samples and its first real images, the same number of
+    each, at most `images`.
     """
     results, sizes = [], []
     for is_sample, is_real in zip(

@@ -17,9 +17,10 @@ def polynomial_kernel(first: Tensor, second: Tensor) -> Tensor:
 def squared_mmd(first: Tensor, second: Tensor) -> tuple[float, list[Tensor]]:
     """Return the squared MMD of features [n, F] and [m, F], and each image's influence on it.
 
-    The unbiased estimate of the maximum mean discrepancy (Gretton et al. 2012, equation 3) may be
-    below 0. The influences, [n] and [m], are its derivatives by the logarithms of the images'
-    weights; they sum to 0. Features must be float64, and n and m at least 2.
+    The squared MMD (maximum mean discrepancy) is estimated without bias (Gretton et al. 2012,
+    equation 3), so it may be below 0. An influence is the derivative of the estimate by the
+    logarithm of an image's weight. The influences, [n] and [m], sum to 0. Features must be float64,
+    and n and m at least 2.
     """
     inner, rows = [], []
     for features in (first, second):
@@ -40,7 +41,8 @@ def kernel_distance(first: Tensor, second: Tensor, *, seed: int) -> tuple[float,
 
     The distance is the mean unbiased squared MMD over SUBSETS random subsets; its expectation is 0
     for equal distributions. Subset i is drawn without replacement by the key (seed, "eval",
-    "kernel", i). Sets of equal size, at most SUBSET_SIZE, are compared once as a whole.
+    "kernel", i). Two sets of the same size, at most SUBSET_SIZE, are compared only once, as a
+    whole.
 
     The variance, over draws of both sets, is that of the infinitesimal jackknife. A bootstrap would
     be biased: an image that is drawn twice is unusually near to itself. If both sets come from the

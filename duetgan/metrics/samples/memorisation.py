@@ -1,6 +1,6 @@
 """Test if a generator copies training images, by nearest neighbours in a feature space.
 
-There are two tests, because each alone can mislead:
+There are two tests, because a single one can mislead:
 
 - Are samples nearer to training images than held-out images are? (`fraction_below`; as in Meehan,
   Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are bland or collapsed samples: the
@@ -35,7 +35,7 @@ LEVEL = 0.001  # significance level: one false alarm in a thousand evaluations
 
 @dataclass(frozen=True)
 class Nearest:
-    """Nearest reference image of each query image."""
+    """The nearest reference image of each query image, and the distance to it."""
 
     distances: Tensor  # float64 [n], Euclidean
     indices: Tensor  # int64 [n], rows of the references
@@ -67,7 +67,8 @@ def fraction_below(
 ) -> tuple[float, float, float]:
     """Return the fraction of samples that are unusually near to a training image.
 
-    Near is below a bound, the `tail` quantile of the distances of held-out images.
+    The distance of such a sample is below a bound, the `tail` quantile of the held-out images'
+    distances.
 
     Args:
         samples: Distance of each sample to the nearest training image, [n].
@@ -115,11 +116,12 @@ def training_bound(
 ) -> tuple[int, int, float]:
     """Test if the images nearest to samples are training images more often than by chance.
 
-    Null hypothesis: within each class, real images are training images at random.
+    The null hypothesis is that chance has divided the real images of each class into training and
+    held-out images.
 
     Returns:
-        The number of samples below the bound, the number of those that are nearer to a training
-        image than to any held-out image, and the p-value.
+        The number of samples below the bound; the number of these samples that are nearer to a
+        training image than to any held-out image; and the p-value.
     """
     nearer = to_train.distances < to_held_out.distances
     near = torch.minimum(to_train.distances, to_held_out.distances) < bound
@@ -167,7 +169,8 @@ def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[Do
 def search_extractor(extractors: Sequence[Extractor], spec: ImageSpec) -> Extractor:
     """Return the extractor for the search for copies: the first that is no classifier, or `pixels`.
 
-    In the features of a classifier, samples are too near to the images that it was trained on.
+    A classifier is not used, because its features place samples too near to the images that it was
+    trained on.
     """
     for extractor in extractors:
         if not extractor.name.startswith("classifier:"):
@@ -176,9 +179,10 @@ def search_extractor(extractors: Sequence[Extractor], spec: ImageSpec) -> Extrac
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
-    """Draw `searched` training images, or all if there are fewer; at least n, for the floor.
+    """Draw `searched` training images, but at least n, which the floor needs.
 
-    The first n do not depend on `searched`.
+    If there are not as many, all training images are drawn. The first n do not depend on
+    `searched`.
     """
     count = max(n, min(searched, len(labels)))
     return replace(
@@ -203,8 +207,9 @@ def search_copies(
     """Search the samples for copies of training images.
 
     Returns:
-        `extractor` and `weights`; the results of `memorisation`; and two lists of `pairs`:
-        `closest`, by rising distance, and `first`, the first samples.
+        `extractor` and `weights`; the results of `memorisation`; and two lists that `pairs` makes:
+        `closest`, the samples nearest to a training image, by rising distance, and `first`, the
+        first samples. Each list has at most PAIRS entries.
     """
     n = len(samples)
     names = train.dataset.meta.label_names
@@ -233,7 +238,10 @@ def pairs(
     records: Iterable[SupportsInt],
     distances: Iterable[SupportsFloat],
 ) -> list[Document]:
-    """List samples with record number and distance of the nearest training image, for JSON."""
+    """Return a dict for each sample, ready for JSON, about its nearest training image.
+
+    It has the sample's number and label, the image's record number, and their distance.
+    """
     return [
         {
             "sample": int(sample),
@@ -253,9 +261,10 @@ def neighbour_images(
     seed: int,
     conditions: Callable[[list[int]], np.ndarray] = np.array,
 ) -> tuple[list[Tensor], list[str]]:
-    """Return pictures of the pairs of `search_copies`, with captions.
+    """Return pictures of the samples that `search_copies` lists, and their captions.
 
-    A picture, uint8 [C, H, 2 W + gap], has the sample, generated again, left of the training image.
+    The samples are generated again. A picture, uint8 [C, H, 2 W + gap], has a sample on the left
+    and its nearest training image on the right.
 
     Args:
         copies: The result of `search_copies`.

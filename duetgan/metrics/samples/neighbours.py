@@ -1,9 +1,12 @@
-"""Precision, recall, density and coverage, plain and clipped, in one pass over all distances.
+"""Compute precision, recall, density and coverage, and the clipped forms of the last two.
 
-The ball of an image reaches to its k-th nearest neighbour in the image's own set. Everything is
-computed in float64 and in blocks, so that memory does not grow with the square of the number of
-images. Counts are separate for GROUPS groups of images, because the intervals follow from the
-metrics without each group.
+The metrics count how many samples and real images lie in the balls of other images. The ball of an
+image reaches to its k-th nearest neighbour in its own set, the samples or the real images. One pass
+over all distances makes the counts. It computes in float64 and in blocks, so that memory does not
+grow with the square of the number of images.
+
+The counts are separate for GROUPS groups of images, because the intervals follow from the values of
+a metric without each group.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +28,9 @@ SLACK = 1e-9  # relative enlargement, so that images on the surface of a ball ar
 
 
 def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield squared Euclidean distances between [n, F] and [m, F] in blocks, float64.
+    """Yield squared Euclidean distances between vectors [n, F] and [m, F] in blocks, float64.
 
-    A block is (rows, columns, distances [rows, columns]).
+    A block is (rows, columns, distances [rows, columns]); rows and columns are slices.
     """
     # centred features are smaller, so that cancellation loses fewer digits
     centre = second[:REFERENCE_BLOCK].double().mean(0)
@@ -45,7 +48,7 @@ def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slic
 
 
 def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k nearest references [m, F] of each query [n, F].
+    """Find the k references, of [m, F], that are nearest to each query, of [n, F].
 
     If queries and references are the same tensor, an image is no neighbour of itself.
 
@@ -77,9 +80,10 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbourhoods:
-    """Counts of m samples and n real images in each other's balls.
+    """Numbers of the m samples and n real images that lie in each other's balls.
 
-    The second dimension, G, separates the counts by the group of the counted image.
+    A row belongs to a sample, [m, G], or to a real image, [n, G]. Column g has only the counted
+    images of group g.
     """
 
     # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
@@ -130,25 +134,28 @@ def neighbourhoods(samples: Tensor, real: Tensor) -> Neighbourhoods:
 
 
 def _squared_radii(squares: Tensor, scale: float) -> Tensor:
-    """Enlarge squared radii a little, against rounding; `scale` is the variance of features."""
+    """Return squared radii, enlarged a little so that rounding excludes no image on a surface.
+
+    `scale` is the sum of the variances of the features.
+    """
     return squares * (1 + SLACK) + scale * 1e-12
 
 
 def _one_hot(count: int) -> Tensor:
-    """Return the group of each image as one-hot rows, float32 [count, G]."""
+    """Return the groups of `count` images as one-hot rows, float32 [count, G]."""
     groups = min(GROUPS, count)
     return torch.eye(groups)[torch.arange(count) % groups]
 
 
 class Estimate(NamedTuple):
-    """Mean over images of a function of their counts, and the mean without each group of images."""
+    """A mean over images, and the same mean computed again without each group of images."""
 
     value: float
-    without_averaged: Tensor  # [G]: without a group of the images that it averages over
-    without_counted: Tensor  # [G]: without a group of the images that it counts in balls
+    without_averaged: Tensor  # [G]: without each group of the images that are averaged
+    without_counted: Tensor  # [G]: without each group of the images that are counted in balls
 
     def measured(self, *, high: float = 1.0) -> Measured:
-        """Return the metric with a 95 % interval, by the jackknife over the groups of both sets."""
+        """Return the mean with a 95 % interval, by the jackknife over the groups of both sets."""
         variance = jackknife_variance(self.without_averaged)
         variance += jackknife_variance(self.without_counted)
         return Measured.normal(self.value, variance, low=0.0, high=high)
@@ -157,13 +164,17 @@ class Estimate(NamedTuple):
 def estimate(
     counts: Tensor, figure: Callable[[Tensor], Tensor], counted: int, *, rescale: bool = False
 ) -> Estimate:
-    """Average a metric of single images, over all images and without each group of images.
+    """Average a metric over A images, and again without each group of images.
+
+    Each of the A images has a count of images, for example the number of real images whose ball
+    holds a sample. The metric of an image is a function of its count. The groups that are left out
+    are those of the A images and those of the counted images.
 
     Args:
-        counts: For each of A images, the numbers of counted images in each group, [A, G].
-        figure: The metric of an image as a function of its total count, [A] -> [A].
-        counted: Number of images in the set that is counted.
-        rescale: If True, counts without a group are scaled up to the size of the whole set.
+        counts: Counts of the A images, [A, G]. Column g has only the counted images of group g.
+        figure: Function from the total counts, [A], to the metric of each image, [A].
+        counted: Size of the set that is counted.
+        rescale: If True, a count without a group is scaled up to the size of the whole set.
     """
     totals = counts.double().sum(1)
     values = figure(totals)
@@ -182,12 +193,18 @@ def estimate(
 
 
 def precision(near: Neighbourhoods) -> Measured:
-    """Return the fraction of samples in the manifold of real images, the union of their balls."""
+    """Return the fraction of samples in the manifold of real images.
+
+    The manifold is the union of the real images' balls.
+    """
     return estimate(near.manifold_of_real, _any, len(near.manifold_of_samples)).measured()
 
 
 def recall(near: Neighbourhoods) -> Measured:
-    """Return the fraction of real images in the manifold of samples, the union of their balls."""
+    """Return the fraction of real images in the manifold of samples.
+
+    The manifold is the union of the samples' balls.
+    """
     return estimate(near.manifold_of_samples, _any, len(near.manifold_of_real)).measured()
 
 
@@ -197,7 +214,8 @@ def recall(near: Neighbourhoods) -> Measured:
 def density(near: Neighbourhoods) -> Measured:
     """Return the mean number of real images' balls that hold a sample, divided by k.
 
-    About 1 if the samples are real images, above 1 if the samples concentrate in dense regions.
+    The density is about 1 if the samples are real images. It is above 1 if the samples concentrate
+    where real images are dense.
     """
     result = estimate(
         near.dense, lambda counts: counts / K_DENSITY, len(near.covering), rescale=True
@@ -206,7 +224,7 @@ def density(near: Neighbourhoods) -> Measured:
 
 
 def coverage(near: Neighbourhoods) -> Measured:
-    """Return the fraction of real images whose ball holds a sample.
+    """Return the fraction of real images whose ball holds at least one sample.
 
     It is about 1 - (1/2)^k if the samples are real images.
     """
@@ -219,10 +237,11 @@ def coverage(near: Neighbourhoods) -> Measured:
 
 
 def clipped_density(near: Neighbourhoods) -> Measured:
-    """Return the density of samples relative to that of real images, at most 1.
+    """Return the density of samples, divided by that of real images, at most 1.
 
-    Balls are limited to the radius of the median ball, and a sample adds at most 1. The value is 0
-    if the density of the real images is 0, because more than half of them are duplicates.
+    For both densities, a radius is at most the median radius, and an image adds at most 1. The
+    value is 0 if the density of the real images is 0, because more than half of them are
+    duplicates.
     """
     samples = estimate(near.clipped, _filled, len(near.covering), rescale=True)
     real = estimate(near.clipped_real, _filled, len(near.covering), rescale=True)
@@ -237,10 +256,11 @@ def clipped_density(near: Neighbourhoods) -> Measured:
 
 
 def clipped_coverage(near: Neighbourhoods) -> Measured:
-    """Return M / m if M ideal samples are expected to fill real images' balls as the m samples do.
+    """Return M / m if M ideal samples fill the real images' balls as well as the m samples do.
 
-    Ideal samples are distributed as the real images. The fullness of a ball is its number of
-    samples, at most k, divided by k.
+    Ideal samples have the distribution of the real images. The fullness of a ball is the number of
+    samples in it, at most k, divided by k. M is the number of ideal samples whose expected mean
+    fullness is that of the m samples.
     """
     samples = len(near.dense)
     fullness = estimate(near.covering, _filled, samples, rescale=True).measured()
@@ -255,11 +275,12 @@ def clipped_coverage(near: Neighbourhoods) -> Measured:
 
 
 def expected_fullness(samples: int, real: int, k: int) -> np.ndarray:
-    """Return the expected min(J, k) / k for M = 0 to `samples` draws, float64 [samples + 1].
+    """Return the expected fullness of a real image's ball for 0 to `samples` ideal samples.
 
-    J is the number of M draws from the distribution of N real images that lie in the ball to the
-    k-th nearest of the N - 1 other real images. J is beta-binomial with the parameters k and N - k
-    for any distribution (section 4.2 of the paper).
+    The result is float64 [samples + 1]. The fullness is min(J, k) / k if J of M ideal samples are
+    in the ball, which reaches to the k-th nearest of the N - 1 other real images. J is
+    beta-binomial with the parameters k and N - k for any distribution of the N real images (section
+    4.2 of the paper).
     """
     from scipy.stats import betabinom  # imported here because the import takes a second
 
@@ -273,5 +294,5 @@ def _any(counts: Tensor) -> Tensor:
 
 
 def _filled(counts: Tensor) -> Tensor:
-    """Return counts divided by K_DENSITY, at most 1."""
+    """Return the fullness of balls: counts divided by K_DENSITY, at most 1."""
     return (counts / K_DENSITY).clamp(max=1)
