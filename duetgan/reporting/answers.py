@@ -1,4 +1,4 @@
-"""Sentences about the metrics of a quickstart, for the top of its report and the end of its output."""
+"""Write sentences about a quickstart's metrics, for its report and for the end of its output."""
 
 from duetgan.reporting.run_files import Document
 from duetgan.utils.text import counted

@@ -1,7 +1,7 @@
-"""The numbers of a report: tiles and tables of a run's evaluation, training and data.
+"""Collect the numbers of a report: tiles and tables of a run's evaluation, training and data.
 
-A tile is a value with its meaning. There is no tile for a value that is missing from the run's
-files; a value of an unexpected type is shown as a dash.
+A tile shows a value and its meaning. A value that is missing from the run's files has no tile. A
+value of an unexpected type is shown as a dash.
 """
 
 import math
@@ -33,7 +33,10 @@ def change(value: float) -> str:
 
 
 def headline(run: Run) -> list[MetricTile]:
-    """Return the tiles at the top of the page: the main metrics and the first Frechet distance."""
+    """Return the tiles at the top of the page: the main metrics, and a Frechet distance.
+
+    The distance is that of the first extractor.
+    """
     tiles = _tiles(run, ("headline",))
     for row in as_dicts(run.evaluation.get("distances"))[:1]:
         context = [f"between real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
@@ -82,8 +85,11 @@ def progress(run: Run) -> list[Tile]:
 
 
 def data_tables(run: Run) -> list[Table]:
-    """Return a table of the data sets on which the run was trained and evaluated, and a table of
-    their numbers of images of each class.
+    """Return tables of the data sets on which the run was trained and evaluated.
+
+    The first table has a row for each data set. If the training images were changed during the run,
+    a second table lists them. The last table has the number of images of each class, if there are
+    classes.
     """
     rows = []
     counts = {}

@@ -1,5 +1,7 @@
-"""Images of a report, embedded in the page, and line charts as inline SVG, which
-matplotlib draws and the page's CSS colours for light and dark mode.
+"""Embed images and line charts in a report.
+
+Images are embedded as data URLs. Line charts are embedded as SVG, which matplotlib draws. The CSS
+of the page sets the colours of the charts, for light and for dark mode.
 """
 
 import base64
@@ -20,7 +22,7 @@ from duetgan.utils.text import number
 Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
 SIZE = 4.4, 2.2  # width and height in inches of 100 CSS px
-MOST_POINTS = 300  # largest number of points of a curve, evenly spaced; a chart shows no more
+MOST_POINTS = 300  # largest number of points of a curve; a longer curve is thinned evenly
 DOT = 5.0  # diameter in points (1/72 inch) of the dot for a value without a line
 # The y axis is logarithmic if the largest value is at least this many times the smallest.
 LOG_FROM = 100.0
@@ -48,12 +50,16 @@ STYLE: dict[Any, Any] = {
 
 
 class Chart:
-    """A line chart of one or several curves. If all values are positive, the y axis may be
-    logarithmic (LOG_FROM).
+    """A line chart of one or several curves, as SVG.
+
+    If all values are positive, the y axis may be logarithmic (LOG_FROM).
     """
 
     def __init__(self, series: Mapping[str, Points], *, title: str) -> None:
-        """Draw the chart. Raises ValueError if no series has a finite value."""
+        """Draw the chart. `series` has the points of each curve, by its name in the legend.
+
+        Raises ValueError if no series has a finite value.
+        """
         # name and last finite value of each curve, in the order of the colours
         self.legend: list[tuple[str, str]] = []
         values: list[float] = []
@@ -154,8 +160,10 @@ def samples(run: Run) -> list[Picture]:
 
 
 def picture(path: Path, caption: str) -> Picture:
-    """Return an image with its caption, embedded as a data URL. A large image is shrunk and stored
-    as JPEG. For an image that cannot be read, the caption is the error and the address is empty.
+    """Read an image file, and return its caption and its `address`, a data URL.
+
+    A large image is shrunk and stored as JPEG. If the file cannot be read, the caption is the error
+    and the address is empty.
     """
     try:
         content = files.read_file(path, files.IMAGE)

@@ -1,6 +1,6 @@
-"""HTML reports of a run folder's evaluation, samples, curves, commands and versions.
+"""Write HTML reports with the evaluation, samples, curves, commands and versions of a run.
 
-A report is one file without scripts that loads no other file. It names the parts that are missing
+A report is one file. It has no scripts and loads no other file. It names the parts that are missing
 because the run has not written them yet.
 """
 
@@ -23,8 +23,8 @@ from duetgan.utils.text import duration
 
 # --- titles of the charts
 
-# Pattern of keys of metrics.jsonl -> title of their chart. The first matching pattern counts;
-# `chart_of` gives the titles of other keys.
+# Titles of charts, by a pattern of keys of metrics.jsonl. If several patterns match, the first one
+# counts. `chart_of` makes the titles for other keys.
 CHARTS = {
     "loss/generator": "adversarial losses",
     "loss/discriminator": "adversarial losses",
@@ -41,8 +41,10 @@ CHARTS = {
 
 
 def chart_of(key: str) -> str:
-    """Return the title of the chart with the curve of `key`: `val/accuracy` and `accuracy/train`
-    are in one chart, all `logits/...` in another.
+    """Return the title of the chart that shows the curve of `key`, a key of metrics.jsonl.
+
+    Keys with the same title share a chart. For example, `val/accuracy` and `accuracy/train` share
+    one, and all `logits/...` share another.
     """
     first, _, name = key.partition("/")
     title = first
@@ -61,8 +63,9 @@ def chart_of(key: str) -> str:
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write RUN_DIR/report.html and return its path. The page includes the commands to repeat the
-    training and the last evaluation.
+    """Write RUN_DIR/report.html and return its path.
+
+    The page includes the commands to repeat the training and the last evaluation.
     """
     run = Run(run_dir)
     config, evaluation = run.folder / "config.yaml", run.folder / "eval" / "command.txt"
@@ -93,7 +96,7 @@ def write_quickstart_report(
     classifier: bool = True,  # True if a classifier was trained
     answers: Sequence[str] = (),  # sentences about the metrics
 ) -> Path:
-    """Write `folder/report.html` with the quickstart's runs in one page and return its path."""
+    """Write `folder/report.html`, a page about all runs of the quickstart, and return its path."""
     folder = Path(folder)
     runs = {}
     if classifier:
@@ -116,8 +119,9 @@ def write_quickstart_report(
 
 
 def write_page(path: Path, **values: object) -> Path:
-    """Write the page of `values`, which are escaped, and of the versions of the environment; return
-    its path.
+    """Fill the template report.html.j2 with `values`, write the page to `path`, and return `path`.
+
+    Text in the values is escaped. The page also shows `environment`, the versions and hardware.
     """
     # This import is here so that the start of a training does not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -138,7 +142,10 @@ def write_page(path: Path, **values: object) -> Path:
 
 
 def charts(run: Run) -> list[Chart | str]:
-    """Return the charts of a training. A message replaces a chart without finite values."""
+    """Return the charts of a training.
+
+    If a chart would have no finite value, the list has a message in place of the chart.
+    """
     series = run.series
     groups: dict[str, list[str]] = {}
     for key in series:

@@ -55,8 +55,10 @@ class Run:
         return value if isinstance(value, dict) else {}
 
     def _records(self) -> list[Record]:
-        """Return one record for each step in metrics.jsonl. Of several records of a step, later
-        values replace earlier ones. Damaged lines are skipped.
+        """Return one record for each step in metrics.jsonl, in order of steps.
+
+        If a step has several records, they are merged, and later values replace earlier ones.
+        Damaged lines are skipped.
         """
         by_step: dict[int, Record] = {}
         for line in self._text("metrics.jsonl").splitlines():
@@ -72,8 +74,9 @@ class Run:
 
     @property
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """The points (step, value) of every scalar in metrics.jsonl except COUNTS, by key. The
-        value is NaN if it was not finite or exceeds MAX_VALUE.
+        """The points (step, value) of each number in metrics.jsonl, by key.
+
+        The keys in COUNTS are left out. A value is NaN if it was not finite or exceeds MAX_VALUE.
         """
         series: dict[str, list[tuple[float, float]]] = {}
         for record in self.records:
