@@ -1,8 +1,8 @@
 """Open LMDB files for reading, and check them before the first read.
 
-py-lmdb refuses to open a file twice in one process, and a handle must not be used across a fork.
-Therefore the readers of a process share one handle per file, which is closed with its last
-reference, and a forked child opens its own.
+py-lmdb refuses to open a file twice in one process. Therefore all readers of a file in a process
+share one handle. The file is closed when nothing refers to the handle any more. A handle must not
+be used across a fork, so a forked child opens the file again.
 """
 
 import ctypes
@@ -38,7 +38,8 @@ MAGIC = bytes.fromhex("dec0efbe")  # at byte 16 of an LMDB file, little-endian
 class RawBlocks:
     """Addresses, in the mapped file, of the verified raw blocks of one resolution.
 
-    py-lmdb touches every page of a value at each `get`, so a block should be fetched only once.
+    With an address, images are copied without LMDB. py-lmdb touches every page of a block at each
+    `get`, so a block should be fetched only once.
     """
 
     def __init__(self, item: np.dtype, count: int) -> None:
@@ -50,7 +51,7 @@ class RawBlocks:
         self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))
 
     def add(self, block: int, pixels: np.ndarray) -> None:
-        """Add a block: `pixels` is a view into the file, uint8 [bytes]."""
+        """Add a verified block; `pixels` is a view into the file, uint8 [bytes]."""
         low, high, _ = self._view
         address = pixels.ctypes.data
         first, end = min(low or address, address), max(high, address + pixels.nbytes)
@@ -89,10 +90,10 @@ class RawBlocks:
 
 
 class Handle:
-    """An open file of this process.
+    """An open LMDB file of this process.
 
-    Views into the file are valid while the handle exists: their users must keep a reference to the
-    handle.
+    Views into the file are valid only as long as the handle exists, so each user of a view must
+    keep a reference to the handle.
     """
 
     def __init__(self, environment: lmdb.Environment) -> None:
@@ -105,13 +106,13 @@ class Handle:
 
 
 _lock = threading.RLock()
-# Open files by (device, inode). A handle has no __del__ that closes its file: another thread could
-# acquire the handle while it runs.
+# Open files by (device, inode). A handle does not close its file in a method __del__, because
+# another thread could acquire the handle while __del__ runs.
 _handles: dict[tuple[int, int], tuple[weakref.ref[Handle], lmdb.Environment]] = {}
 
 
 def acquire(path: Path) -> Handle:
-    """Return the process's handle of `path`. Opens and checks the file unless it is open.
+    """Return the process's handle of the file `path`. If the file is not open, check and open it.
 
     Raises UserError for a file that is missing, truncated or not an LMDB file.
     """
@@ -247,7 +248,7 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
 
 
 def _forked_child() -> None:
-    """Close the parent's files in a forked child. This unmaps the child's copy only."""
+    """Close the parent's files in a forked child. In the parent, they stay open."""
     global _lock
     _lock = threading.RLock()
     for _, environment in list(_handles.values()):

@@ -1,5 +1,6 @@
-"""The record format of a packed data set, version 1: keys, entries, metadata. It is described in
-docs/lmdb.md.
+"""Define the record format of a packed data set, version 1: keys, entries, metadata.
+
+docs/lmdb.md describes the format.
 """
 
 import hashlib
@@ -63,7 +64,7 @@ Side = Annotated[int, Interval(ge=0, le=MOST_SIDE)]  # px
 
 
 class Split(Stored):
-    """The split of a larger data set of which a file has one part (data/packing)."""
+    """A file's part of a larger data set, and how the data set was split (data/packing)."""
 
     part: Literal["train", "val"]
     share: Probability  # held-out fraction
@@ -86,17 +87,17 @@ class Completion(Stored):
 class Meta(Stored):
     """The metadata of a packed data set.
 
-    `mean` and `std` are per channel over all pixels of all images at the largest resolution, scaled
-    so that the pixel format's range, low to high, becomes [0, 1]. `resolutions` has the shorter
-    sides of the images in ascending order (several: a pyramid), or 0 for images of individual sizes
-    (encoding "source"). `size` is the size, at the largest resolution, of images that are not
-    square.
+    `mean` and `std` have a value for each channel, over all pixels of all images at the largest
+    resolution. They are scaled so that the pixel format's range, low to high, becomes [0, 1].
+    `resolutions` has the shorter sides of the images in px, ascending. If there are several, each
+    image is stored at all of them. For images of individual sizes (encoding "source") it is [0].
+    `size` is set for images that are not square: it is their size at the largest resolution.
 
     An image's label is the index of a class. If images may have several classes or none, the label
-    is the index of one of `sets`, each an ascending list of class indices.
+    is an index into `sets`, and each set is an ascending list of class indices.
 
-    `split` is set for a part of a larger data set (data/packing). `passport` describes the
-    generator of the images (utils/checkpoint/provenance.py).
+    `split` is set for a part of a larger data set (data/packing). For generated images, `passport`
+    describes the generator (utils/checkpoint/provenance.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -196,7 +197,10 @@ class Meta(Stored):
 
     @property
     def labels(self) -> int:
-        """Number of classes, or with `sets` of label sets; 0 if unlabelled."""
+        """Number of different labels, which are label sets if there are `sets`, else classes.
+
+        It is 0 if the data set is unlabelled.
+        """
         return len(self.classes if self.sets is None else self.sets)
 
     @property
@@ -207,10 +211,10 @@ class Meta(Stored):
         return multi_hot(self.sets, len(self.classes))
 
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Convert labels int64 [n] to the input of conditional networks.
+        """Convert labels, int64 [n], to the input of conditional networks.
 
-        The result is the labels themselves; with label sets (`sets`), it is multi-hot vectors,
-        float32 [n, classes].
+        Without label sets (`sets`), this is the labels themselves. With label sets, it is multi-hot
+        vectors, float32 [n, classes].
         """
         if self.sets is None:
             return np.asarray(labels)
@@ -226,7 +230,7 @@ class Meta(Stored):
 
     @property
     def label_names(self) -> list[str]:
-        """Name of each label: of its class, or the joined names of its classes."""
+        """Name of each label: the name of its class, or the joined names of its classes."""
         return self.classes if self.sets is None else set_names(self.classes, self.sets)
 
     def check_room(self, size: int, entries: int) -> None:
@@ -261,8 +265,8 @@ def multi_hot(label_sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
 def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:
     """Raise ValueError for a wrong list of resolutions.
 
-    Each side must be twice the previous one, and the largest that of the images. For encoding
-    "source" the only side is 0.
+    Each side must be twice the previous one, and the largest must be the shorter side of `image`.
+    For encoding "source", the only side is 0.
     """
     doubled = all(larger == 2 * smaller > 0 for smaller, larger in itertools.pairwise(sides))
     if not doubled or (sides[0] == 0) != (encoding == "source") or image.side != sides[-1]:

@@ -31,16 +31,16 @@ NAMES = TypeAdapter(list[str])
 
 
 class LMDBReader(AbstractContextManager["LMDBReader"]):
-    """Images and labels of a packed file by index, at one of its resolutions (default: the
-    largest).
+    """A reader of the images and labels of a packed file, by index and at one resolution.
 
-    `resolution` is the images' shorter side in px, or 0 for images of individual sizes.
+    `resolution` is the shorter side of the images in px, by default the largest that is stored. It
+    is 0 for images of individual sizes.
 
     Opening raises UserError for a file that is missing, made by another program, truncated,
-    unfinished or of a newer version. Reading compares checksums: of a raw block at its first use in
-    the process, of an encoded image every time. A mismatch raises DamageError with the record. A
-    reader may be pickled, used after a fork and by several threads; each process opens the file
-    itself.
+    unfinished or of a newer version. Reading verifies checksums: a raw block's when the process
+    first uses the block, an encoded image's every time. A mismatch raises DamageError, which names
+    the record. A reader may be pickled, used after a fork, and used by several threads. Each
+    process opens the file itself.
     """
 
     def __init__(self, path: str | Path, *, resolution: int | None = None) -> None:
@@ -79,7 +79,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def labels(self) -> np.ndarray:
         """Return all labels, int64 [count], read-only.
 
-        Raises DamageError, also for a label without a class.
+        Raises DamageError for a damaged index, and for a label without a class.
         """
         if self._labels is None:
             handle = self.handle()
@@ -99,9 +99,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return self._labels
 
     def signatures(self) -> np.ndarray:
-        """Return the signatures by which duplicates are found: SIGNATURE [count].
+        """Return the signatures of all images, SIGNATURE [count], by which duplicates are found.
 
-        See data/lmdb/format.py. Raises DamageError.
+        data/lmdb/format.py describes the type SIGNATURE. Raises DamageError.
         """
         parts = []
         for records, value in self._read_groups(SIGNATURE_KEY, "signatures"):
@@ -111,7 +111,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return np.concatenate(parts)
 
     def names(self) -> list[str]:
-        """Return the images' names in the packed source, "" for images without a name.
+        """Return the images' names in the packed source, with "" for an image without a name.
 
         Raises DamageError.
         """
@@ -129,10 +129,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return names
 
     def _read_groups(self, key: bytes, content: str) -> Iterator[tuple[range, bytes]]:
-        """Read the values of `key`, each of which is for a group of SIGNATURES images.
+        """Yield the records of each group of SIGNATURES images, and the group's value for `key`.
 
-        Yields the records of a group, and the group's value without the checksum; b"" for no value.
-        `content` names the value in messages.
+        The records are a range. The value comes without its checksum; it is b"" if the file has
+        none. The group's number is inserted into `key`. `content` names the value in messages.
         """
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):
@@ -144,7 +144,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks (raw images) or index records (encoded ones)."""
+        """Number of blocks of images; each has a record with its index."""
         return -(-len(self) // self.block)
 
     def block_range(self, block: int) -> range:
@@ -214,7 +214,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 raise self.damage([index], str(error)) from None
 
     def damaged_in_raw_block(self, transaction: lmdb.Transaction, block: int) -> Iterator[int]:
-        """Yield the records of a raw block whose image does not match its checksum."""
+        """Yield the numbers of records in a raw block whose images do not match their checksums."""
         _, entries = self.index_record(transaction, block)
         images = self.raw_block(transaction, block)
         for record, entry, image in zip(self.block_range(block), entries, images, strict=True):
@@ -236,7 +236,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return {**self.__dict__, "_handle": None, "_labels": None}
 
     def handle(self) -> Handle:
-        """Return this process's handle, opened if need be. Raises UserError if the file changed."""
+        """Return this process's handle of the file, and open the file first if it is not open.
+
+        Raises UserError if the file has been replaced by another data set.
+        """
         handle = self._handle
         if handle is None or handle.pid != os.getpid():
             handle = acquire(self.path)
@@ -250,7 +253,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def _get(self, transaction: lmdb.Transaction, key: bytes, records: range) -> memoryview:
         """Return the value of a key as a view into the file, empty if the key is missing.
 
-        `records` are those that the value describes, for DamageError.
+        A DamageError names `records`, the records that the value describes.
         """
         try:
             return memoryview(transaction.get(key, b""))
@@ -260,10 +263,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def gather(
         self, records: np.ndarray, out: np.ndarray, positions: np.ndarray | None = None
     ) -> None:
-        """Copy raw images into `out`, [n, C, H, W] of the file's depth, by one gather.
+        """Copy raw images into `out`, an array [n, C, H, W] of the file's data type, at once.
 
-        Record i is copied to `out[positions[i]]` (default: `out[i]`). Raises DamageError for any
-        damage in the blocks of the records.
+        Image i, of record `records[i]`, is copied to `out[positions[i]]` (default: `out[i]`).
+        Raises DamageError if a block that holds one of these records is damaged.
         """
         blocks, rows = np.divmod(records, self.block)
         handle = self.handle()  # The reference keeps the file mapped until the copy is made.
@@ -284,9 +287,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return image[0].transpose(1, 2, 0)
 
     def _verified(self, handle: Handle, block: int) -> np.ndarray:
-        """Return the bytes of a raw block, uint8, after checking its checksum.
+        """Verify the checksum of a raw block, and return the block's bytes, uint8.
 
-        Raises DamageError for the damaged records of the block.
+        Raises DamageError, which names the damaged records of the block.
         """
         pixels = self.raw_block(handle.transaction, block).reshape(-1).view(np.uint8)
         head, _ = self.index_record(handle.transaction, block)

@@ -1,4 +1,4 @@
-"""An image ready to be stored, and the common layout of a file's images."""
+"""Define an encoded image that is ready to be stored, and the layout that a file's images share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +33,11 @@ class Layout:
         smallest: int | None = None,
         ranged: bool = True,
     ) -> "Layout":
-        """Return the layout for images like `image`, with a pyramid down to the side `smallest` px.
+        """Return the layout of a file of images with the size and format `image`.
 
-        Raises ValueError if the images cannot be halved down to `smallest`.
+        With `smallest`, each image is also stored at half its size, at a quarter of it, and so on,
+        until its shorter side is `smallest` px. Raises ValueError if the size cannot be halved down
+        to that.
         """
         sides = [image.side]
         while smallest is not None and sides[0] > smallest and sides[0] % 2 == 0:
@@ -46,7 +48,7 @@ class Layout:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The layout as fields of Meta."""
+        """The fields of Meta that describe the layout."""
         size, pixels = self.spec.resolution, self.spec.pixel_format
         return {
             "channels": self.spec.channels,
@@ -59,7 +61,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Record:
-    """An image encoded at every resolution, with its statistics."""
+    """An image that is encoded at every resolution, with its statistics."""
 
     label: int
     entries: np.ndarray  # ENTRY [resolutions]
@@ -85,10 +87,12 @@ def value_ends(image: np.ndarray) -> tuple[float, float]:
 
 
 def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
-    """Return the range of a file's pixel format from the smallest and largest value of its images.
+    """Return the range (low, high) of the values in a file's pixel format.
 
-    For integers it is 0 to the largest number of as many bits, so that for example 12 bits give the
-    same range in each part of a data set. For floats it is unchanged.
+    `low` and `high` are the smallest and the largest value of the file's images. For uint16, the
+    range is 0 to 2^b - 1, where b is the number of bits of `high`. All parts of a data set of
+    12-bit images then have the same range. For floats, the range is `low` to `high`; if both are
+    equal, `high` is increased by 1.
     """
     if depth == "uint16":
         return 0.0, float((1 << max(1, int(high).bit_length())) - 1)
@@ -98,9 +102,10 @@ def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
 def mean_and_std(
     sums: np.ndarray, pixels: int, low: float = 0.0, high: float = 255.0
 ) -> tuple[list[float], list[float]]:
-    """Return mean and population deviation per channel, scaled so that low..high becomes [0, 1].
+    """Return the mean and the population standard deviation of the values in each channel.
 
-    `sums` is the sum of `pixel_sums`, [2, C], over `pixels` pixels.
+    Both are scaled so that low..high becomes [0, 1]. `sums`, [2, C], has the sums of the values and
+    of their squares over `pixels` pixels.
     """
     mean, square = sums / pixels
     deviation = np.sqrt(np.maximum(square - mean**2, 0))

@@ -9,9 +9,9 @@ from duetgan.utils.images import visible
 
 
 def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
-    """Return the image [H, W, C] of a record and its label, 0 if unlabelled.
+    """Return the image [H, W, C] of a record, and its label, which is 0 if the file has no labels.
 
-    Raises IndexError and DamageError.
+    Raises IndexError for a number without a record, and DamageError for a damaged record.
     """
     if not 0 <= index < len(reader):
         raise IndexError(f"record {index} of {len(reader)}")
@@ -28,6 +28,9 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
 
 
 def visible_image(reader: LMDBReader, index: int) -> np.ndarray:
-    """Return a record's image for display, uint8 [H, W, 1 or 3]. Raises DamageError."""
+    """Return a record's image for display, uint8 [H, W, 1 or 3].
+
+    Raises IndexError and DamageError, as `stored_image` does.
+    """
     pixels, _ = stored_image(reader, index)
     return np.asarray(visible(pixels.transpose(2, 0, 1), reader.spec)).transpose(1, 2, 0)

@@ -1,5 +1,7 @@
-"""Check a file's pages before LMDB reads them: at a page that was zeroed or has a wrong number the
-library ends the process (SIGABRT, SIGBUS).
+"""Check the pages of a packed file before the LMDB library reads them.
+
+At a page that was zeroed or has a wrong number, the library would end the process (SIGABRT,
+SIGBUS).
 
 The format is that of lmdb 0.9 (`mdb.c`: MDB_page, MDB_node, MDB_meta) on little-endian 64-bit
 machines. A page starts with its number (u64), u16, flags (u16), and the start and end of its free
@@ -29,7 +31,7 @@ META_AT = HEAD + 24 + 48 + 6
 def check_tree(descriptor: int, page_size: int, size: int) -> None:
     """Check the pages of a file's tree, but do not read the values in overflow pages.
 
-    A page of 4 KiB is read for about a hundred records. Raises ValueError for damage.
+    This reads a page of 4 KiB for about a hundred records. Raises ValueError for damage.
     """
     metas = []
     for start in (META_AT, page_size + META_AT):
@@ -53,7 +55,10 @@ def check_tree(descriptor: int, page_size: int, size: int) -> None:
 
 
 def _read(descriptor: int, page_size: int, numbers: np.ndarray) -> np.ndarray:
-    """Read pages: uint8 [n, page_size]. Raises ValueError for an incomplete page."""
+    """Read the pages with these numbers: uint8 [n, page_size].
+
+    Raises ValueError if the file ends before one of them.
+    """
     content = b"".join(
         os.pread(descriptor, page_size, number * page_size) for number in numbers.tolist()
     )
@@ -63,9 +68,11 @@ def _read(descriptor: int, page_size: int, numbers: np.ndarray) -> np.ndarray:
 
 
 def _check_pages(pages: np.ndarray, numbers: np.ndarray, branch: bool, size: int) -> np.ndarray:
-    """Check pages of one level, and return the numbers of their child pages: uint64 [n].
+    """Check the pages of one level of the tree; return the numbers of their children, uint64 [n].
 
-    Raises ValueError for damage.
+    `pages` are the bytes of the pages, uint8 [pages, bytes], and `numbers` are the numbers that
+    they should have. `branch` is True if they should have child pages. Raises ValueError for
+    damage.
     """
     count, end = pages.shape
     words = np.ndarray((pages.size - 1,), "<u2", pages, strides=(1,))  # a word from each byte

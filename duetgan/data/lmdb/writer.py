@@ -1,5 +1,6 @@
-"""Write a packed data set: `LMDBWriter` writes a hidden file next to its target, and renames it
-when it is complete.
+"""Write a packed data set.
+
+`LMDBWriter` writes a hidden file next to its target, and renames it when it is complete.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ FIRST_MAP = 64 << 20  # bytes; doubled when it is full
 
 
 class _Level:
-    """The images of the incomplete block at one resolution."""
+    """The images of one resolution that are collected until their block is complete."""
 
     def __init__(self, side: int, layout: Layout) -> None:
         self.side = side
@@ -64,15 +65,16 @@ class _Level:
 
 
 class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
-    """Write images one by one. `finish` completes the file and gives it its name.
+    """A writer of a packed file, image by image. `finish` completes the file and gives it its name.
 
     Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with`
-    block without `finish` removes the file. The next run overwrites that of a killed process.
+    block without `finish` removes the file. If the process is killed, the file remains, and the
+    next writer of NAME overwrites it.
 
     Raises:
         UserError: if the target exists and `overwrite` is false, if another process is writing it,
             or if the disk is full.
-        ValueError: for a passport that could not be read back.
+        ValueError: for a passport (the origin of generated images) that could not be read back.
     """
 
     def __init__(
@@ -142,9 +144,9 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._commit()
 
     def add_record(self, record: Record, name: str = "") -> None:
-        """Append an image.
+        """Append an image; `name` is its name in the source.
 
-        `name` is the image's name in the source. Raises ValueError for an unknown label.
+        Raises ValueError for an unknown label.
         """
         if not 0 <= record.label < max(1, self.labels):
             raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
@@ -207,7 +209,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             self._commit()
 
     def _commit(self) -> None:
-        """Write the batch in one transaction. If the map is full, double it and try again."""
+        """Write the batch in one transaction.
+
+        If the LMDB map is full, double it and try again.
+        """
         with writing(self.path, lmdb.Error):
             try:
                 with self._environment.begin(write=True) as transaction:
@@ -222,7 +227,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._batch, self._batch_bytes = [], 0
 
     def finish(self) -> Meta:
-        """Write metadata and completion record, sync and rename the file.
+        """Write the metadata and the completion record, sync the file to the disk, and rename it.
 
         Raises ValueError if no image was added.
         """
@@ -231,8 +236,11 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         return meta
 
     def complete(self, split: Split | None = None) -> Meta:
-        """Write metadata and completion record, and sync. The file keeps its hidden name until
-        `publish`, so that several files can appear together. Raises ValueError without images.
+        """Write the metadata and the completion record, and sync the file to the disk.
+
+        The file keeps its hidden name until `publish`, so that several complete files can be
+        renamed together. `split`, if given, replaces the writer's. Raises ValueError if no image
+        was added.
         """
         if not self.count:
             raise ValueError("no images were added")
@@ -295,7 +303,11 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise UserError if `path`, or the target of a link, must not be written."""
+    """Raise UserError if `path` must not be written.
+
+    If `path` is a link, this is checked for its target. An existing file may be written only if
+    `overwrite` is true.
+    """
     if path.is_dir():
         raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")
     with explained(files.Refused, lambda error: f"{path} {error}: choose another name"):

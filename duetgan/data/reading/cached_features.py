@@ -12,7 +12,7 @@ from duetgan.data.reading.loader import Batch
 class CachedFeatures:
     """The outputs of a network's first stages for every image of a data set.
 
-    Index i is image i of the data set. Synthetic images follow the real ones.
+    Row i is for image i of the data set. Synthetic images follow the real ones.
     """
 
     rows: np.ndarray  # uint8 [count, bytes of an image's features], in memory or a mapped file

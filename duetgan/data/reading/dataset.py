@@ -1,6 +1,4 @@
-"""The data set of training and evaluation: images of packed files or tar files at one resolution,
-decoded by threads.
-"""
+"""The data set of training and evaluation: images of packed files at one resolution."""
 
 import hashlib
 import os
@@ -29,18 +27,20 @@ CHUNKS = 4  # chunks of a batch per thread, so that no thread waits long for the
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Images and labels by index, from one packed file or from several concatenated ones.
+    """Images and labels by index, from one packed file or from several concatenated files.
 
-    All images have one size, that of `spec`. A stored resolution is read unchanged. For any
-    other, images of the next larger resolution (or of individual sizes) are centre-cropped and
-    scaled. With `crop`, and if `read` gets keys, a random part of every image is scaled instead.
+    All images are read at one size, that of `spec`. If this size is stored, the images are not
+    changed. Otherwise, images of the next larger resolution, or of individual sizes, are
+    centre-cropped and scaled. If there is a `crop`, and `read` gets keys, a random part of every
+    image is scaled instead of the centre.
 
     Raw images of a stored resolution are copied at memory speed in the calling thread. All other
     images are decoded by `workers` threads (0: in the calling thread); the result does not depend
-    on their number. A Dataset may be pickled and used after a fork; each process opens the files
+    on their number. A Dataset may be pickled and used after a fork. Each process opens the files
     itself.
 
-    Raises UserError for files that do not belong together, or are smaller than the resolution.
+    Raises UserError for files that do not belong together, or whose images are smaller than the
+    resolution.
     """
 
     # Synthetic images of the training set, only in a MixedDataset (data/reading/mixture.py).
@@ -117,9 +117,10 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self.label_numbers()
 
     def label_numbers(self) -> np.ndarray:
-        """Return all labels, indices into `classes` or `meta.sets`: int64 [count], read-only.
+        """Return all labels, int64 [count], read-only.
 
-        Raises DamageError.
+        A label is an index into `meta.sets`, or into `classes` if there are no label sets. Raises
+        DamageError.
         """
         if self._labels is None:
             labels = np.concatenate([shard.labels() for shard in self.shards])
@@ -130,7 +131,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self._labels
 
     def relabel(self, classes: Sequence[str]) -> None:
-        """Make labels indices into `classes`, which must include all classes of the files.
+        """Change the labels to indices into `classes`, which must include all classes of the files.
 
         Raises DamageError.
         """
@@ -140,14 +141,14 @@ class Dataset(AbstractContextManager["Dataset"]):
         self.meta = self.meta.model_copy(update={"classes": list(classes), "histogram": histogram})
 
     def signatures(self) -> np.ndarray:
-        """Return the signatures by which duplicates are found: SIGNATURE [count].
+        """Return the signatures of all images, SIGNATURE [count], by which duplicates are found.
 
-        See data/lmdb/format.py. Raises DamageError.
+        data/lmdb/format.py describes the type SIGNATURE. Raises DamageError.
         """
         return np.concatenate([shard.signatures() for shard in self.shards])
 
     def image(self, index: int) -> tuple[np.ndarray, int]:
-        """Return an image as it is stored, [H, W, C], and its label.
+        """Return an image in its stored form, [H, W, C], and its label.
 
         Raises IndexError and DamageError.
         """
@@ -165,11 +166,11 @@ class Dataset(AbstractContextManager["Dataset"]):
 
         Args:
             indices: int64 [n].
-            keys: keys of random crops; a crop depends only on its sample's key and `self.crop`.
+            keys: keys of random crops. A crop depends only on its sample's key and on `self.crop`.
 
         Returns:
-            Images [n, C, H, W] of type `spec.depth`, channels last in memory if they are decoded,
-            and labels int64 [n], see `label_numbers`; unlabelled images have label 0.
+            Images [n, C, H, W] of type `spec.depth`, and labels int64 [n] (see `label_numbers`).
+            Decoded images are channels last in memory. Unlabelled images have label 0.
 
         Raises:
             IndexError: for an index outside 0..len-1.
@@ -221,7 +222,7 @@ class Dataset(AbstractContextManager["Dataset"]):
     # --- images that must be decoded or scaled
 
     def _decode(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:
-        """Fill `images` in this thread or, in chunks, in the thread pool."""
+        """Decode records into `images`: in this thread, or in chunks in the thread pool."""
         if self.workers == 0 or len(chosen) == 1:
             self._decode_rows(chosen, images, keys, range(len(chosen)))
             return
@@ -255,7 +256,8 @@ class Dataset(AbstractContextManager["Dataset"]):
                 decode_crop(payload, entry["codec"], box, size, images[row], self.spec)
 
     def _box(self, size: Size, key: tuple[int | str, ...]) -> Box:
-        """Return the part of an image to read: random with `crop` and a key, else the centre."""
+        """Return the part of an image to read: with a crop and a key a random one, else the centre.
+        """
         if self.crop is None or not key:
             return centre_box(*size, self.spec.size)
         return self.crop.box(*size, numpy_generator(*key), self.spec.size)
@@ -280,8 +282,8 @@ class Dataset(AbstractContextManager["Dataset"]):
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     """Combine the metadata of shards into that of one data set.
 
-    `mean` and `std` weigh each file by its number of images, so they are those of all pixels if all
-    images have one size. `passport` is that of the first file with generated images.
+    `mean` and `std` are averages, weighted by the number of images of each file. They are exact if
+    all images have one size. `passport` is that of the first file with generated images.
 
     Raises UserError if the shards do not belong together.
     """

@@ -1,6 +1,4 @@
-"""Batches on the device: an endless training loader with a position that can be saved, and a plain
-pass for evaluation.
-"""
+"""Load batches: endlessly for training (`InfiniteLoader`), or once (`evaluation_batches`)."""
 
 import time
 from collections import deque
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Batch:
-    """Images and labels of one rank."""
+    """The images and labels of one rank's part of a global batch."""
 
     images: torch.Tensor  # [n, C, H, W] of the data set's depth; [n, 0] if there are `features`
     # int64 [n]: indices of classes, or of label sets (data.lmdb.format.Meta)
@@ -36,11 +34,11 @@ class Batch:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Copy the batch to `device`, asynchronously from pinned memory."""
+        """Copy the batch to `device`. From pinned memory, the copy is asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """Copy the tensors to pinned memory."""
+        """Copy the batch to pinned memory."""
         return self._map(torch.Tensor.pin_memory)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -51,9 +49,9 @@ class Batch:
 
 
 def read_batch(dataset: Dataset, indices: np.ndarray, keys: SampleKeys | None = None) -> Batch:
-    """Read records, `indices` int64 [n], into new tensors on the CPU.
+    """Read the records `indices`, int64 [n], into new tensors on the CPU.
 
-    Decoded images are channels last in memory. `keys` are those of random crops.
+    Decoded images are channels last in memory. `keys` are the random keys of crops.
     """
     images, labels = dataset.read(indices, keys=keys)
     batch = Batch(torch.from_numpy(images), torch.from_numpy(labels))
@@ -63,8 +61,10 @@ def read_batch(dataset: Dataset, indices: np.ndarray, keys: SampleKeys | None = 
 
 
 def alternating_flip_(images: torch.Tensor, phases: np.ndarray, keys: SampleKeys) -> None:
-    """Flip images [n, C, H, W] left-right in place, each in every second epoch (2404.00498,
-    section 3.6): where phase (0 or 1, int [n]), epoch and repeat within it have an odd sum.
+    """Flip images [n, C, H, W] left-right in place, each image in every second epoch.
+
+    An image is flipped if its phase (0 or 1, int [n]), its epoch, and the number of its earlier
+    draws in this epoch have an odd sum (2404.00498, section 3.6).
     """
     rows = torch.from_numpy(np.flatnonzero((phases + keys.epochs + keys.repeats) % 2))
     if images.dtype == torch.uint16:  # torch cannot index-assign uint16
@@ -73,16 +73,18 @@ def alternating_flip_(images: torch.Tensor, phases: np.ndarray, keys: SampleKeys
 
 
 class InfiniteLoader:
-    """Iterate endlessly over a rank's batches, on the device.
+    """An endless iterator over a rank's batches, on the device.
 
-    The loader's state is a position in the sampler's order: the one after the batches that `next`
-    has returned, although a background thread reads up to `prefetch` batches ahead. If `prefetch`
-    is 0, `next` itself reads the batch. For an accelerator batches are read into pinned memory and
-    copied on a stream of their own. `next` raises the thread's errors. `wait_seconds` is the time
-    spent in `next` since the caller set it to 0.
+    A background thread reads up to `prefetch` batches ahead, and `next` raises its errors. If
+    `prefetch` is 0, `next` reads the batch itself. For an accelerator, batches are read into pinned
+    memory and copied on a separate stream.
+
+    The loader's state is a position in the sampler's order: the one after the last batch that
+    `next` returned. Batches that were read ahead do not count. `wait_seconds` is the time spent in
+    `next` since the caller set it to 0.
     """
 
-    saves_step = False  # True if batches depend on the training step: it is part of the state
+    saves_step = False  # True if batches depend on the training step, so that the state has it
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class InfiniteLoader:
         return batch
 
     def _read(self, position: Position) -> Batch:
-        """Return the batch at a position on the CPU, for an accelerator in pinned memory."""
+        """Read the batch at a position into CPU memory, which is pinned for an accelerator."""
         indices, keys = self.sampler.batch(position)
         if self._features is None:
             batch = read_batch(self._dataset, indices, keys)
@@ -147,7 +149,10 @@ class InfiniteLoader:
         return batch if self.device.type == "cpu" else batch.pinned()
 
     def _copy(self, position: Position) -> tuple[Batch, torch.Event | None]:
-        """Return the batch at a position on the device, and the event of its copy (CPU: None)."""
+        """Return the batch at a position on the device, and an event at the end of the copy.
+
+        The event is None if the device is the CPU.
+        """
         batch = self._read(position)
         if self._stream is None:
             return batch, None
@@ -157,7 +162,7 @@ class InfiniteLoader:
             return batch.to(self.device), self._stream.record_event()
 
     def _prefetched(self) -> Batch:
-        """Return the next batch from the thread, which goes on to read those after it."""
+        """Return the next batch that the thread has read; let the thread read further ones."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "data-loader")
             self._stream = torch.Stream(self.device) if self.device.type != "cpu" else None
@@ -185,8 +190,10 @@ class InfiniteLoader:
             self._features = features
 
     def state_dict(self, position: Position | None = None) -> dict[str, object]:
-        """Return the state at `position`; None: after the batches that `next` has returned. If
-        batches depend on the training step, it has the step and the batch within it.
+        """Return the state at `position`, by default after the last batch that `next` returned.
+
+        If batches depend on the training step, the state has the step and the number of the batch
+        within the step.
         """
         position = position or self.position
         state = self.sampler.state_at(position)
@@ -196,8 +203,9 @@ class InfiniteLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, and drop the batches read ahead. Raises UserError if the sampler's
-        order cannot be continued.
+        """Continue from `state`, and drop the batches that were read ahead.
+
+        Raises UserError if the sampler's order cannot be continued.
         """
         position = self.sampler.position_of(state)
         self.close()
@@ -213,6 +221,6 @@ class InfiniteLoader:
 
 
 def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
-    """Yield every sample once, in order, on the CPU. The last batch may be smaller."""
+    """Yield batches with every image once, in order, on the CPU. The last batch may be smaller."""
     for start in range(0, len(dataset), batch_size):
         yield read_batch(dataset, np.arange(start, min(start + batch_size, len(dataset))))

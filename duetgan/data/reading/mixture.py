@@ -1,5 +1,7 @@
-"""Training on real and synthetic images: two data sets read as one, and global batches with a fixed
-fraction of synthetic images.
+"""Train on real and synthetic images.
+
+`MixedDataset` reads two data sets as one. `MixedSampler` makes global batches with a fixed fraction
+of synthetic images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,10 @@ class MixedDataset(Dataset):
         indices: Sequence[int] | np.ndarray,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Read real and synthetic records, which have different keys, as Dataset.read does."""
+        """Read real and synthetic records as Dataset.read does.
+
+        The random keys of synthetic images differ from those of real images.
+        """
         requested = np.asarray(indices, dtype=np.int64)
         is_synthetic = requested >= len(self)
         if not is_synthetic.any():
@@ -52,14 +57,16 @@ class MixedDataset(Dataset):
 
 
 class MixedSampler(GlobalSampler):
-    """Global batches with a fixed fraction of synthetic images.
+    """A sampler of global batches with a fixed fraction of synthetic images.
 
     The indices of synthetic images follow those of the real ones. Real and synthetic images each
     have an endless order; that of the real images is GlobalSampler's. Of the first n samples of the
-    run floor(fraction * n) are synthetic, so a batch has fraction * batch_size of them, rounded
-    down or up. Their positions in the global batch are drawn from the key (seed, "synthetic",
-    "places", samples before the batch), so that mixup pairs and the ranks' slices are random
-    mixtures. From global batch number `until` on all images are real.
+    run, floor(fraction * n) are synthetic, so a batch has fraction * batch_size of them, rounded
+    down or up.
+
+    The positions of synthetic images in the global batch are drawn from the key (seed, "synthetic",
+    "places", samples before the batch). Mixup pairs and the ranks' slices are thus random mixtures.
+    From global batch number `until` on, all images are real.
     """
 
     def __init__(
@@ -113,8 +120,10 @@ class MixedSampler(GlobalSampler):
         )
 
     def state_at(self, position: Position) -> dict[str, object]:
-        """Return the state of the order of real images. Its entry `synthetic` is the state of the
-        order of synthetic images, with the hash of these images.
+        """Return the state of the order of real images.
+
+        Its entry `synthetic` is the state of the order of synthetic images, and the hash of these
+        images.
         """
         synthetic = self.synthetic.state_at(Position(position.synthetic))
         return super().state_at(position) | {"synthetic": synthetic | {"content": self.content}}

@@ -1,5 +1,7 @@
-"""The order of samples in training: derived from (seed, epoch), the same for any number of ranks
-and workers.
+"""Determine the order of samples in training.
+
+The order is derived from the seed and the epoch, and is the same for any number of ranks and
+workers.
 """
 
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class Position(NamedTuple):
-    """A place in the order of samples: counts of what all ranks together have taken before it."""
+    """A place in the order of samples: how much all ranks together have read before it."""
 
     consumed: int = 0  # samples; of a mixture (data/reading/mixture.py) the real ones
     synthetic: int = 0  # synthetic samples of a mixture
@@ -22,7 +24,7 @@ class Position(NamedTuple):
 
 
 class SampleKeys(NamedTuple):
-    """The random keys of a batch's CPU augmentation, without the sample indices."""
+    """The random keys for augmenting a batch on the CPU. `of` adds a sample's index to its key."""
 
     seed: int
     epochs: np.ndarray  # int64 [n]
@@ -33,8 +35,8 @@ class SampleKeys(NamedTuple):
         """Return the key of the sample at `position` of the batch.
 
         The key is (seed, "augment", epoch, index), or (seed, "synthetic", "augment", epoch, index)
-        for a synthetic image. If the epoch has drawn the sample before, the number of these draws
-        is appended.
+        for a synthetic image. If the sample has been drawn earlier in the epoch, the number of its
+        earlier draws is appended.
         """
         kind = ("synthetic", "augment") if self.synthetic else ("augment",)
         key = (self.seed, *kind, int(self.epochs[position]), index)
@@ -43,27 +45,28 @@ class SampleKeys(NamedTuple):
 
 
 def order_error(reason: str) -> UserError:
-    """Return the error for a checkpoint whose order of samples cannot be continued. `reason` says
-    what differs, then the remedy.
+    """Return the error for a checkpoint whose order of samples cannot be continued.
+
+    `reason` says what differs, and then the remedy.
     """
     return UserError(f"the sample order cannot be resumed: {reason}, or a new run folder")
 
 
 class GlobalSampler:
-    """Sample indices in global batches, from an endless sequence of epochs.
+    """A sampler that divides an endless sequence of epochs into global batches of sample indices.
 
     An epoch is a permutation of 0..count-1, drawn from the key (seed, "order", epoch). With
     `shuffle=False` it is 0..count-1 in order. With `stream` the key is (seed, stream, "order",
     epoch), so that two data sets of one run have different orders.
 
-    With `weights` sample i appears count * w_i / sum(w) times in every epoch, rounded down or up
-    (see WeightedEpochs). With `groups`, usually the labels, the draws of each group are within
-    one of their expected number too. Equal weights give a permutation. Without weights `groups`
-    have no effect.
+    With `weights`, sample i appears count * w_i / sum(w) times in every epoch, rounded down or up
+    (see WeightedEpochs). If `groups` are given too, for example the labels, the number of draws
+    from each group differs from its expected number by at most one. Equal weights give a
+    permutation. Without weights, `groups` have no effect.
 
-    A global batch is the next `batch_size` indices of the sequence and may span two epochs. Rank r
-    of N takes its contiguous slice [r*B/N, (r+1)*B/N). A batch is a function of its position, the
-    number of samples before it, so a run resumes on any number of ranks.
+    A global batch is the next `batch_size` indices of the sequence. It may span two epochs. Rank r
+    of N takes the slice [r*B/N, (r+1)*B/N) of a batch of size B. A batch depends only on its
+    position, the number of samples before it, so a run can be resumed on any number of ranks.
 
     Raises:
         UserError: if the number of ranks does not divide the batch size, or if the weights are not
@@ -107,8 +110,9 @@ class GlobalSampler:
         return self._cached_draw(epoch)[0]
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an epoch's order, and the number of earlier draws of each entry (empty for a
-        permutation).
+        """Return an epoch's order, and the number of earlier draws of each entry in it.
+
+        The second array is empty for a permutation.
         """
         generator = numpy_generator(self.seed, *self._stream, "order", epoch)
         repeats = np.empty(0, np.int64)
@@ -129,8 +133,9 @@ class GlobalSampler:
         return slice(self.rank * rank_batch, (self.rank + 1) * rank_batch)
 
     def batch(self, position: Position) -> tuple[np.ndarray, SampleKeys]:
-        """Return this rank's part of the global batch at `position`: sample indices, int64
-        [batch_size // world_size], and their random keys.
+        """Return this rank's part of the global batch at `position`, and its random keys.
+
+        The part is an array of sample indices, int64 [batch_size // world_size].
         """
         rows = self.rank_rows
         return self.at(position.consumed + rows.start, rows.stop - rows.start)
@@ -142,8 +147,9 @@ class GlobalSampler:
         )
 
     def at(self, position: int, length: int) -> tuple[np.ndarray, SampleKeys]:
-        """Return `length` indices of the endless sequence from `position` on, and their random
-        keys.
+        """Return `length` indices of the sequence from `position` on, and their random keys.
+
+        `position` counts from the start of the endless sequence.
         """
         indices = np.zeros(length, np.int64)
         epochs = np.zeros(length, np.int64)
@@ -162,7 +168,7 @@ class GlobalSampler:
         return indices, SampleKeys(self.seed, epochs, repeats)
 
     def state_at(self, position: Position) -> dict[str, object]:
-        """Return a position as a state: `consumed`, and everything that the order depends on.
+        """Return a position as a state to save: `consumed`, and what the order depends on.
 
         The state does not depend on the number of ranks or the batch size. `weights` is a hash of
         weights and groups, "" for equal weights.
@@ -176,7 +182,10 @@ class GlobalSampler:
         }
 
     def position_of(self, state: Mapping[str, Any]) -> Position:
-        """Return the position in a saved state. Raises UserError for another order of samples."""
+        """Return the position in a saved state.
+
+        Raises UserError if the state is of another order of samples.
+        """
         if "synthetic" in state:
             raise order_error("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):

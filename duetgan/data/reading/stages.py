@@ -10,7 +10,10 @@ from duetgan.utils.errors import UserError, refuse
 
 
 class Stage(NamedTuple):
-    """Resolution and batch size from a step on, up to the first step of the next stage."""
+    """The resolution and the batch size of a part of the training.
+
+    The part begins at `first_step` and ends before the first step of the next stage.
+    """
 
     first_step: int
     resolution: int  # px of the shorter side
@@ -18,10 +21,10 @@ class Stage(NamedTuple):
 
 
 class StagedLoader(InfiniteLoader):
-    """An InfiniteLoader with stages, which sets the sampler's batch size to that of the stage.
+    """An InfiniteLoader whose batches have the resolution and the batch size of the current stage.
 
-    The files of a stage are open from its first batch to its last. The order of samples continues
-    across stages.
+    It changes the batch size of `sampler`. The order of samples continues across stages. The files
+    of a stage are open from its first batch to its last.
     """
 
     saves_step = True
@@ -48,9 +51,10 @@ class StagedLoader(InfiniteLoader):
         return super().__next__()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, also if the stages have changed.
+        """Continue from `state`. The stages may have changed since it was saved.
 
-        Raises UserError for the state of a run without stages.
+        Raises UserError for the state of a run without stages, or of a run whose steps took more
+        batches.
         """
         refuse(
             (
@@ -75,10 +79,10 @@ class StagedLoader(InfiniteLoader):
 
 
 def at_resolution(dataset: Dataset, side: int) -> Dataset:
-    """Return the data set with its images scaled to this shorter side, in px.
+    """Return the data set with its images scaled to a shorter side of `side` px.
 
-    Returns `dataset` itself if it has that side. Raises UserError if the files have changed since
-    `dataset` was opened.
+    If `dataset` has that side, it is returned itself. Raises UserError if the files have changed
+    since `dataset` was opened.
     """
     if side == dataset.spec.side:
         return dataset

@@ -1,4 +1,4 @@
-"""Weighted sampling: how often each sample is drawn in an epoch, with weights of classes."""
+"""Draw samples in proportion to weights, and compute weights from the samples' classes."""
 
 import hashlib
 import math
@@ -15,16 +15,18 @@ FRACTION_BITS = 40  # the unit of fractions of a draw is 2**-40
 
 
 class WeightedEpochs:
-    """Epochs of n draws among n samples in which sample i appears n * w_i / sum(w) times, rounded
-    down or up.
+    """Epochs of n draws among n samples, in which the weights decide how often a sample appears.
 
-    Systematic resampling (Kitagawa 1996, "Monte Carlo filter and smoother for non-Gaussian
-    nonlinear state space models"; Carpenter, Clifford and Fearnhead 1999, "Improved particle filter
-    for nonlinear problems"). The samples are laid on a line in random order, each with its expected
-    number of draws as its length. Marks at distance one, shifted by one random number, select the
-    draws, which are then permuted. On average over epochs each sample gets exactly its expected
-    number. With groups, the samples of a group are contiguous (groups and samples in random order),
-    so that the total of a group is within one of its expected number as well.
+    Sample i appears n * w_i / sum(w) times, rounded down or up.
+
+    The method is systematic resampling (Kitagawa 1996, "Monte Carlo filter and smoother for
+    non-Gaussian nonlinear state space models"; Carpenter, Clifford and Fearnhead 1999, "Improved
+    particle filter for nonlinear problems"). The samples are laid on a line in random order; the
+    length of a sample is its expected number of draws. Marks at distance one, shifted by one random
+    number, select the draws, which are then permuted. On average over epochs, each sample gets
+    exactly its expected number. With groups, the samples of a group are contiguous on the line
+    (groups and samples in random order). The number of draws from a group then differs from its
+    expected number by at most one.
 
     Only the fractional parts of the expected numbers are on the line; the whole parts are always
     drawn. Lengths are integers (units of 2**-40 of a draw, coarser above four million samples), so
@@ -60,7 +62,10 @@ class WeightedEpochs:
         self.digest = digest.hexdigest()
 
     def draw(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw an epoch, int64 [n]. Return also how often each entry occurs earlier in it."""
+        """Draw an epoch; return its sample indices, and how often each occurs earlier in the epoch.
+
+        Both are int64 [n].
+        """
         line = generator.permutation(len(self._open))
         if self._group_count:
             ranks = generator.permutation(self._group_count).astype(self._groups.dtype)
@@ -77,7 +82,7 @@ class WeightedEpochs:
 def weighted_epochs(
     count: int, weights: np.ndarray | None, groups: np.ndarray | None
 ) -> WeightedEpochs | None:
-    """Return the weighted epochs of `count` samples, or None if they are plain permutations.
+    """Return the weighted epochs of `count` samples, or None if all weights are equal or not given.
 
     Raises UserError for weights that do not fit `count` samples.
     """
@@ -114,7 +119,7 @@ def _lengths(fractions: np.ndarray, marks: int, unit: int) -> np.ndarray:
 
 
 def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Return weights float64 [n] with which every class is drawn equally often.
+    """Return weights, float64 [n], with which images of every class are drawn equally often.
 
     `labels` are int [n] in 0..len(classes)-1. Raises UserError for an unlabelled data set and for a
     class without images.
@@ -134,12 +139,12 @@ def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
 def class_weights(
     labels: np.ndarray, class_names: Sequence[str], rates: Mapping[str, float]
 ) -> np.ndarray:
-    """Return weights float64 [n] with which an image of class c is drawn rates[c] times as often as
-    an image of a class without a rate.
+    """Return the weights of images, float64 [n], for sampling with different rates of classes.
 
-    `labels` are int [n] in 0..len(class_names)-1; a rate of 0 leaves the class out. Raises
-    UserError for an unknown class, a rate that is negative or not finite, and rates that leave
-    nothing to draw.
+    An image of class c is drawn rates[c] times as often as an image of a class without a rate. A
+    rate of 0 leaves the class out. `labels` are int [n] in 0..len(class_names)-1. Raises UserError
+    for an unknown class, a rate that is negative or not finite, and rates that leave nothing to
+    draw.
     """
     by_class = np.ones(max(1, len(class_names)))  # unlabelled images have label 0
     for name, rate in rates.items():
