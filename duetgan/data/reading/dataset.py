@@ -256,8 +256,7 @@ class Dataset(AbstractContextManager["Dataset"]):
                 decode_crop(payload, entry["codec"], box, size, images[row], self.spec)
 
     def _box(self, size: Size, key: tuple[int | str, ...]) -> Box:
-        """Return the part of an image to read: with a crop and a key a random one, else the centre.
-        """
+        """Return the part of an image to read: with a crop and a key at random, else the centre."""
         if self.crop is None or not key:
             return centre_box(*size, self.spec.size)
         return self.crop.box(*size, numpy_generator(*key), self.spec.size)
