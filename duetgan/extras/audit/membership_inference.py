@@ -84,12 +84,12 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
 
 
 def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
-    """Return the exact p-value of the number of members that score above a certain held-out image.
+    """Return the exact p-value of the number of members with very high scores.
 
-    It is the image with the `rank`-th highest score of all held-out images; let k be the number of
-    members above it. The null hypothesis is that the m + n images are in random order. The p-value
-    is the probability that fewer than `rank` of the k + `rank` - 1 images with the highest scores
-    are held-out ones. Their number is hypergeometric. Ties count against the members.
+    This number, k, counts the members that score above the held-out image with the `rank`-th
+    highest score. The null hypothesis is that all m + n images are in random order. The p-value is
+    the probability that fewer than `rank` of the k + `rank` - 1 images with the highest scores are
+    held-out ones, whose number is hypergeometric. Ties count against the members.
     """
     from scipy.stats import hypergeom  # imported here because the import takes a second
 

@@ -108,7 +108,9 @@ def save_strips(strips: Sequence[Strip], path: Path) -> None:
 
 
 def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction) -> str:
-    """Return a sentence on how many images arrive, at which mean step and mean change of pixels."""
+    """Return a sentence on how many images arrive, and at which mean step and mean change of
+    pixels.
+    """
     arrived = [strip for strip in strips if strip.arrived]
     edit = f"{names[direction.source]} to {names[direction.target]}"
     text = f"{edit}: {len(arrived)} of {len(strips)} images arrive"
@@ -132,7 +134,7 @@ def counterfactual(
     """Return the strip that moves an image from class `source` to class `target`.
 
     The image is first projected into the latent space: to w, starting at the mean of class
-    `source`, and then to w+, starting at the result in w.
+    `source`, and then to w+ (a w for each layer), starting at the result in w.
     """
     sampler = replace(editor.sampler, chosen=[source] if editor.generator.classes else [])
     with Bar(total=2 * steps, desc="projecting", unit="step") as bar:

@@ -183,10 +183,11 @@ class App:
         return response(environ, start_response)
 
     def _admit(self, request: Request) -> Response | None:
-        """Return None if the browser may use the explorer, because its cookie contains the token.
+        """Check that a request may use the explorer.
 
-        If the address contains the token, returns a redirect that sets this cookie. Raises
-        HTTPException for all other requests, and for requests of other web pages.
+        Returns None if the request's cookie contains the token. If its address contains the token,
+        returns a redirect that sets this cookie. Raises HTTPException for all other requests, and
+        for requests that other web pages send.
         """
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")

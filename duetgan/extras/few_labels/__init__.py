@@ -1,4 +1,7 @@
-"""Classifiers from few labels: a GAN's discriminator as the backbone, and unlabelled images."""
+"""Training of classifiers with few labels.
+
+A GAN's discriminator can be the backbone, and unlabelled images can be added.
+"""
 
 ATTACHES = {
     "duetgan.models.classifier": "duetgan.extras.few_labels.discriminator",

@@ -1,8 +1,9 @@
-"""A GAN's discriminator as a backbone, up to its last maps of 4x4 pixels.
+"""A GAN's discriminator as the backbone of a classifier.
 
-Radford et al. (1511.06434, section 5.1) classify by a discriminator's maps; here the features are
-the means of the last maps. The discriminator's layers after them are left out, because they may use
-statistics of the batch and only separate real images from generated ones.
+The backbone ends with the last feature maps of 4x4 pixels. The features are the means of these
+maps; Radford et al. (1511.06434, section 5.1) also classify by a discriminator's maps. The layers
+after these maps are left out, because they may use statistics of the batch, and only separate real
+images from samples.
 """
 
 from typing import Literal
@@ -34,7 +35,7 @@ class Form(Stored):
 
 
 class Trunk(nn.Module):
-    """A network: a discriminator's stages, the means of their last maps, and a linear head."""
+    """A network of a discriminator's stages, the means of their last maps, and a linear head."""
 
     def __init__(self, discriminator: ImageDiscriminator) -> None:
         super().__init__()
@@ -45,9 +46,9 @@ class Trunk(nn.Module):
 
 
 def discriminator_backbone(form: Tree) -> Backbone:
-    """Return the description of a discriminator's trunk.
+    """Return the `Backbone` that describes the trunk of a discriminator.
 
-    Raises UserError if `form` is not the dict of a `Form`.
+    `form` is a `Form` as a dict. Raises UserError if it is invalid.
     """
     with explained(ValueError, "{}; leave it out, the run of model.weights says it".format):
         described = Form.read(form, "model.discriminator")
@@ -86,7 +87,7 @@ def discriminator_backbone(form: Tree) -> Backbone:
 
 
 def form_of(content: checkpoints.Checkpoint) -> Tree:
-    """Return the `Form` of the discriminator in a GAN's checkpoint, as a dict."""
+    """Return the `Form` of the discriminator in the checkpoint of a GAN, as a dict."""
     shape = content["shape"]
     config = content["config"]
     return {
@@ -98,9 +99,10 @@ def form_of(content: checkpoints.Checkpoint) -> Tree:
 
 
 def read_form(run: str) -> Tree:
-    """Return `form_of` for a checkpoint file or a run's last checkpoint.
+    """Return the `Form` of the discriminator in a GAN's run, as a dict.
 
-    Raises UserError for a checkpoint that is not of a GAN.
+    `run` is a checkpoint file, or a run folder, whose last checkpoint is read. Raises UserError for
+    a checkpoint that is not of a GAN.
     """
     content = checkpoints.load(checkpoints.resolve(run))
     if content["task"] != "gan":
@@ -115,7 +117,8 @@ def load_discriminator(model: Classifier) -> str:
     """Copy the weights of a GAN's discriminator, except its head, to `model`; return a message.
 
     `model.config.weights` is the run of the GAN. The discriminator has seen samples of the GAN's
-    generator, so `model.lineage` is set to record them: the classifier cannot judge this generator.
+    generator. `model.lineage` is set to record this, so the classifier cannot evaluate that
+    generator.
 
     Raises:
         UserError: The checkpoint is not of a GAN, or its discriminator differs from the one that

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from duetgan.metrics.samples.neighbours import neighbours
 
-NEIGHBOURS = 10  # of each image in the graph
-COMPONENTS = 100  # principal components, in which distances are measured
+NEIGHBOURS = 10  # number of each image's neighbours in the graph
+COMPONENTS = 100  # largest number of principal components, in which distances are measured
 UNKNOWN = -1  # label of an image without label
 ALPHA = 0.99  # weight of the neighbours' labels, alpha of Zhou et al.
 ITERATIONS = 50
@@ -21,11 +21,14 @@ def spreading(
 ) -> tuple[Tensor, Tensor]:
     """Spread labels over a neighbour graph and return the scores of each class.
 
-    Two images are joined if one is among the NEIGHBOURS nearest of the other, with weight 2 if both
-    are. Distances are in the first principal components, scaled to unit variance: COMPONENTS of
-    them, but at most a tenth of the number of images. The iteration is
-    F <- ALPHA S F + (1 - ALPHA) Y with S = D^-1/2 W D^-1/2 (section 2). Scores of a class sum to 1
-    over the images of the graph.
+    Two images are joined if one is among the NEIGHBOURS nearest images of the other. The weight of
+    the edge is 1, or 2 if each is among the nearest of the other. Distances are measured in the
+    first principal components, scaled to unit variance. The number of components is COMPONENTS, but
+    at most a tenth of the number of images.
+
+    With the edge weights W, their row sums D, the one-hot labels Y and S = D^-1/2 W D^-1/2, the
+    iteration is F <- ALPHA S F + (1 - ALPHA) Y (section 2). Finally, the scores of each class are
+    scaled to a sum of 1 over the images of the graph.
 
     Args:
         features: Features of the images of the graph, [n, F].
@@ -34,8 +37,8 @@ def spreading(
         classes: Number of classes K.
 
     Returns:
-        Scores of the images of the graph, float64 [n, K], and of the queries, [m, K]. The latter
-        are the mean scores of the nearest images of the graph.
+        Scores of the images of the graph, float64 [n, K], and scores of the queries, [m, K]. The
+        scores of a query are the mean scores of its nearest images in the graph.
     """
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
     x = (features - mean) / deviation
@@ -58,9 +61,15 @@ def spreading(
 
 
 def spread_to(queries: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Spread labels int64 [n] of features [n, F] to queries [m, F]; return probabilities [m, K].
+    """Spread labels from labelled images to unlabelled ones in a common graph.
 
-    The queries are part of the graph. The probabilities are float64.
+    Returns the class probabilities of the unlabelled images, float64 [m, K].
+
+    Args:
+        queries: Features of the unlabelled images, [m, F].
+        features: Features of the labelled images, [n, F].
+        labels: Labels of the labelled images, int64 [n].
+        classes: Number of classes K.
     """
     x = torch.cat([features, queries])
     unknown = labels.new_full((len(queries),), UNKNOWN)

@@ -1,4 +1,4 @@
-"""A classifier's task that can use unlabelled images. It replaces the core's `classifier` task."""
+"""The task `classifier` with unlabelled images. It replaces the core's task of this name."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,8 @@ from duetgan.utils.distributed import collectives
 class FewLabelsTask(ClassifierTask):
     """The training of a classifier, with unlabelled images if the config names some.
 
-    If `unlabelled.weight` is 0, they are used only to standardise the features of the probe.
+    If `unlabelled.weight` is 0, the unlabelled images are used only to standardise the features of
+    the linear probe.
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class FewLabelsTask(ClassifierTask):
         self.unlabelled: Unlabelled | None = None
         if config.unlabelled.path:
             self.unlabelled = Unlabelled(config, dataset)
-        self.stream: Unlabelled | None = None  # of images that train
+        self.stream: Unlabelled | None = None  # set if they contribute to the loss
         if self.unlabelled is not None and config.unlabelled.weight:
             self.stream = self.unlabelled
-            self.frozen.spans = []  # The images of a step are not those of the cache alone.
+            self.frozen.spans = []  # Steps also use images that the cache does not have.
             count = self.inputs.micro.count + self.stream.rank_batch
             self.inputs.micro = MicroBatchSize(config.micro_batch, count)
 

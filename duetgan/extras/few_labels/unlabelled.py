@@ -1,8 +1,8 @@
 """Training on unlabelled images in addition to labelled ones (FixMatch, 2001.07685).
 
-The average network predicts the class of a weakly augmented image. A confident prediction becomes
-the label of the same image under strong augmentation. Predictions can be mixed with
-labels that are propagated from labelled neighbours in the initial network's feature space.
+The network with averaged weights (EMA) predicts the class of a weakly augmented image. A confident
+prediction becomes the label of the same image under strong augmentation. Predictions can be mixed
+with labels that are propagated from labelled neighbours in the initial network's feature space.
 """
 
 import numpy as np
@@ -67,10 +67,11 @@ class FewLabelsConfig(ClassifierConfig):
 
 
 class Unlabelled:
-    """The unlabelled images and their pseudo-labels.
+    """The unlabelled images of a training and their pseudo-labels.
 
-    `draw` reads and labels the images of a step; their choice depends only on seed and step. The
-    state is the moving means from which the thresholds are computed, and the propagated labels.
+    `draw` reads the images of a step and labels them. The choice of images depends only on the seed
+    and the step. The state consists of the moving means from which the thresholds are computed, and
+    of the propagated labels.
     """
 
     optional = True  # A run that started without unlabelled images has no such state.
@@ -114,11 +115,12 @@ class Unlabelled:
         self.used_fraction = torch.zeros(())
 
     def draw(self, step: int, teacher: nn.Module, precision: Precision) -> tuple[Tensor, Targets]:
-        """Read the unlabelled images of update number `step`, and label them by `teacher`.
+        """Read the unlabelled images of a step, and label them by the predictions of `teacher`.
 
-        Sets `used_fraction` to the number of this rank's images that are used, divided by the size
-        of the global batch, so that it adds up over the ranks.
-        Returns the images under strong augmentation, uint8 [n, C, H, W], and their targets.
+        Returns the images under strong augmentation, uint8 [n, C, H, W], and their targets. Images
+        whose prediction is below its threshold are not used: their weight is 0. Also sets
+        `used_fraction` to the number of this rank's used images, divided by the global batch size.
+        Summed over the ranks, this is the fraction of images that are used.
         """
         settings, batch_size, device = self.settings, self.sampler.batch_size, precision.device
         indices, keys = self.sampler.at(step * batch_size + self.first_row, self.rank_batch)
@@ -151,10 +153,11 @@ class Unlabelled:
         )
 
     def _thresholds(self, probabilities: Tensor, confidences: Tensor) -> Tensor:
-        """Return the least probability of a pseudo-label of each class, [K].
+        """Return the threshold of each class, [K]: the least probability of a pseudo-label.
 
-        Adaptive ones are `threshold` times those of FreeMatch (2205.07246, equations 5, 8 and 9),
-        computed from `means`, which this call updates over all ranks.
+        If `settings.adaptive` is False, this is `settings.threshold`. If it is True,
+        `settings.threshold` is multiplied by the thresholds of FreeMatch (2205.07246, equations 5,
+        8 and 9). These are computed from `means`, which this call first updates over all ranks.
         """
         if not self.settings.adaptive:
             return confidences.new_full((probabilities.shape[1],), self.settings.threshold)

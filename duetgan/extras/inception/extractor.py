@@ -14,8 +14,7 @@ from duetgan.utils.errors import explained
 def inception_features(
     weights: str | Path | None = None, *, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """Return the extractor of the 2048 pooled Inception features with which published FIDs are
-    computed.
+    """Return the extractor of the 2048 pooled Inception features that published FIDs use.
 
     The network is torch-fidelity's, which scales images to 299 px like TensorFlow's original.
     torch-fidelity downloads the weights if `weights` is None. Raises UserError if it is not

@@ -158,7 +158,7 @@ def label_issues(probabilities: Tensor, labels: Tensor) -> Tensor:
 
 
 def top_records(scores: Tensor, count: int) -> list[int]:
-    """Return the indices of the `count` largest scores, largest first. Only positive ones count."""
+    """Return the indices of the largest positive scores, at most `count` of them, largest first."""
     records = scores.argsort(descending=True, stable=True)[:count].tolist()
     return [record for record in records if scores[record] > 0]
 

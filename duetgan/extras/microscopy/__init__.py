@@ -1,4 +1,4 @@
-"""Images of many channels: TIFF files of several pages, or of more than 8 bits."""
+"""Support of TIFF files with several pages, which become channels, or with more than 8 bits."""
 
 COMMANDS: dict[str, tuple[str, str]] = {}
 ATTACHES = {"duetgan.data.images.values": "duetgan.extras.microscopy.tiff"}

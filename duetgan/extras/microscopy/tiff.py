@@ -1,5 +1,6 @@
-"""TIFF files that Pillow refuses: those with several pages, which become the channels of an image,
-and those with values of more than 8 bits.
+"""Read TIFF files that Pillow refuses.
+
+These have several pages, which become the channels of an image, or values of more than 8 bits.
 """
 
 import io
@@ -23,7 +24,11 @@ DEFLATE = (1, 8, 32946)  # Compression: none, or zlib
 
 
 def read_tiff(content: bytes) -> Values | None:
-    """Read the pages of a TIFF file as channels. Returns None for one page, if Pillow reads it."""
+    """Read a TIFF file; its pages become the channels of one image.
+
+    Returns None if the file has one page and Pillow can read it. Raises ImageError for files that
+    are damaged or not supported.
+    """
     # tifffile reads the files that Pillow refuses.
     with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:
         few = set(image.tag_v2.get(258, (1,))) <= {1, 8}  # type: ignore[attr-defined]  # BitsPerSample
@@ -39,9 +44,9 @@ def read_tiff(content: bytes) -> Values | None:
 
 
 def open_tiff(content: bytes) -> Any:
-    """Return a tifffile.TiffFile.
+    """Open a TIFF file with tifffile, and return the tifffile.TiffFile.
 
-    Raises ImageError, and UserError if tifffile is not installed.
+    Raises ImageError if it is no TIFF file, and UserError if tifffile is not installed.
     """
     missing = (
         "TIFF files of several pages or more than 8 bits need tifffile, which is not installed: "
@@ -60,9 +65,10 @@ def open_tiff(content: bytes) -> Any:
 
 
 def page_values(page: Any, size: int) -> Values:
-    """Decode a page of a TIFF file of `size` bytes.
+    """Decode a page of a TIFF file; `size` is the length of the file in bytes.
 
-    Raises ImageError, before decoding if the page is too large.
+    Raises ImageError if the page is damaged, not supported or too large. A page that is too large
+    is not decoded.
     """
     try:
         shape, dtype = tuple(page.shape), page.dtype
@@ -96,8 +102,10 @@ def page_values(page: Any, size: int) -> Values:
 
 
 def _check_segments(page: Any, size: int) -> None:
-    """Raise ImageError for a compression other than deflate, and for a strip or tile that ends
-    beyond the file or holds more than its size when decompressed.
+    """Raise ImageError if a page is compressed by another method than deflate.
+
+    Also raises ImageError if a strip or tile ends beyond the file, or holds more than its size when
+    decompressed.
     """
     if int(page.compression) not in DEFLATE:
         name = getattr(page.compression, "name", page.compression)
@@ -121,7 +129,7 @@ def _check_segments(page: Any, size: int) -> None:
 
 
 def stacked(parts: list[Values]) -> Values:
-    """Stack images as the channels of one. Raises ImageError if their sizes or types differ."""
+    """Stack images as the channels of one image. Raises ImageError if sizes or types differ."""
     kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
     if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
         raise ImageError("has pages of several sizes or kinds; save one of them as an image")

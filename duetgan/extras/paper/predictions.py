@@ -328,8 +328,8 @@ def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
     """Return the largest number of samples that fit a GPU of `gib` GiB in one pass.
 
     The result is a multiple of `multiple`. The peak memory is assumed to be a linear function of
-    the number of samples, which follows from two counts: `small` with few samples, `large` with
-    more.
+    the number of samples. Two counts determine this function: `small` with few samples, `large`
+    with more.
     """
     slope = (large.peak - small.peak) / (large.samples - small.samples)
     samples = small.samples + (gib * USABLE * GIB - small.peak) / slope

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
 
 
 def lines(summary: dict[str, Any], out: Path) -> list[str]:
-    """Return the summary as text."""
+    """Return the summary of `duet pseudo-labels` as lines of text."""
     count, images = summary["kept"], summary["images"]
     text = [
         f"{count:,} of {images:,} images ({count / images:.1%}) reach the threshold of {summary['threshold']:g}"

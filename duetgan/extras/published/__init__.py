@@ -1,3 +1,5 @@
-"""Published classifiers of other programs as checkpoints: `torchvision:NAME`, `timm:NAME`, files."""
+"""Published classifiers of other programs as checkpoints: `torchvision:NAME`, `timm:NAME`, or
+files.
+"""
 
 ATTACHES = {"duetgan.models.restore": "duetgan.extras.published.classifiers"}

@@ -1,4 +1,7 @@
-"""A classifier on corrupted images (docs/extras/robustness.md)."""
+"""The accuracy of a classifier on corrupted images (`evaluate.py --robustness`).
+
+See docs/extras/robustness.md.
+"""
 
 ATTACHES = {
     "duetgan.commands.evaluate": "duetgan.extras.robustness.options",

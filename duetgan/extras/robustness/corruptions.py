@@ -1,8 +1,9 @@
-"""Image corruptions at five strengths: pure functions of image, strength, seed and index.
+"""Corruptions of images, such as blur, at five strengths.
 
-They follow Hendrycks and Dietterich (1903.12261). The amounts are those of CIFAR-10-C at 32 px, for
-brightness those of ImageNet-C. At other sizes, the amounts are scaled so that an image looks about
-as corrupted.
+A corruption is a pure function of image, strength, seed and index. All follow Hendrycks and
+Dietterich (1903.12261). For each strength a corruption has an amount, such as the width of a blur.
+The amounts for 32 px are those of CIFAR-10-C, for brightness those of ImageNet-C. For other sizes,
+the amounts are scaled so that an image looks about as corrupted.
 """
 
 import math
@@ -20,7 +21,11 @@ from duetgan.utils.seeding import numpy_generator
 SIDE = 32  # image size in px that the amounts below are for
 STRENGTHS = 5
 Corrupt = Callable[[np.ndarray, float, int, int], np.ndarray]
-"""A function of image, uint8 [C, H, W], amount, seed and index in the file; returns an image."""
+"""A function that corrupts an image.
+
+Its arguments are the image, uint8 [C, H, W], the amount, a seed, and the image's index in the file.
+It returns the corrupted image.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Corruption:
     """A kind of corruption, such as a blur, and its parameter at each strength."""
 
     amounts: Sequence[float]  # the parameter at each strength for images of SIDE px, weakest first
-    unit: str  # of the amounts
+    unit: str  # unit of the amounts
     power: float  # amounts scale with (side / SIDE) ** power
     corrupt: Corrupt
     largest: float = math.inf  # limit of the scaled amount
@@ -41,7 +46,7 @@ class Corruption:
         return min(self.largest, self.amounts[strength - 1] * (side / SIDE) ** self.power)
 
     def __call__(self, image: np.ndarray, strength: int, *, seed: int, index: int) -> np.ndarray:
-        """Return the corrupted image, uint8 [C, H, W]; noise depends on seed and index alone."""
+        """Return the corrupted image, uint8 [C, H, W]. Noise depends only on `seed` and `index`."""
         return self.corrupt(image, self.amount(strength, min(image.shape[1:])), seed, index)
 
 
@@ -57,16 +62,20 @@ def _blur(image: np.ndarray, sigma: float, _seed: int, _index: int) -> np.ndarra
 
 
 def _noise(image: np.ndarray, deviation: float, seed: int, index: int) -> np.ndarray:
-    """Add Gaussian noise to every value, of standard deviation `deviation` * 255.
+    """Add Gaussian noise of standard deviation `deviation` * 255 to every value.
 
-    All strengths scale the same noise of an image, drawn by the key (seed, "eval", "noise", index).
+    The noise is drawn with the key (seed, "eval", "noise", index). An image has the same noise at
+    all strengths, only scaled.
     """
     field = numpy_generator(seed, "eval", "noise", index).standard_normal(image.shape)
     return _as_bytes(image + 255 * deviation * field)
 
 
 def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndarray:
-    """Encode as JPEG of this quality, with colours at half the resolution, and decode."""
+    """Encode the image as JPEG of the given quality, and decode it.
+
+    Colours have half the resolution in the JPEG file.
+    """
     space = "RGB" if len(image) == 3 else "GRAY"
     pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
     colours = "420" if len(image) == 3 else "Gray"
@@ -103,11 +112,13 @@ def robustness(hits: Tensor, n: int, side: int) -> Document:
 
     Args:
         hits: Number of correct predictions, int64 [corruptions, STRENGTHS].
+        n: Number of images.
         side: Shorter side of the images in px.
 
     Returns:
-        `n`; `accuracy`, the mean over all corruptions and strengths; `corruptions`: name -> `unit`
-        and `strengths`, a list of `amount`, `accuracy` and `accuracy_interval`, weakest first.
+        A dict with `n`; `accuracy`, the mean over all corruptions and strengths; and `corruptions`,
+        a dict from the name of a corruption to its `unit` and `strengths`. `strengths` is a list of
+        dicts with `amount`, `accuracy` and `accuracy_interval`, weakest first.
     """
     rows = {}
     for (name, corruption), counts in zip(CORRUPTIONS.items(), hits.tolist(), strict=True):

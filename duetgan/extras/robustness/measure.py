@@ -1,4 +1,4 @@
-"""The pass over corrupted images, and its results."""
+"""Classify corrupted images, and add the accuracy to the results of an evaluation."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -28,9 +28,10 @@ def measure_robustness(
     out: Path,
     options: Namespace,
 ) -> Finish | None:
-    """Classify corrupted images for `--robustness`; return None without this option.
+    """Classify corrupted images for `--robustness`, and return a function that stores the results.
 
-    The returned function adds `robustness` to the results, and draws `robustness.png`.
+    The function adds `robustness` to the results and writes `robustness.png` into the folder `out`.
+    Without the option, return None.
     """
     if not options.robustness:
         return None
@@ -85,7 +86,10 @@ def corrupted_hits(
 
 
 def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
-    """Draw an image, uint8 [C, H, W], under each corruption (rows) at each strength (columns)."""
+    """Write a picture of an image, uint8 [C, H, W], under all corruptions and strengths.
+
+    The rows are the corruptions. The columns are the original image and the strengths.
+    """
     rows = []
     strengths = range(1, STRENGTHS + 1)
     for corruption in CORRUPTIONS.values():

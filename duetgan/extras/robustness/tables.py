@@ -5,7 +5,10 @@ from duetgan.metrics.tables import FURTHER_TABLES, Table, as_dict, as_dicts, per
 
 
 def corruption_table(document: Document) -> Table:
-    """Return the accuracy under each corruption, by rising strength; "-" for a missing value."""
+    """Return a table of accuracies, with a row for each corruption and a column for each strength.
+
+    The first column of numbers is the accuracy without corruption. A missing value is "-".
+    """
     rows = []
     for name, row in as_dict(as_dict(document.get("robustness")).get("corruptions")).items():
         strengths = as_dicts(as_dict(row).get("strengths"))

@@ -1,4 +1,4 @@
-"""Studies (`duet study`): experiments of many runs on questions about GANs and classifiers."""
+"""Studies (`duet study`): experiments with many runs on questions about GANs and classifiers."""
 
 COMMANDS = {
     "study": (

@@ -55,16 +55,20 @@ def file_of(place: Path, ratio: float) -> Path:
 def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[int]:
     """Return the number of samples of each class, rounded up.
 
-    All classes get equally many. With `fill`, a class gets them in proportion to the number of real
-    images that it has less than the largest class, as training with `data.synthetic.balance: fill`
-    needs. `counts` are the real images of each class, `ratio` is samples per real image.
+    Without `fill`, all classes get equally many. With `fill`, the number for a class is
+    proportional to the number of real images that it lacks compared with the largest class.
+    Training with `data.synthetic.balance: fill` needs such numbers.
+
+    Args:
+        counts: Number of real images of each class.
+        ratio: Number of samples per real image.
     """
     parts = max(counts) - np.array(counts, np.float64) if fill else np.ones(len(counts))
     return [int(count) for count in np.ceil(ratio * sum(counts) * parts / parts.sum() - 1e-9)]
 
 
 class Augment(Subject):
-    """A comparison of classifiers trained with samples against classic methods.
+    """A comparison of classifiers that are trained with samples and by classic methods.
 
     All arms have the same number of steps. A ratio is the number of added images per real image in
     every batch. The best arms are chosen on held-out images and compared on test images.
@@ -115,8 +119,9 @@ class Augment(Subject):
         self._arm(arm, {}, HELD_BACK_ARM, control)
 
     def _arm(self, arm: Job, overrides: Settings, job: str = "", ratio: float = 0.0) -> None:
-        """Declare an arm with `overrides` and, if a job is named, with `ratio` of the job's images
-        per real image.
+        """Declare an arm that trains the classifier with `overrides` of its recipe.
+
+        If `job` is not empty, the arm adds images of the job of this name: `ratio` per real image.
         """
         if job:
             mixing: dict[str, object] = {
@@ -131,7 +136,10 @@ class Augment(Subject):
     def _draw(
         self, place: Path, seed: int, ratios: Sequence[float], fill: bool, source: Path
     ) -> Settings:
-        """Write a file of samples for each ratio into the folder `place`."""
+        """Write a packed file of added images into the folder `place` for each ratio.
+
+        `source` is the run folder of a generator, whose samples are added, or a packed file.
+        """
         for ratio in ratios:
             counts = sample_counts(self.counts(TRAIN), ratio, fill=fill)
             self.draw(file_of(place, ratio), counts, source, seed)

@@ -1,6 +1,6 @@
 """Baselines that train no network: logistic regression on features.
 
-Images without labels are used too: features are standardised over all images.
+Features are standardised over all training images, including those whose labels are not used.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ Labelled = Callable[..., np.ndarray]
 
 
 def pixels(dataset: Dataset) -> Tensor:
-    """Return the pixel values of all images, scaled down to SIDE px, float32 [n, F]."""
+    """Return the pixel values of all images, scaled down to at most SIDE px, float32 [n, F]."""
     side = min(SIDE, dataset.spec.side)
     parts = (
         read_batch(dataset, rows).images.float() for rows in blocks(len(dataset), dataset.spec.side)
@@ -39,10 +39,11 @@ def pixels(dataset: Dataset) -> Tensor:
 
 
 def before_training(dataset: Dataset, **model: Any) -> Tensor:
-    """Return the features of a classifier network before its training, float32 [n, F].
+    """Return the features of all images in a classifier network before its training.
 
-    `model` holds keys of ModelConfig. The weights are random, by the key (0, "init", "classifier"),
-    or those of a discriminator.
+    The features are float32 [n, F]. `model` has the fields of a ModelConfig. The weights are
+    random, with the key (0, "init", "classifier"), or those of the discriminator that the config
+    names.
     """
     # ModelConfig is built only here, because it requires that the discriminator's run exists.
     config = ModelConfig(**model | {"weights": model["weights"] and str(model["weights"])})
@@ -57,7 +58,11 @@ def before_training(dataset: Dataset, **model: Any) -> Tensor:
 
 
 def baselines(model: ModelConfig) -> dict[str, tuple[str, Features]]:
-    """Return baselines: name -> (description, function that computes features)."""
+    """Return the baselines as a dict from name to (description, function).
+
+    The function computes the features of images. `model` is the config of the network whose
+    features before training are a baseline.
+    """
     return {
         "pixels": ("a logistic regression on the pixels", pixels),
         "untrained features": (
@@ -70,10 +75,19 @@ def baselines(model: ModelConfig) -> dict[str, tuple[str, Features]]:
 def hits_of(
     training: Path, files: Mapping[str, Path], features: Features, labelled: Labelled | None
 ) -> dict[str, np.ndarray]:
-    """Predict images of the packed `files` by logistic regression, whose regularisation
-    cross-validation chooses; return True for each correct prediction, bool [n].
+    """Fit a logistic regression on training images, and predict the images of other files.
 
-    `labelled` chooses the training images whose labels are used; None: all.
+    Cross-validation chooses the regularisation.
+
+    Args:
+        training: Packed file of the training images.
+        files: Packed files of the images to predict, by name.
+        features: Function that computes the features of images.
+        labelled: Function of the labels that returns the indices of the training images whose
+            labels are used; None: all.
+
+    Returns:
+        A dict from the name of a file to bool [n], True for each correct prediction.
     """
     with Dataset(training) as dataset:
         x = features(dataset)

@@ -38,10 +38,11 @@ class DistilConfig(StudyConfig):
 
 
 class Distil(Subject):
-    """A comparison of students that learn a teacher's predictions on samples or on other images.
+    """A comparison of students that learn the predictions of a teacher.
 
-    Teacher and generator are trained on all training images. A student has a few of the training
-    images, which differ between seeds, or none.
+    The students learn the predictions on samples or on other images. Teacher and generator are
+    trained on all training images. A student is trained on a few of the training images, chosen
+    anew for each seed, or on none.
     """
 
     splits = (HELD_OUT, TEST)
@@ -119,7 +120,10 @@ class Distil(Subject):
         return {}
 
     def _few(self, place: Path, seed: int) -> Result:
-        """Write a seed's few labelled images to few.lmdb, for all arms, and train on them."""
+        """Choose a few labelled images, write them to few.lmdb, and train on them.
+
+        The other arms of this seed use the same file.
+        """
         count = self.config.per_class
         with Dataset(self.part(TRAIN)) as dataset:
             chosen = few_labels(dataset.labels(), count, seed, dataset.classes)

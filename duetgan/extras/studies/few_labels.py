@@ -1,4 +1,4 @@
-"""The choice of a few labelled images of each class."""
+"""Choose a few labelled images of each class."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,16 @@ from duetgan.utils.seeding import numpy_generator
 def few_labels(
     labels: np.ndarray, per_class: int, seed: int, names: Sequence[str] = ()
 ) -> np.ndarray:
-    """Choose `per_class` images of each class; `labels` are int [n].
+    """Choose `per_class` images of each class; return their indices, int64, ascending.
 
-    The images of class k are the first of a permutation with the key (seed, "labels", k), so that a
-    smaller choice is part of a larger one. Returns ascending record indices, int64. Raises
-    UserError for a number below 1, and for a class with fewer images; `names` are for its message.
+    The images of class k are the first ones of a permutation with the key (seed, "labels", k), so a
+    smaller choice is part of a larger one. Raises UserError if `per_class` is below 1 or exceeds
+    the size of a class.
+
+    Args:
+        labels: Labels of the images, int [n].
+        per_class: Number of images of each class.
+        names: Names of the classes, for the error message.
     """
     if per_class < 1:
         raise UserError(f"{per_class} labels a class: give 1 or more")

@@ -1,8 +1,8 @@
 """The config keys that all studies have, and the division of a study's images.
 
 A recipe configs/study_*.yaml sets only the keys that differ from the defaults here. The images of
-one file are divided at random into training, held-out and held-back images; the test images are
-another file.
+one file are divided at random into training images, held-out images (on which choices are made),
+and held-back images (which only controls use). The test images are another file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,7 +112,10 @@ class StudyConfig(Config):
 
 
 def quickened(tree: Document) -> Document:
-    """Return a recipe with the values of its section `quick`; raise UserError if it has none."""
+    """Return the recipe `tree` with the values of its section `quick`.
+
+    Raises UserError if it has no such section.
+    """
     quick = tree.get("quick")
     if not isinstance(quick, dict) or not quick:
         raise UserError(
@@ -124,14 +127,15 @@ def quickened(tree: Document) -> Document:
 
 
 def tokens(overrides: Mapping[str, object]) -> list[str]:
-    """Return overrides (dotted key -> value) as options of train.py."""
+    """Return `overrides`, a dict from dotted key to value, as options of train.py."""
     return [f"--{key}={_text(value)}" for key, value in overrides.items()]
 
 
 def _text(value: object) -> str:
     """Return a value as YAML on one line.
 
-    A bool becomes `on` or `off`, because YAML reads the value `off` of a mode as a bool.
+    A bool becomes `on` or `off`: some keys have the text `off` as a value, which YAML reads as a
+    bool.
     """
     if isinstance(value, str):  # Options of type str take the text unquoted.
         return value
@@ -152,9 +156,10 @@ EVEN = 1.5  # largest ratio of class sizes at which classes count as equally lar
 def make_parts(data: StudyData, place: Path) -> Document:
     """Write packed files of the training, held-out, held-back and test images into `place`.
 
-    Returns `classes`, the class names, and `counts`, the number of images of each class by part.
-    Raises UserError if there are fewer than two classes, if training and test images have different
-    classes, if a class has no test image or too few images to divide, or if images differ in size.
+    Returns a dict with `classes`, the class names, and `counts`, a dict from the name of a part to
+    the number of images of each class. Raises UserError if there are fewer than two classes, if
+    training and test images have different classes, if a class has no test image or too few images
+    to divide, or if images differ in size.
     """
     train, test = _sources(data, place)
     with Dataset(train) as dataset, Dataset(test) as test_dataset:
@@ -195,7 +200,10 @@ def make_parts(data: StudyData, place: Path) -> Document:
 
 
 def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
-    """Return the packed files of training and test images; pack a named data set into `place`."""
+    """Return the packed files of the training and the test images.
+
+    If the study names a data set, it is packed into `place` first.
+    """
     if data.path is not None and data.test_path is not None:
         return Path(data.path), Path(data.test_path)
     files = place / "whole-train.lmdb", place / "whole-test.lmdb"
@@ -206,7 +214,7 @@ def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
 
 
 def usable(dataset: Dataset, test_dataset: Dataset) -> np.ndarray:
-    """Return the record numbers, ascending, of a data set's images that are not in the test set.
+    """Return the indices, ascending, of a data set's images that are not in the test set.
 
     Of images that are equal pixel for pixel, only the first is returned.
     """
@@ -219,12 +227,14 @@ def usable(dataset: Dataset, test_dataset: Dataset) -> np.ndarray:
 def divide(
     records: np.ndarray, labels: np.ndarray, classes: int, data: StudyData
 ) -> dict[str, np.ndarray]:
-    """Divide record numbers into held-out, training and held-back ones, each ascending.
+    """Divide images into held-out, training and held-back ones.
 
+    `records` are the indices of the images to divide, `labels` the labels of the whole data set.
     The images of a class are shuffled by the key (seed, "study", class). The first ones are held
     out, the next ones are for training, and all others are held back.
 
-    Raises UserError if a class is too small.
+    Returns a dict from the name of a part to its indices, ascending. Raises UserError if a class is
+    too small.
     """
     order = []
     for label in range(classes):
@@ -247,7 +257,9 @@ def divide(
 
 
 def _limits(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:
-    """Return each class's number of held-out images, and its largest number of training images."""
+    """Return each class's number of held-out images, and the limit on its number of training
+    images.
+    """
     held_out = [max(1, round(data.held_out * count)) for count in counts]
     not_held_back = [int((1 - data.held_back) * count) for count in counts]
     return held_out, np.subtract(not_held_back, held_out).tolist()
@@ -267,9 +279,9 @@ def expected_counts(data: StudyData) -> list[int]:
 def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
     """Return the number of training images of each class, at most `available` and `data.largest`.
 
-    With a long tail, class k of K has largest * ratio ** (-k / (K - 1)) images, rounded down, at
-    least one (Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples", section
-    5.1).
+    With a long tail, class k of K classes has largest * ratio ** (-k / (K - 1)) images, rounded
+    down, but at least one (Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of
+    Samples", section 5.1).
     """
     largest = min(max(available), data.largest or max(available))
     if data.long_tail == 1:
@@ -281,7 +293,10 @@ def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
 
 
 def write_subset(dataset: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
-    """Write the images of some records, uncompressed, to the packed file `out`, replacing an old one."""
+    """Write the images of some records, uncompressed, to the packed file `out`.
+
+    An existing file is replaced.
+    """
     source = f"{len(records)} images of {dataset.meta.source}"
     images = (dataset, records, dataset.labels()[records])
     return write_labelled(
@@ -290,8 +305,9 @@ def write_subset(dataset: Dataset, records: Sequence[int] | np.ndarray, out: Pat
 
 
 def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> None:
-    """Write `counts` images of each class of the packed file `source` to `out`, drawn at random
-    with the key (seed, "study", "real", class).
+    """Write `counts[k]` images of each class k from the packed file `source` to `out`.
+
+    They are chosen at random with the key (seed, "study", "real", class).
     """
     with Dataset(source) as dataset:
         chosen = []
@@ -303,10 +319,11 @@ def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> No
 
 
 def groups_of(counts: Sequence[int]) -> dict[str, list[int]]:
-    """Return name -> labels of groups of classes, by their numbers of training images `counts`.
+    """Return the groups of classes as a dict from the name of a group to the labels of its classes.
 
-    The groups are `all` and, unless the classes are `even`, `many`, `medium` and `few`: a third of
-    the classes each.
+    `counts` is the number of training images of each class. The group "all" has all classes. Unless
+    the classes are `even`, the groups "many", "medium" and "few" divide the classes into thirds by
+    their numbers of images.
     """
     groups = {"all": list(range(len(counts)))}
     order = sorted(groups["all"], key=lambda label: (-counts[label], label))

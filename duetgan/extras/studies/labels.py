@@ -82,8 +82,8 @@ class Labels(Subject):
     def _pseudo_labels(self, count: int, first: Path, *, is_control: bool) -> None:
         """Declare an arm that trains on pseudo-labels, and an arm that trains on random labels.
 
-        `first` is the folder of the supervised arm, whose classifier predicts the pseudo-labels. If
-        `is_control`, the study is void if random labels help.
+        The classifier of the supervised arm, whose folder is `first`, predicts the pseudo-labels.
+        If `is_control` is True, the study is void in case random labels help.
         """
         pseudo = Job(
             arm_name(count, PSEUDO),
@@ -104,9 +104,10 @@ class Labels(Subject):
     def _from_discriminator(
         self, count: int, first: Path, run: Path, images: Path, suffix: str = ""
     ) -> None:
-        """Declare the arms that use the discriminator of a GAN's run.
+        """Declare the arms that use the discriminator of the GAN in the run folder `run`.
 
-        With a `suffix`, which is added to their names, they are controls.
+        They train on the labelled images in the folder `first` and on the unlabelled `images`. A
+        `suffix` is added to the names of the arms, and marks them as controls.
         """
 
         def arm(method: str, description: str) -> Job:
@@ -141,10 +142,11 @@ class Labels(Subject):
         return {}
 
     def _first(self, place: Path, seed: int, count: int) -> Result:
-        """Train on few labelled images, and write files of images that other arms use.
+        """Train on few labelled images, and write packed files that other arms use.
 
-        `few.lmdb` has the labelled images. `guessed.lmdb` also has images with pseudo-labels;
-        `wrong.lmdb` has the same images with random instead of pseudo-labels.
+        `few.lmdb` has the labelled images. `guessed.lmdb` has these and images with pseudo-labels.
+        `wrong.lmdb` has the same images as `guessed.lmdb`, but random labels instead of
+        pseudo-labels.
         """
         recipe = self.config.classifier
         with Dataset(self.part(TRAIN)) as dataset:

@@ -23,15 +23,16 @@ MIN_SEEDS = 5  # smallest number of seeds for the verdict `helps`
 
 @dataclass(frozen=True)
 class Comparison:
-    """A test of whether the second arm is better than the first one and than all `controls`.
+    """A test of whether the arm `second` is better than the arm `first` and than all `controls`.
 
-    A comparison with `expected` is a control: the study is void unless the result is the expected
-    one. For `helps` the second arm must be significantly better, for `not helps` it must not.
+    A comparison with `expected` is a check of the study itself: the study is void unless the result
+    is the expected one. With "helps", the second arm must be significantly better than the first;
+    with "not helps", it must not.
     """
 
     first: str
     second: str = ""  # the arm that declares this comparison
-    # a group of classes, or GROUPS for a comparison of each
+    # a group of classes, or GROUPS for one comparison of each group
     group: str = "all"
     controls: Sequence[str] = ()  # arms that lack the supposed cause of the effect
     expected: Literal["helps", "not helps"] | None = None
@@ -54,15 +55,18 @@ class Results:
     by_arm: dict[str, list[Result]]  # arm -> results in the order of the seeds
     # split -> labels of its images, int64 [n]
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
-    # name -> labels of groups of classes
+    # name of a group of classes -> labels of the classes
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def hits(self, arm: str, split: str = TEST) -> np.ndarray:
-        """Return True for each correct prediction, bool [seeds, n]."""
+        """Return the correct predictions of an arm on a split: bool [seeds, n], True if correct."""
         return np.stack([result.hits[split] for result in self.by_arm[arm]])
 
     def weights(self, group: str, split: str = TEST) -> np.ndarray:
-        """Return each image's weight in the group's mean recall, float64 [n], of sum 1."""
+        """Return the weight of each image in the mean recall of a group of classes, float64 [n].
+
+        The weights sum to 1. Images of other classes have weight 0.
+        """
         labels = self.labels[split]
         chosen = np.isin(labels, self.groups[group])
         return chosen / (max(1, len(np.unique(labels[chosen]))) * np.bincount(labels)[labels])
@@ -74,8 +78,8 @@ class Results:
     def choose(self, name: str, arms: Sequence[str]) -> str:
         """Add an arm `name` that has, for each seed, the results of the best of `arms`.
 
-        The best arm has the largest mean recall on held-out images; of equal ones it is the first.
-        Returns a text that lists the chosen arms with their numbers of seeds.
+        The best arm has the largest mean recall on held-out images. If several are equal, the first
+        is chosen. Returns a text that lists the chosen arms, each with its number of seeds.
         """
         weights = self.weights("all", HELD_OUT)
         best = np.stack([self.hits(arm, HELD_OUT) @ weights for arm in arms]).round(9).argmax(0)
@@ -88,7 +92,7 @@ class Results:
 
 
 def difference(results: Results, first: str, second: str, group: str) -> Difference:
-    """Return the second arm's mean recall of the group's classes minus the first one's."""
+    """Return the mean recall of the second arm in a group of classes minus that of the first."""
     return by_seeds_and_images(results.hits(first), results.hits(second), results.weights(group))
 
 
@@ -100,16 +104,17 @@ def answer(value: float, p: float | None) -> str:
 
 
 def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Document]:
-    """Test each comparison.
+    """Test the comparisons.
 
-    The p-value of an improvement is the largest one of the tests against the first arm and against
-    each control, an intersection-union test (Berger 1982). With fewer than MIN_SEEDS seeds the
-    verdict is never `helps`.
+    The second arm is tested against the first arm and against each control. The p-value of an
+    improvement is the largest p-value of these tests, as in an intersection-union test (Berger
+    1982). With fewer than MIN_SEEDS seeds the verdict is never `helps`.
 
     Returns:
-        For each comparison its fields, `first_value`, `second_value`, `difference`, its 95 %
-        `interval`, `p` (corrected after Holm), `method`, `unbeaten` (the controls
-        that the second arm does not beat) and `verdict`.
+        A dict for each comparison, with its fields except `expected`, the mean recalls
+        `first_value` and `second_value`, their `difference`, its 95 % `interval`, `p` (with Holm's
+        correction), `method`, `unbeaten` (the controls that the second arm does not beat) and
+        `verdict`.
     """
     rows: list[Document] = []
     for comparison in comparisons:
@@ -140,11 +145,12 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[Docume
 
 
 def checked(results: Results, controls: Sequence[Comparison]) -> list[Document]:
-    """Test the controls of a study.
+    """Test the controls of a study, which are comparisons with an expected result.
 
     Returns:
-        For each control its fields, `difference`, `interval`, `p` (not corrected), the verdict
-        `found`, and `ok`: True if it passed, None if one seed is too few to tell.
+        A dict for each control, with the second arm `arm`, the first arm `against`, `group`,
+        `expected`, `difference`, `interval`, `p` (not corrected), `method`, the verdict `found`,
+        and `ok`: True if the verdict is the expected one, None if one seed is too few to tell.
     """
     rows = []
     for control in controls:
@@ -166,7 +172,7 @@ def checked(results: Results, controls: Sequence[Comparison]) -> list[Document]:
 
 
 def in_words(row: Document) -> str:
-    """Return one line of text about a comparison that `compared` tested."""
+    """Return one line of text about `row`, a comparison that `compared` tested."""
     effect = f"{change(100 * row['difference'])} points"
     if row["interval"]:
         ends = " to ".join(change(100 * end) for end in row["interval"])
@@ -180,7 +186,10 @@ def in_words(row: Document) -> str:
 
 
 def packed(result: Result) -> Document:
-    """Return a result as a JSON object, in which correct predictions are digits 1, others 0."""
+    """Return a result as a JSON object.
+
+    The predictions on a split are a string of digits: 1 if correct, 0 if wrong.
+    """
     hits = {name: "".join(map(str, bits.astype(int))) for name, bits in result.hits.items()}
     return {"figures": result.figures, "hits": hits}
 

@@ -1,6 +1,6 @@
-"""The runner of studies, which makes the missing runs and writes study.json after each one.
+"""Run a study: do the missing runs, and write study.json after each one.
 
-study.json does not depend on how often the study was interrupted.
+The final study.json does not depend on how often the study was interrupted.
 """
 
 import shutil
@@ -36,8 +36,8 @@ def document(
 ) -> Document:
     """Return the content of study.json.
 
-    Comparisons use only the `seeds` for which all arms have results; `void` is None while there is
-    no such seed.
+    Comparisons use only the `seeds` for which all arms have results. If there is no such seed, the
+    entry `void` is None.
     """
     done, planned = sum(map(len, results.values())), len(results) * len(seeds)
     complete_seeds = [seed for seed in seeds if all(seed in runs for runs in results.values())]
@@ -88,10 +88,10 @@ def document(
 
 
 class Study:
-    """A runner of a subject's jobs and arms in the subject's folder.
+    """A runner that does a subject's jobs and arms in the subject's folder.
 
-    It runs all arms of a seed before the next seed, so that an unfinished study has a complete
-    table for fewer seeds.
+    It does all arms of a seed before those of the next seed. Thus the results of an unfinished
+    study are complete for some seeds.
     """
 
     def __init__(self, name: str, subject: Subject) -> None:
@@ -123,7 +123,10 @@ class Study:
         return self.write()
 
     def _check_settings(self) -> None:
-        """Write the settings to settings.json; raise UserError if it has others."""
+        """Write the settings of the study to settings.json.
+
+        Raises UserError if the file exists already with other settings.
+        """
         file = self.folder / "settings.json"
         settings = as_json({"study": self.name} | self.subject.config.key())
         if file.is_file() and file.read_bytes() != settings:
@@ -133,9 +136,10 @@ class Study:
         write_atomic(file, settings)
 
     def _perform(self, job: Job, seed: int, title: str) -> bool:
-        """Do a job or an arm's run, and write its outcome to a file.
+        """Do a job, or one run of an arm, and write the outcome to a file.
 
-        Then deletes the checkpoints of an arm's run. Returns False if the outcome exists already.
+        Then prints `title` with the result, and deletes the checkpoints of an arm. If the outcome
+        exists already, does nothing and returns False.
         """
         place = of_seed(job.place, seed)
         if record(place).is_file():

@@ -1,4 +1,4 @@
-"""Packed files of a generator's samples for training."""
+"""Write packed files with samples of a generator, to train on."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +26,10 @@ def draw_samples(
     seed: int,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Write a packed file of samples, which are those of generate.py, in place of an existing one.
+    """Write a packed file with samples of a generator, in place of an existing file.
 
-    For each class, a smaller file has the first samples of a larger file. Raises UserError if the
-    generator is unconditional or has other classes.
+    The samples are those of generate.py. A file with smaller `counts` has the first samples of each
+    class. Raises UserError if the generator is unconditional or has other classes.
     """
     content = load(resolve(str(run)))
     generator = generator_from(content, device)

@@ -8,16 +8,16 @@ from duetgan.metrics.comparison.paired import Difference, normal, student
 
 
 def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> Difference:
-    """Compare two weighted fractions of hits over S pairs of runs and the same N images.
+    """Compare the weighted accuracies of two groups of S runs on the same N images.
 
-    Seeds and images are both random effects, as readers and cases are in reader studies: the
-    variance is that of the two-way analysis of variance, the degrees of freedom are Hillis's (2007,
-    Stat. Med. 26, 596-619, equation 4). With one pair, only images are random effects, and the
-    distribution is normal.
+    Seeds and images are both random effects, like the readers and cases of a reader study in
+    radiology. The variance is that of the two-way analysis of variance, and the degrees of freedom
+    are Hillis's (2007, Stat. Med. 26, 596-619, equation 4). With one run per group, only images are
+    random effects, and the distribution is normal.
 
     Args:
-        first: Hits of the first runs, bool [S, N].
-        second: Hits of the second runs, trained with the same seeds, bool [S, N].
+        first: Correct predictions of the first runs, bool [S, N].
+        second: Correct predictions of the second runs, trained with the same seeds, bool [S, N].
         weights: Weights of the images, [N], which sum to 1.
     """
     used = weights > 0

@@ -1,7 +1,8 @@
-"""Jobs and arms of a study, and the base class of subjects.
+"""The jobs and arms of a study, and the base class of subjects.
 
-A subject is the definition of a study: it declares jobs, arms and comparisons of arms. The base
-class divides the images, trains networks, and evaluates classifiers.
+A subject is the definition of a study. It declares jobs that are done once, arms that are done for
+each seed (mostly trainings of a classifier), and comparisons of arms. The base class divides the
+images, trains networks, and evaluates classifiers.
 """
 
 import json
@@ -41,9 +42,9 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.runlog.run_folder import is_finished
 
-GENERATOR, UNTRAINED = "generator", "untrained generator"  # jobs
+GENERATOR, UNTRAINED = "generator", "untrained generator"  # names of jobs
 SEED = 0  # seed of jobs that are made once
-# Suffix of an arm's folder. Settings contain it as it is; `of_seed` inserts a seed.
+# Suffix of an arm's folder. Settings contain it unchanged; `of_seed` inserts a seed.
 OF_SEED = "-s{seed}"
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
@@ -53,9 +54,10 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A job that is made once, such as image files, a generator or a file of samples, or an arm.
+    """A piece of work in a study: a job that is done once, or an arm.
 
-    A job with a family is an arm: it is made for each seed, its outcome is a Result, and it is a
+    A job that is done once makes, for example, image files, a generator, or a file of samples. A
+    job with a `family` is an arm: it is done for each seed, its outcome is a `Result`, and it is a
     row of the results. `Subject.add` sets `make` and `place`.
     """
 
@@ -96,11 +98,14 @@ class Subject(ABC):
         return [job for job in self.jobs if job.family]
 
     def of_family(self, family: str) -> list[str]:
-        """Return the names of a family's arms."""
+        """Return the names of the arms in a family."""
         return [arm.name for arm in self.arms if arm.family == family]
 
     def compared(self) -> list[Comparison]:
-        """Return the declared comparisons; one for GROUPS becomes one for each group of classes."""
+        """Return the declared comparisons.
+
+        A comparison for GROUPS is replaced by one comparison for each group of classes.
+        """
         comparisons = []
         for row in self.comparisons:
             names = self.groups() if row.group == GROUPS else [row.group]
@@ -108,7 +113,10 @@ class Subject(ABC):
         return comparisons
 
     def labels(self) -> dict[str, np.ndarray]:
-        """Return the labels of each split, int64 [n]; the images must be divided already."""
+        """Return a dict from the name of a split to the labels of its images, int64 [n].
+
+        The images must be divided already.
+        """
         labels = {}
         for name in self.splits:
             with Dataset(self.part(name)) as dataset:
@@ -116,13 +124,17 @@ class Subject(ABC):
         return labels
 
     def groups(self) -> dict[str, list[int]]:
-        """Return name -> labels of groups of classes; the images must be divided already."""
+        """Return the groups of classes as a dict from a group's name to the labels of its classes.
+
+        The groups are "all", "many", "medium" and "few" (see `groups_of`). The images must be
+        divided already.
+        """
         return groups_of(self.counts(TRAIN))
 
     # --- places and outcomes
 
     def place(self, job: str) -> Path:
-        """Return the folder of a job that is made once."""
+        """Return the folder of the job named `job`, which is done once."""
         return self.folder / "jobs" / slug(job)
 
     def part(self, name: str) -> Path:
@@ -130,7 +142,10 @@ class Subject(ABC):
         return self.place(PARTS) / f"{name}.lmdb"
 
     def outcome(self, place: Path) -> Document:
-        """Return the outcome of a job; empty if it is not done."""
+        """Return the outcome of the job whose folder is `place`.
+
+        Returns an empty dict if the job is not done.
+        """
         file = record(place)
         outcome: Document = json.loads(file.read_text())["told"] if file.is_file() else {}
         return outcome
@@ -146,7 +161,10 @@ class Subject(ABC):
     # --- declarations
 
     def add(self, job: Job, make: Callable[[Path, int], object]) -> Path:
-        """Declare a job or an arm, which `make(place, seed)` makes; return its folder."""
+        """Declare a job or an arm, and return its folder.
+
+        The study calls `make(place, seed)` to do it.
+        """
         place = self.place(job.name)
         if job.family:
             place = self.folder / "runs" / (slug(job.name) + OF_SEED)
@@ -155,7 +173,10 @@ class Subject(ABC):
         return place
 
     def best(self, name: str, family: str, against: Sequence[Comparison] = ()) -> None:
-        """Declare an arm that is, for each seed, the best of a family on held-out images."""
+        """Declare an arm `name` that has, for each seed, the results of the best arm of a family.
+
+        The best arm is chosen on held-out images.
+        """
         self.choices[name] = family
         self.comparisons += [replace(row, second=name) for row in against]
 
@@ -169,7 +190,10 @@ class Subject(ABC):
         fixed: int = SEED,  # seed of a job that is no arm
         steps: int | None = None,  # number of steps; None: as in the recipe
     ) -> Path:
-        """Declare a training; return the run folder."""
+        """Declare a training, and return its run folder.
+
+        If `job` is an arm, the trained classifier is also evaluated.
+        """
         overrides = {"data.path": images or self.part(TRAIN), **overrides}
 
         def make(place: Path, seed: int) -> Result | Document:
@@ -180,7 +204,7 @@ class Subject(ABC):
         return self.add(job, make) / "run"
 
     def generators(self, images: Path | None = None) -> tuple[Path, Path]:
-        """Declare a generator and an untrained one; return their run folders.
+        """Declare a trained and an untrained generator; return their run folders.
 
         The generator is trained on the packed `images`; None: the training images.
         """
@@ -197,13 +221,17 @@ class Subject(ABC):
     def bases(
         self, template: Job, images: Path | None = None, labelled: Labelled | None = None
     ) -> None:
-        """Declare arms that use no second model: cheap learners, and training from scratch.
+        """Declare baseline arms, which use no second model such as a GAN.
+
+        These are logistic regressions (see `baselines`) and, if the recipe starts from given
+        weights, training from scratch.
 
         Args:
-            template: job with the arms' family and comparisons; their names begin with its name.
-            images: packed labelled training images; None: all training images.
-            labelled: function of (labels, seed=) that returns the indices of the images in `images`
-                among all training images; None: all.
+            template: Job with the family and the comparisons of the arms. The arms' names begin
+                with the name of this job.
+            images: Packed file of labelled images; None: all training images.
+            labelled: Function of the labels of all training images and of `seed=`. It returns the
+                indices of the labelled images. None: all.
         """
         recipe = self.config.classifier
         model = recipe.settings().model
@@ -217,9 +245,10 @@ class Subject(ABC):
             self.training(arm, recipe, {"model.weights": None}, images=images)
 
     def readout(self, arm: Job, features: Features, labelled: Labelled | None = None) -> None:
-        """Declare a logistic regression on pixels or on features of a fixed network.
+        """Declare an arm that fits a logistic regression on `features`, such as pixels.
 
-        `labelled` is a function of (labels, seed=) that chooses the images with labels; None: all.
+        `labelled` is a function that chooses the training images whose labels are used. It takes
+        all labels and `seed=`, and returns indices; None: use all labels.
         """
 
         def make(_: Path, seed: int) -> Result:
@@ -232,7 +261,7 @@ class Subject(ABC):
     # --- functions that make jobs and arms
 
     def draw(self, file: Path, counts: Sequence[int], source: Path, seed: int) -> None:
-        """Write a packed file of `counts` images of each class.
+        """Write a packed file with `counts[k]` images of each class k.
 
         `source` is the run folder of a generator, whose samples are written, or a packed file.
         """
@@ -250,9 +279,10 @@ class Subject(ABC):
         seed: int,
         max_steps: int | None = None,
     ) -> None:
-        """Train a recipe in `folder`, or resume the run, unless it is finished; log to FOLDER.log.
+        """Train by a recipe in the run folder `folder`, or resume the run.
 
-        Raises StoppedBySignal after saving, and the exceptions of training.
+        Does nothing if the run is finished. The output goes to FOLDER.log. Raises the exceptions of
+        training, and StoppedBySignal after a signal, when a checkpoint has been saved.
         """
         if is_finished(folder, max_steps):
             return
@@ -278,7 +308,10 @@ class Subject(ABC):
             )
 
     def judge(self, run: Path) -> Result:
-        """Return the correct predictions and the accuracy of a run's EMA weights on each split."""
+        """Evaluate the EMA weights of a run on each split.
+
+        Returns the accuracies and the correct predictions.
+        """
         checkpoint = load(resolve(str(run)))
         classifier = classifier_from(checkpoint, choose_device(self.device))
         hits = {}
@@ -290,20 +323,26 @@ class Subject(ABC):
 
 
 def scored(hits: dict[str, np.ndarray]) -> Result:
-    """Return a result with the correct predictions `hits` and the accuracy on each split."""
+    """Return a result with the correct predictions `hits`, and with the accuracy on each split.
+
+    `hits` is a dict from the name of a split to bool [n], True for each correct prediction.
+    """
     return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
 
 
 def of_seed(path: Path, seed: int) -> Path:
-    """Return a path from a job's settings with OF_SEED replaced by the suffix of a seed."""
+    """Return `path` with OF_SEED replaced by the suffix of `seed`, such as `-s3`."""
     return Path(str(path).replace(OF_SEED, OF_SEED.format(seed=seed)))
 
 
 def record(place: Path) -> Path:
-    """Return the path of a job's outcome, a file that exists once the job is done."""
+    """Return the path of the file with the outcome of the job whose folder is `place`.
+
+    The file exists once the job is done.
+    """
     return place.with_name(f"{place.name}.json")
 
 
 def slug(name: str) -> str:
-    """Return a name in lower case, with only the characters a-z, 0-9, `.` and `-`."""
+    """Return `name` in lower case, with `-` for all characters except a-z, 0-9 and `.`."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

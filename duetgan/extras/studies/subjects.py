@@ -1,4 +1,4 @@
-"""The table of the studies."""
+"""The studies of `duet study`, by name."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -17,6 +17,6 @@ SUBJECTS = {
 
 
 def load_subject(name: str) -> tuple["type[StudyConfig]", "type[Subject]"]:
-    """Return a study's configuration class and its subject class."""
+    """Return the configuration class and the subject class of a study."""
     module = import_module(f"duetgan.extras.studies.{name}")
     return module.CONFIG, module.SUBJECT

@@ -1,5 +1,7 @@
-"""StyleGAN3's alias-free generators (2106.12423): the architectures stylegan3-t and stylegan3-r,
-NVIDIA's files of them, and `generate.py move`, films in which the image moves and turns.
+"""StyleGAN3's alias-free generators (2106.12423).
+
+The package adds the architectures stylegan3-t and stylegan3-r, the conversion of their generators
+from NVIDIA's files, and `generate.py move`, which writes films in which the image moves and turns.
 """
 
 ATTACHES = {

@@ -1,4 +1,4 @@
-"""StyleGAN3's generators in the files of NVIDIA's program stylegan3."""
+"""Convert StyleGAN3's generators from the files of NVIDIA's program stylegan3."""
 
 import torch
 
@@ -24,7 +24,7 @@ NAMES = {  # our names -> NVIDIA's, without the layers
 
 
 def read(arguments: Arguments) -> GeneratorForm:
-    """Return the counterpart of a generator that was built with these keyword arguments.
+    """Return our counterpart of a generator that NVIDIA's program built with `arguments`.
 
     Raises Refused for arguments of networks that Duet does not have.
     """

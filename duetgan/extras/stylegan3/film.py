@@ -13,7 +13,7 @@ from duetgan.utils.errors import UserError
 
 
 def transforms(shifts: Tensor, angles: Tensor) -> Tensor:
-    """Return the transforms [n, 3, 3] by which `FourierFeatures` shifts and turns the image.
+    """Return the matrices [n, 3, 3] with which `FourierFeatures` shifts and turns the image.
 
     Args:
         shifts: [n, 2], to the right and down, in widths of the image.

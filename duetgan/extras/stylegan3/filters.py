@@ -1,9 +1,9 @@
-"""Low-pass filters of StyleGAN3 (2106.12423, appendix C) and the filtered leaky ReLU, in plain
-operators, which run on every device.
+"""Low-pass filters of StyleGAN3 (2106.12423, appendix C), and the filtered leaky ReLU.
 
-A signal of sampling rate s and cutoff f_c is upsampled, activated, clamped, and downsampled, so that
-the activation's new frequencies are removed before they alias. A filter's gradient is written as its
-transpose, which in turn has a gradient.
+They consist of plain operators, which run on every device. A signal with sampling rate s and cutoff
+f_c is upsampled, activated, clamped, and downsampled. The downsampling filter removes the new
+frequencies of the activation before they alias. The gradient of a filter is computed by the
+transposed filter, which has a gradient, too.
 """
 
 import math
@@ -22,12 +22,12 @@ def lowpass(
     """Return a Kaiser-windowed low-pass filter of unit gain, float64.
 
     Args:
-        taps: Number of samples along an axis, even for radial filters.
+        taps: Number of samples along an axis; must be an even number for radial filters.
         cutoff: f_c, in cycles per image.
         half_width: f_h, half of the transition band.
         rate: Sampling rate of the filter, in samples per image.
-        radial: Return the radially symmetric filter [taps, taps] (a jinc), else a sinc [taps], which
-            is applied along both axes.
+        radial: If True, return a radially symmetric filter [taps, taps] (a jinc), else a filter
+            [taps] (a sinc), which is applied along both axes.
     """
     # Imported here, because scipy is slow to import and every command reads the registry.
     from scipy import signal, special
@@ -43,11 +43,14 @@ def lowpass(
 
 
 class Resampler(torch.nn.Module):
-    """An integer change of the sampling rate with a filter [k] (both axes) or [k, k].
+    """A change of the sampling rate by an integer factor, with a filter.
 
-    If `up` is True, samples are `factor` apart in the output, and the filter's gain is factor^2:
-    [N, C, H, W] -> [N, C, factor (H - 1) + k, ...]. Otherwise only every `factor`-th output is
-    computed: [N, C, H, W] -> [N, C, (H - k) / factor + 1, ...]; `factor` must divide H - k.
+    The filter is [k], applied along both axes, or [k, k]. The input is [N, C, H, W].
+
+    If `up` is True, the samples of the input are `factor` apart in the output, and the gain of the
+    filter is factor^2. The output has height factor (H - 1) + k. If `up` is False, only every
+    `factor`-th output is computed. The output has height (H - k) / factor + 1, and `factor` must
+    divide H - k. The width changes in the same way.
     """
 
     def __init__(self, response: np.ndarray, factor: int, *, up: bool) -> None:
@@ -92,7 +95,7 @@ class _Filter(torch.autograd.Function):
 
 
 class Context(torch.autograd.function.FunctionCtx):
-    """The attributes of `_Filter`'s context."""
+    """The type of `_Filter`'s context, with its attributes."""
 
     saved_tensors: tuple[Tensor, ...]
     filter: tuple[Stride, bool]
@@ -112,12 +115,16 @@ def filtered_leaky_relu(
     padding: int,
     clamp: float | None,
 ) -> Tensor:
-    """Return leaky_relu(x) * sqrt(2) at the output rate of `down`, computed at that of `up`.
+    """Return leaky_relu(x) * sqrt(2), computed at a higher sampling rate.
+
+    `up` brings the signal to the rate of the activation, `down` brings it to the rate of the
+    result.
 
     Args:
         x: [N, C, H, W].
-        padding: Number of zeros that are added (or, if negative, of samples that are removed) at
-            each edge at the rate of the activation.
+        up, down: The resamplers before and after the activation.
+        padding: Number of zeros to add at each edge after `up`. If it is negative, samples are
+            removed.
         clamp: Largest absolute value of the activations; None: no limit.
     """
     x = F.pad(up(x), [padding] * 4)

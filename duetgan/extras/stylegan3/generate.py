@@ -10,7 +10,7 @@ NUMBER = number(float)
 
 
 def shift(text: str) -> tuple[float, float]:
-    """Parse two numbers X,Y, as the type of an option."""
+    """Parse the value X,Y of an option as two numbers."""
     parts = [NUMBER(part) for part in text.split(",")]
     if len(parts) != 2:
         raise ArgumentTypeError(f"{text!r}: give two numbers, X,Y")

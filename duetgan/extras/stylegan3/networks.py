@@ -1,8 +1,8 @@
 """StyleGAN3's generator (2106.12423), configurations T (translation) and R (rotation equivariance).
 
-Fourier features, which the first style moves and turns, pass through modulated convolutions. Each is
-followed by a leaky ReLU between an upsampling and a downsampling filter. No layer has noise or knows
-where the edge of the image is.
+The first style moves and turns Fourier features, which then pass through modulated convolutions.
+Each convolution is followed by an upsampling filter, a leaky ReLU and a downsampling filter. No
+layer has noise or knows where the edge of the image is.
 """
 
 import math
@@ -73,7 +73,7 @@ class GeneratorRConfig(GeneratorTConfig):
 
 @dataclass(frozen=True)
 class Signal:
-    """The output of a layer: its channels and its spectrum, in cycles and samples per image."""
+    """The size of a layer's output, and its spectrum in cycles and samples per image."""
 
     channels: int
     size: int  # side of the maps, with margins
@@ -83,10 +83,10 @@ class Signal:
 
 
 def signals(config: GeneratorTConfig, resolution: int | str, channels: int) -> list[Signal]:
-    """Return the output of each layer, the last of which is ToRGB (section 3.2).
+    """Describe the output of each layer, the last of which is ToRGB (section 3.2).
 
     Cutoffs and stopbands grow geometrically up to the critical layers. Raises UserError for a
-    resolution that is not a power of two.
+    resolution that is not a power of two from 8 to 4096.
     """
     if resolution not in RESOLUTIONS or isinstance(resolution, str):
         raise UserError(
@@ -114,11 +114,12 @@ def signals(config: GeneratorTConfig, resolution: int | str, channels: int) -> l
 
 
 class FourierFeatures(nn.Module):
-    """The first signal: sines of random frequencies in a disc, shifted and turned by w.
+    """The input of the layers: sines of random frequencies in a disc, which w shifts and turns.
 
-    The buffer `transform`, [3, 3] or [N, 3, 3], shifts and turns the image further. It maps a point
-    of the image to the point that is shown there, in homogeneous coordinates whose unit is the
-    image's side and whose origin is its centre. Runs without autocast. Source: appendix F.
+    The buffer `transform`, [3, 3] or [N, 3, 3], shifts and turns the image further. For each point
+    of the image, it gives the point of the unmoved image that is shown there. Coordinates are
+    homogeneous; their unit is the image's side and their origin is its centre. Runs without
+    autocast. Source: appendix F.
     """
 
     def __init__(self, w_dim: int, signal: Signal) -> None:
@@ -162,7 +163,11 @@ Filter = tuple[int, np.ndarray]  # factor of the sampling rate, and the filter
 
 
 def design_filters(source: Signal, target: Signal, *, radial: bool) -> tuple[Filter, Filter]:
-    """Return the filters before and after an activation; `radial` applies to the second."""
+    """Return the upsampling filter before an activation and the downsampling filter after it.
+
+    The activation is in the layer from the signal `source` to the signal `target`. If `radial` is
+    True, the downsampling filter is radially symmetric.
+    """
     rate = OVERSAMPLING * max(source.rate, target.rate)
     up = rate // source.rate
     down = rate // target.rate
@@ -172,10 +177,10 @@ def design_filters(source: Signal, target: Signal, *, radial: bool) -> tuple[Fil
 
 
 class Layer(nn.Module):
-    """Modulated convolution, bias and filtered leaky ReLU, from the signal `source` to `target`.
+    """A modulated convolution, a bias and a filtered leaky ReLU, from signal `source` to `target`.
 
-    If `is_rgb` is True, the filter is 1x1, without demodulation and activation. Inputs are divided
-    by the root of `magnitude_ema`, the moving mean of their squares.
+    If `is_rgb` is True, the convolution is 1x1, without demodulation and activation. Inputs are
+    divided by the root of `magnitude_ema`, the moving mean of their squares.
     """
 
     def __init__(
@@ -233,7 +238,7 @@ class Layer(nn.Module):
 
 
 class Stylegan3Generator(StyledGenerator):
-    """StyleGAN3's generator: mapping network, Fourier features, layers."""
+    """StyleGAN3's generator: a mapping network, Fourier features and layers."""
 
     def __init__(
         self, config: GeneratorTConfig, *, resolution: int | str, channels: int, classes: int
@@ -283,7 +288,10 @@ class Stylegan3Generator(StyledGenerator):
 
     @torch.no_grad()
     def update_w_avg(self, w_mean: Tensor) -> None:
-        """Update `w_avg`, and each layer's `magnitude_ema` from the passes since the last call."""
+        """Update `w_avg` and each layer's `magnitude_ema`.
+
+        `magnitude_ema` is updated with the layer's inputs in the passes since the last call.
+        """
         super().update_w_avg(w_mean)
         *sums, count = collectives.all_reduce_sum_(self.squares).unbind()
         weight = (1 - self.config.magnitude_ema_beta) * (count > 0)
@@ -295,5 +303,5 @@ class Stylegan3Generator(StyledGenerator):
         self.squares.zero_()
 
     def styled_layers(self) -> list[nn.Module]:
-        """Return the layers that take noise: none."""
+        """Return an empty list, because no layer takes noise."""
         return []

@@ -1,10 +1,10 @@
 """Send a run's metrics to Weights & Biases or trackio.
 
-Set `log.tracker: wandb` for a run that trains; use `duet track RUN --to wandb` for a finished one.
-Both send the rows of metrics.jsonl up to the last checkpoint; a resume may delete later ones.
-RUN/tracker.json holds the last step that each tracker has, so that no row is sent twice, unless a
-kill or an error interrupts the sending. Nothing leaves this machine unless the tracker's own
-settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID.
+Set `log.tracker: wandb` to send them during training; use `duet track RUN --to wandb` for a
+finished run. Both send the rows of metrics.jsonl up to the last checkpoint, because a resume may
+delete later ones. RUN/tracker.json holds the last step that each tracker has, so that rows are not
+sent twice; only a kill or an error during the sending can repeat them. Nothing leaves this machine
+unless the tracker's own settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID.
 """
 
 import importlib.util
@@ -63,8 +63,9 @@ def _wandb(run: Path, config: Tree, run_id: str | None) -> Session:
 
 
 def _trackio(run: Path, config: Tree, run_id: str | None) -> Session:
-    """Open a run in trackio's own database (TRACKIO_DIR), which `trackio show --project duet`
-    shows.
+    """Open a run in trackio's own database (TRACKIO_DIR).
+
+    `trackio show --project duet` shows this database.
     """
     import trackio
 
@@ -78,7 +79,7 @@ SESSIONS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio}
 
 
 class Sent(Stored):
-    """A run's state in a tracker: all rows up to `step` are there."""
+    """The state of a run in a tracker, which has all rows up to `step`."""
 
     id: str  # the tracker's id of the run
     step: NonNegativeInt  # the last step that the tracker has
@@ -96,7 +97,7 @@ def require(name: str) -> None:
 
 
 class Tracker:
-    """Sends the rows of a run's metrics.jsonl to one of SESSIONS.
+    """A sender of the rows of a run's metrics.jsonl to the tracker `name`, one of SESSIONS.
 
     Raises UserError if the tracker's package is missing.
     """
@@ -108,7 +109,7 @@ class Tracker:
         self._sent_step = 0  # step of the checkpoint up to which this object has sent
 
     def send(self) -> int:
-        """Send the missing rows up to the last checkpoint and return their number.
+        """Send the rows that the tracker lacks, up to the last checkpoint; return their number.
 
         Raises the tracker's own exceptions.
         """
@@ -136,7 +137,10 @@ class Tracker:
         return len(rows)
 
     def _rows(self, sent: int, last: int) -> list[dict[str, Any]]:
-        """Return the rows after step `sent` up to `last`, without partial and incomplete ones."""
+        """Return the rows of the steps after `sent`, up to step `last`.
+
+        Leaves out rows that are marked as partial, and lines that were not written completely.
+        """
         rows = []
         for line in files.read_file(self._run / "metrics.jsonl", files.TABLE).splitlines():
             with suppress(ValueError, LookupError, TypeError):
@@ -153,7 +157,10 @@ class Tracker:
 
 
 class Tracking(Callback):
-    """Sends the rows of a run that trains. An error ends the tracking, not the training."""
+    """A callback that sends the rows during training.
+
+    An error ends the tracking, but not the training.
+    """
 
     def __init__(self, name: str) -> None:
         require(name)
@@ -188,7 +195,10 @@ class Tracking(Callback):
 
 
 def callbacks(config: RunConfig, device: torch.device) -> list[Callback]:
-    """Return the callback of `log.tracker`. Raises UserError if the tracker is not installed."""
+    """Return the callback for `log.tracker` on the main process, or an empty list.
+
+    Raises UserError if the tracker is not installed.
+    """
     if config.log.tracker == "none" or not collectives.is_main():
         return []
     return [Tracking(config.log.tracker)]
