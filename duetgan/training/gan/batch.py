@@ -1,4 +1,4 @@
-"""The data of a GAN's step: its slice of the global batch, images, the discriminator's output."""
+"""Containers for the data of a GAN step: slice of the global batch, images, outputs of D."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,10 @@ from duetgan.utils.distributed import collectives
 
 
 class StepSlice(NamedTuple):
-    """A step, and the slice of its global batch that this rank computes, in micro-batches.
+    """A step number, with the slice of the step's global batch that this rank computes.
 
-    `first` and the slices from `micro_batches` are row numbers of the global batch.
+    The rank computes the slice in micro-batches. Rows are numbered within the global batch, both in
+    `first` and in the slices that `micro_batches` returns.
     """
 
     step: int
@@ -31,14 +32,17 @@ class StepSlice(NamedTuple):
         return rows.stop == self.first + self.size
 
     def half(self) -> "StepSlice":
-        """Return the step with half the global batch, on every rank; micro-batches do not grow."""
+        """Return this rank's slice of a global batch of half the size, for the same step.
+
+        Micro-batches keep their size, unless this rank has fewer samples than that.
+        """
         size = self.size // 2
         first = collectives.rank() * size
         micro = min(self.micro, size)
         return self._replace(batch_size=self.batch_size // 2, size=size, micro=micro, first=first)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a micro-batch's contribution, 0-d, to the metric `name`."""
+        """Add the contribution of a micro-batch, 0-d, to the metric `name`."""
         value = value.detach()
         self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
@@ -61,14 +65,17 @@ class DiscriminatorOutput(NamedTuple):
     """Inputs and outputs of the discriminator for one micro-batch."""
 
     name: str  # kind of the images, part of the seed keys of their draws: "real", "fake", ...
-    images: Tensor  # [all of the pass, C, H, W], before adaptive augmentation
+    images: Tensor  # [N, C, H, W]: all images of the pass, before adaptive augmentation
     labels: Tensor  # int64 [n]
     hidden: Tensor  # [n, H]: the last activations
     features: Tensor  # [n, F]: multiplied by the label's embedding for the logits
     logits: Tensor  # [n]
 
     def split(self, *names: str) -> list["DiscriminatorOutput"]:
-        """Split the output of a pass over several kinds of images, one after another, by kind."""
+        """Split the output of a pass over several kinds of images into an output for each kind.
+
+        The pass must hold equally many images of each kind, in the order of `names`.
+        """
         columns = (self.labels, self.hidden, self.features, self.logits)
         parts = zip(*(column.chunk(len(names)) for column in columns), strict=True)
         return [

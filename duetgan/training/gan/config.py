@@ -99,15 +99,15 @@ class GanLossConfig(Config):
 
     @property
     def functions(self) -> Objective:
-        """The losses of the objective named `objective`.
+        """The loss functions of the configured objective.
 
-        Raises UserError, with the most similar name, if there is none of this name.
+        Raises UserError if no objective has this name; the message suggests the most similar one.
         """
         return entry(OBJECTIVES, self.objective, "objective")
 
     @property
     def same_images(self) -> bool:
-        """True if both networks learn from the same samples and from one batch of images."""
+        """True if both networks learn from the same samples and the same batch of real images."""
         return self.same_pairs or not self.functions.paired
 
     def path_length_due(self, step: int) -> bool:
@@ -206,7 +206,10 @@ class GanConfig(RunConfig):
         )
 
     def stages(self, resolution: int | str) -> Stages:
-        """Return the stages of progressive growing for images of `resolution`; one without growth."""
+        """Return the stages of progressive growing for images of `resolution`.
+
+        Without growth there is a single stage.
+        """
         return Stages(
             self.progressive, ImageSpec.of(1, resolution).side, self.steps, self.batch_size
         )
@@ -243,11 +246,14 @@ class GanConfig(RunConfig):
         return shape if self.conditional else shape | {"classes": 0}
 
     def for_trial(self, samples: int) -> Self:
-        """Return this config for measured steps of the full networks, without growth."""
+        """Return this config, changed for timing steps of the full networks, without growth."""
         return super().for_trial(samples).changed(progressive=ProgressiveConfig())
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
-        """Raise UserError unless each stage's batch divides into ranks, micro-batches and groups."""
+        """Raise UserError if a batch size cannot be divided into ranks, micro-batches and groups.
+
+        The batch size of every stage is checked.
+        """
         matching = self.loss.feature_matching_group if self.loss.feature_matching_weight else 1
         half = 2 if self.loss.path_length_weight else 1
         for stage in stages.all:
@@ -272,10 +278,10 @@ class GanConfig(RunConfig):
 
 @cache
 def config_of(architecture: str = DEFAULT) -> type[GanConfig]:
-    """Return the config class of an architecture.
+    """Return the config class of an architecture, a subclass of `GanConfig`.
 
-    It has the config sections of the architecture's networks, and its recipe as defaults. Raises
-    UserError for an architecture that is not in the registry.
+    Its sections for the networks are those of the architecture, and its defaults are the
+    architecture's recipe. Raises UserError for an architecture that is not in the registry.
     """
     entry = architecture_of(architecture)
     sections: dict[str, Any] = {

@@ -1,14 +1,18 @@
 """The parts that both halves of a GAN step share: real images, samples, the discriminator's output.
 
-From a packed image to the discriminator: `LMDBReader.gather` (data/lmdb/reader.py) copies the raw
-uint8 images of a batch out of the mapped file, for `Dataset.read` (data/reading/dataset.py), which
-decodes images that are not stored raw. `InfiniteLoader` (data/reading/loader.py) copies the `Batch`
-to the device, for `GanTask.update`. `Context.reals` flips and shifts the images and converts them to
-floats in [-1, 1] (`ImageSpec.to_float`, utils/image_spec.py); `value` only calls its function,
-except for CUDA graphs. `JointStep` or `DiscriminatorStep.run` passes the images to
-`DiscriminatorStep.discriminate`. It calls `Context.discriminate`, which applies ADA, and then the
-network's `hidden` (models/stylegan2.py) under autocast. Its first layer, `FromRGB`, casts the images
-to the dtype of autocast.
+An image takes this way from the packed file to the discriminator:
+
+1. `LMDBReader.gather` (data/lmdb/reader.py) copies the raw uint8 images of a batch out of the
+   mapped file. `Dataset.read` (data/reading/dataset.py) calls it, and decodes images that are not
+   stored raw.
+2. `InfiniteLoader` (data/reading/loader.py) copies the `Batch` to the device, for `GanTask.update`.
+3. `Context.reals` flips and shifts the images and converts them to floats in [-1, 1]
+   (`ImageSpec.to_float`, utils/image_spec.py). Without CUDA graphs, `value` only calls its
+   function.
+4. `JointStep` or `DiscriminatorStep.run` passes the images to `DiscriminatorStep.discriminate`,
+   which calls `Context.discriminate`.
+5. `Context.discriminate` applies ADA, then the network's `hidden` (models/stylegan2.py) under
+   autocast. The first layer of the network, `FromRGB`, casts the images to the dtype of autocast.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +42,7 @@ from duetgan.training.optim.updater import Precision
 
 
 class Context:
-    """The networks in training, and the operations that both halves of a GAN step need."""
+    """The networks in training, with the operations that both halves of a GAN step use."""
 
     def __init__(
         self,
@@ -88,10 +92,11 @@ class Context:
 
     @contextmanager
     def scaled(self, *networks: nn.Module) -> Iterator[None]:
-        """Multiply the parameters by their gains (equalised learning rate) once for the block.
+        """Multiply the networks' parameters by their gains once, for all passes inside the block.
 
-        All passes inside use the products. A block within a block multiplies nothing again. A
-        compiled network multiplies in its graphs.
+        The gains are those of the equalised learning rate. A block inside another block does not
+        multiply again. If the networks are compiled, this does nothing, because their graphs
+        multiply.
         """
         with ExitStack() as stack:
             if not self._compiled_hidden.on:
@@ -101,9 +106,10 @@ class Context:
             yield
 
     def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
-        """Return this rank's real images in micro-batches, after the augmentation of the data set.
+        """Return this rank's real images, as micro-batches of augmented images in [-1, 1].
 
-        `phase` is part of the seed key. A step that reads two batches needs two phases.
+        The augmentation is the one of the config's section `augment`, not ADA. `phase` is part of
+        the seed key; a step that reads two batches needs two phases.
         """
         config, spec = self.config, self.generator.spec
         micro_batches: list[Images] = []
@@ -138,9 +144,10 @@ class Context:
     def latents(
         self, step_slice: StepSlice, name: str, partners: Sequence[Images] = ()
     ) -> tuple[draws.Latents, list[Tensor]]:
-        """Draw the latents and noise maps of the global batch for the phase `name`.
+        """Draw the latents and the noise maps for the samples of a global batch.
 
-        If `partners` are given, this rank's samples get the labels of these real images.
+        `name` is part of the seed key. If real images are given as `partners`, this rank's samples
+        get the labels of these images.
         """
         key = (step_slice.step, name, step_slice.batch_size)
         latents = self.draws.latents(
@@ -158,9 +165,10 @@ class Context:
     def sample(
         self, latents: draws.Latents, noise: list[Tensor], rows: slice, *, compiled: bool = False
     ) -> Images:
-        """Generate the samples `rows` of a global batch, for which latents and noise are drawn.
+        """Generate the samples `rows` of a global batch from its latents and noise maps.
 
-        The compiled network, if there is one, allows a single backward pass.
+        If `compiled`, the generator may run compiled; the samples then allow a single backward
+        pass.
         """
         network = self._compiled_synthesis if compiled else self.synthesis
         labels = latents.labels[rows]
@@ -182,10 +190,11 @@ class Context:
         *names: str,
         compiled: bool = False,
     ) -> DiscriminatorOutput:
-        """Apply adaptive augmentation and the discriminator to a micro-batch, differentiably.
+        """Apply adaptive augmentation, then the discriminator to a micro-batch; return D's output.
 
-        `batch` has the images of each kind of `names`, one kind after another; the names are part of
-        the seed keys. The images of a kind are the `rows` of a global batch.
+        `batch` has the images of each kind in `names`, one kind after another. The images of a kind
+        are the rows `rows` of a global batch. The names are part of the seed keys of the
+        augmentation. Both operations are differentiable.
         """
         network = self._compiled_hidden if compiled else self.discriminator.hidden
         images = batch.images

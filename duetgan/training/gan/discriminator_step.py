@@ -1,4 +1,4 @@
-"""The discriminator's half of a GAN step: adversarial loss, gradient penalties, change of ADA."""
+"""The discriminator's half of a GAN step: adversarial loss, gradient penalties, strength of ADA."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ PENALTIES = {
 
 
 class DiscriminatorStep:
-    """One update of the discriminator, and of the strength of adaptive augmentation."""
+    """The half of a GAN step that updates the discriminator D and the strength of ADA."""
 
     def __init__(self, context: Context, updater: Updater) -> None:
         self.context = context
@@ -33,7 +33,10 @@ class DiscriminatorStep:
         self.objective = context.config.loss.functions
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images], fakes: Sequence[Images]) -> None:
-        """Update D and the strength of ADA from micro-batches of images and of detached samples."""
+        """Update D and the strength of ADA from micro-batches of real images and of samples.
+
+        The samples are detached.
+        """
         in_one_pass = self._in_one_pass(step_slice)
         for rows, real, fake in zip(step_slice.micro_batches(), reals, fakes, strict=True):
             real_output = None
@@ -48,10 +51,12 @@ class DiscriminatorStep:
         self.update(step_slice)
 
     def _in_one_pass(self, step_slice: StepSlice) -> bool:
-        """Return True if one pass computes D's output for both real images and samples.
+        """Return True if real images and samples go through D in one pass.
 
-        Their graphs are needed at the same time if the objective is paired; one pass then has half
-        of the operators. A penalty on one of them alone would differentiate both.
+        This is for paired objectives, which need the graphs of both at the same time: one pass
+        launches half as many operators. But there are two passes if a penalty is due on only one
+        kind of images, because the penalty would also differentiate the other kind; and if an
+        output of D depends on all images of the pass.
         """
         due = self.penalty_weights(step_slice.step).keys() & {"r1", "r2"}
         return (
@@ -61,10 +66,11 @@ class DiscriminatorStep:
     def discriminate(
         self, step_slice: StepSlice, rows: slice, batch: Images, *names: str
     ) -> DiscriminatorOutput:
-        """Return the output of D, with a graph, for images of the kinds `names`, one after another.
+        """Return the output of D, with a graph, for a micro-batch of images.
 
-        If a penalty on the images is due, the graph includes them, and D is not compiled, because
-        compiled graphs have no second derivatives.
+        `batch` has the images of each kind in `names` ("real", "fake", "between"), one kind after
+        another. If a penalty on them is due, the graph includes the images, and D is not compiled,
+        because compiled graphs have no second derivatives.
         """
         due = PENALTIES[names[0]][0] in self.penalty_weights(step_slice.step)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
@@ -81,8 +87,9 @@ class DiscriminatorStep:
     ) -> None:
         """Accumulate the gradients of D's losses and penalties on a micro-batch.
 
-        A paired objective compares samples and real images, so that they share a backward pass.
-        Otherwise each has its own; that of the samples comes first and frees their graph.
+        A paired objective compares samples with real images, so both share one backward pass.
+        Otherwise there are two: the pass of the samples comes first and frees their graph. If
+        `real_output` is None, it is computed from `real`.
         """
         step_slice.add("logits/fake", fake_output.logits.sum() / step_slice.batch_size)
         if not self.objective.paired:
@@ -102,7 +109,10 @@ class DiscriminatorStep:
     def penalise_between(
         self, step_slice: StepSlice, rows: slice, real: Images, fake: Images
     ) -> None:
-        """Accumulate the gradients of WGAN-GP's penalty, if it is due."""
+        """Accumulate the gradients of WGAN-GP's penalty, if it is due.
+
+        The penalty is computed at random interpolations of `real` and `fake`.
+        """
         if "gradient_penalty" not in self.penalty_weights(step_slice.step):
             return
         draws = self.context.draws
@@ -113,7 +123,7 @@ class DiscriminatorStep:
         self._backward(step_slice, rows, torch.zeros_like(output.logits).sum(), [output])
 
     def update(self, step_slice: StepSlice) -> None:
-        """Update D from the accumulated gradients, and the strength of ADA."""
+        """Update D from the accumulated gradients, then the strength of ADA; add their metrics."""
         context, metrics = self.context, step_slice.metrics
         with phase("discriminator/optimizer"):
             update = self.updater.step(step_slice.step)
@@ -127,7 +137,10 @@ class DiscriminatorStep:
         metrics.update(update.metrics("discriminator"))
 
     def penalty_weights(self, step: int) -> dict[str, float]:
-        """Return the weights of the penalties of a step, not yet multiplied by their interval."""
+        """Return the weights of the penalties that are due in a step, by name of the penalty.
+
+        The weights are not yet multiplied by the interval between penalties.
+        """
         loss = self.loss
         if not loss.penalty_due(step):
             return {}
@@ -142,9 +155,10 @@ class DiscriminatorStep:
     def _weight(
         self, name: str, step_slice: StepSlice, penalty: Tensor, factor: int = 1
     ) -> float | Tensor:
-        """Return the weight of a penalty in this step, times `factor`.
+        """Return the weight of the penalty `name` in this step, multiplied by `factor`.
 
-        In a CUDA graph it is a 0-d tensor like `penalty`.
+        While a CUDA graph is recorded, the weight is a 0-d tensor with the dtype and device of
+        `penalty`.
         """
         return graphs.number(
             lambda step: self.penalty_weights(step)[name] * factor,
@@ -159,15 +173,15 @@ class DiscriminatorStep:
         adversarial: Tensor,
         outputs: Sequence[DiscriminatorOutput],
     ) -> None:
-        """Accumulate gradients in the parameters of D.
+        """Accumulate the gradients of a loss in the parameters of D.
 
-        The loss is `adversarial` (0-d, a sum over samples), which comes from `outputs`, plus the
-        losses of labels and the penalties that are due.
+        The loss is the sum of three terms: `adversarial` divided by the global batch size, the
+        losses of labels of `outputs`, and the penalties of `outputs` that are due. `adversarial` is
+        0-d, a sum over samples, and was computed from `outputs`.
 
-        R1, R2 and the gradient penalty are multiplied by their common interval,
-        `loss.r1_interval`; the metrics are not. As one update serves loss and penalties, this
-        factor alone makes up for the steps without penalties, and Adam's lr and betas do not
-        change.
+        R1, R2 and the gradient penalty are multiplied by their common interval, `loss.r1_interval`,
+        to make up for the steps without penalties. Their metrics are not. Adam's lr and betas need
+        no correction, because loss and penalties share one update.
         """
         loss = adversarial / step_slice.batch_size
         step_slice.add("loss/discriminator", loss)
@@ -190,10 +204,10 @@ class DiscriminatorStep:
             self.context.precision.backward(loss, self.updater.parameters)
 
     def _penalties(self, outputs: Sequence[DiscriminatorOutput]) -> list[Tensor]:
-        """Return the penalty of each image [n], for each of the outputs.
+        """Return a tensor [n] for each of `outputs`, with the penalty of each image.
 
-        Outputs that were split from one pass have the same tensor `images`. The penalties of such
-        a pass are computed together.
+        Outputs that were split from one pass have the same tensor `images`. Their penalties are
+        computed together.
         """
         passes: dict[int, list[DiscriminatorOutput]] = {}
         for output in outputs:

@@ -1,4 +1,4 @@
-"""The random draws of a GAN's step: latents, labels, noise maps, mixed styles (docs/randomness.md)."""
+"""The random draws of a GAN step: latents, labels, noise and style mixing (docs/randomness.md)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from duetgan.utils.seeding import generator as keyed_generator
 
 
 class Latents(NamedTuple):
-    """The random draws for the samples of one phase, for a global batch of B samples."""
+    """The random numbers from which a global batch of B samples is generated."""
 
     z: Tensor  # [B, z_dim]
     z_mixed: Tensor | None  # [B, z_dim]: latents of the second style
@@ -23,10 +23,11 @@ class Latents(NamedTuple):
 
 
 class GanDraws:
-    """Random draws of a GAN step, always for the whole global batch.
+    """The source of the random numbers of a GAN step, always for the whole global batch.
 
-    Each draw is a function of its seed key, so that it does not depend on the number of processes
-    or micro-batches. Draws are made on the device, outside compiled and checkpointed regions.
+    Each draw is seeded by its own key, so it does not depend on the number of processes or
+    micro-batches. Draws are made on the device, outside regions that are compiled or use activation
+    checkpointing.
     """
 
     def __init__(self, seed: int, device: torch.device, label_frequencies: Sequence[float]) -> None:
@@ -51,10 +52,11 @@ class GanDraws:
         mixing: float = 0.0,
         num_ws: int = 0,
     ) -> Latents:
-        """Draw z and labels, and with probability `mixing` per sample a second z.
+        """Draw the latents z and the labels of a global batch, and second latents for style mixing.
 
-        Labels are as frequent as in the training data. The first layer that uses the second z is
-        uniform in 1..num_ws-1.
+        Labels are as frequent as in the training data. A sample uses its second z with probability
+        `mixing`; the first layer that uses it is uniform in 1..num_ws-1. `phase` is part of the
+        seed key.
         """
         keyed = self._keyed("latent", step, phase)
         shape = (batch_size, z_dim)
@@ -71,9 +73,9 @@ class GanDraws:
 
     @per_step
     def label_offsets(self, step: int, batch_size: int) -> Tensor:
-        """Draw int64 [B] in 1..K-1 for K labels.
+        """Draw offsets, int64 [B] in 1..K-1, that turn the labels of K classes into wrong labels.
 
-        Added to true labels modulo K, these offsets give wrong labels.
+        A wrong label is the true label plus its offset, modulo K.
         """
         keyed = self._keyed("latent", step, "mismatch")
         return torch.randint(
@@ -82,9 +84,9 @@ class GanDraws:
 
     @per_step
     def interpolation_weights(self, step: int, batch_size: int) -> Tensor:
-        """Draw [B] uniform in [0, 1), to interpolate between samples and real images (1704.00028).
+        """Draw the weights [B] of real images in interpolations with samples, uniform in [0, 1).
 
-        Each is the weight of the real image.
+        Source: WGAN-GP, 1704.00028.
         """
         return torch.rand(
             [batch_size], generator=self._keyed("latent", step, "between"), device=self.device
@@ -94,7 +96,10 @@ class GanDraws:
     def noise(
         self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Draw one noise map [B, *shape] from N(0, 1) for each layer's shape in `shapes`."""
+        """Draw noise maps from N(0, 1), one tensor [B, *shape] for each shape in `shapes`.
+
+        `shapes` has one shape for each layer of the generator that adds noise.
+        """
         return [
             torch.randn(
                 (batch_size, *shape),
@@ -117,7 +122,8 @@ def mix_styles(
 ) -> tuple[Tensor, Tensor]:
     """Return the styles ws [n, num_ws, w_dim] of the samples `rows`, after style mixing.
 
-    Also returns the w [n, w_dim] of the first style. `labels` are in the form that networks take.
+    Also returns w [n, w_dim], the style of the first z. `labels` are label numbers [n],
+    conditioning vectors [n, classes], or None for an unconditional generator.
     """
     z = latents.z[rows]
     if latents.z_mixed is None or latents.crossover is None:

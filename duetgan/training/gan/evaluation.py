@@ -1,4 +1,4 @@
-"""Evaluation of a GAN in training: distance to held-out images, copies, the discriminator's logits."""
+"""Evaluation of a GAN during training: distances, copies of training images, and logits of D."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ SEARCHED_PER_SAMPLE = 4  # training images per sample that an evaluation searche
 
 
 class GanEvaluation:
-    """The evaluations of a run, with the extractors and the real images' features they share."""
+    """The evaluations of a run, which share the extractors and the features of the real images."""
 
     interval: Sequence[float] | None = None  # 95 % interval of the last Frechet distance
 
@@ -42,9 +42,11 @@ class GanEvaluation:
         )
 
     def metrics(self, generator: ImageGenerator, val_dataset: Dataset | None) -> dict[str, float]:
-        """Compute the samples' distance to validation images, and the share that are copies.
+        """Return the metrics of the generator's samples by name.
 
-        Without a validation set, the distance to the training images is computed.
+        The metrics are distances between samples and validation images, and the fraction of samples
+        that are copies of training images. Without a validation set, the distances are to the
+        training images, and there is no search for copies.
         """
         config = self.config.evaluation
         document = evaluate_generator(
@@ -70,9 +72,10 @@ class GanEvaluation:
         return metrics
 
     def sample_grid(self, generator: ImageGenerator) -> np.ndarray:
-        """Return a uint8 image [H, W, C] of samples with fixed latents.
+        """Return a uint8 image [H, W, C] of samples in a grid, with the same latents at every call.
 
-        It has one row for each of the first 20 labels, or 8 rows without labels.
+        The grid has a row of 10 samples for each of the first 20 labels. Without labels it has 8
+        rows of 8.
         """
         rows = columns = 8
         labels = None
@@ -87,10 +90,11 @@ class GanEvaluation:
     def mean_logits(
         self, generator: ImageGenerator, discriminator: ImageDiscriminator, val_dataset: Dataset
     ) -> dict[str, float]:
-        """Return the mean logits of D for validation images, training images and samples.
+        """Return the mean logits of D for validation images, training images and samples, by name.
 
-        None are augmented. If validation images have the logits of samples, D has memorised the
-        training images. Empty if there are fewer images than a group of D.
+        The images are not augmented. If the mean for validation images is near the mean for
+        samples, D has memorised the training images. The result is empty if a data set has fewer
+        images than a group for D's minibatch statistics.
         """
         group = self.config.discriminator.group
         count = min(LOGIT_IMAGES, len(val_dataset), len(self.dataset)) // group * group

@@ -21,7 +21,7 @@ from duetgan.utils.distributed import collectives
 
 @contextmanager
 def frozen(network: nn.Module) -> Iterator[None]:
-    """Make no parameter of the network require gradients in the block, and all of them after it."""
+    """Set `requires_grad` of all parameters to False in the block, and to True after it."""
     network.requires_grad_(False)
     try:
         yield
@@ -30,7 +30,7 @@ def frozen(network: nn.Module) -> Iterator[None]:
 
 
 class GeneratorStep:
-    """One update of the generator and of its moving average."""
+    """The half of a GAN step that updates the generator G and its moving average."""
 
     def __init__(
         self, context: Context, updater: Updater, ema: EMA, further_terms: Mapping[str, terms.Term]
@@ -45,7 +45,7 @@ class GeneratorStep:
         self.compares = self.objective.paired or "feature_matching" in self.terms
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> list[Images]:
-        """Update G and its average; return detached samples for the discriminator's half."""
+        """Update G and its moving average; return the detached samples for D's half of the step."""
         fakes = []
         with frozen(self.context.discriminator):
             for rows, real, fake in self.samples(step_slice, reals):
@@ -62,9 +62,9 @@ class GeneratorStep:
     def samples(
         self, step_slice: StepSlice, reals: Sequence[Images], *, compiled: bool = True
     ) -> Iterator[tuple[slice, Images, Images]]:
-        """Yield the rows, real images and samples, with a graph, of each micro-batch.
+        """Yield the rows, the real images, and the samples of each micro-batch.
 
-        For a paired objective the samples get the labels of the real images.
+        The samples have a graph. With a paired objective they get the labels of the real images.
         """
         partners = reals if self.objective.paired else ()
         latents, noise = self.context.latents(step_slice, "generator", partners)
@@ -85,7 +85,10 @@ class GeneratorStep:
         *,
         compiled: bool = True,
     ) -> dict[str, Tensor]:
-        """Return the weighted losses of a micro-batch by name, divided by the global batch size."""
+        """Return a dict from loss name to weighted loss of a micro-batch of samples, 0-d.
+
+        The losses are divided by the global batch size.
+        """
         discriminate = self.context.discriminate
         output = discriminate(fake, step_slice, rows, "generator", compiled=compiled)
         real_output = None
@@ -96,12 +99,19 @@ class GeneratorStep:
         return {name: loss(judged) for name, loss in self.terms.items()}
 
     def overlap(self, step_slice: StepSlice, rows: slice) -> None:
-        """Prepare for the backward pass of the losses of a micro-batch."""
+        """Prepare for the backward pass of the losses of the micro-batch `rows`.
+
+        If this backward pass of G is the last one of the step, it overlaps with the exchange of
+        gradients.
+        """
         has_path_length = self.loss.path_length_due(step_slice.step)
         self.updater.overlap(last=step_slice.is_last(rows) and not has_path_length)
 
     def update(self, step_slice: StepSlice, fakes: Sequence[Images]) -> None:
-        """Add the path-length penalty if it is due, update G and its moving averages."""
+        """Add the gradients of the path-length penalty if it is due, and update G and its averages.
+
+        The averages are those of G's weights and of w; `fakes` are the samples of this step.
+        """
         if self.loss.path_length_due(step_slice.step):
             with phase("generator/path_length"), convolution.penalised():
                 for rows, penalty in self.path_length.penalties(self.context, step_slice):
@@ -114,7 +124,7 @@ class GeneratorStep:
         step_slice.metrics.update(update.metrics("generator"))
 
     def _average(self, step_slice: StepSlice, fakes: Sequence[Images], skipped: Tensor) -> None:
-        """Update the moving means of w and of the weights."""
+        """Update the moving averages of w and of G's weights."""
         if self.context.styled is not None:
             sums = [fake.w.sum(dim=0) for fake in fakes if fake.w is not None]
             w_sum = collectives.all_reduce_sum_(sum(sums[1:], sums[0]))

@@ -1,10 +1,10 @@
 """Progressive growing: resolution, weight of the new layers and batch size at each step.
 
-Karras et al. 2018, "Progressive Growing of GANs" (section 2 and appendix A.1). The first stage
-trains at the resolution `start`. Each later stage doubles it: the new layers fade in with weight
-alpha from 0 to 1, linearly in the images seen, and then train with alpha 1. The last stage lasts
-until the run ends. Everything is a function of the step, so there is no state. Without growth there
-is one stage.
+Source: Karras et al. 2018, "Progressive Growing of GANs" (section 2 and appendix A.1). The first
+stage trains at the resolution `start`, and each later stage at twice the resolution of the one
+before. A later stage first fades in its new layers: their weight alpha grows from 0 to 1, linearly
+in the images seen. Then it trains with alpha 1. The last stage lasts until the run ends. Without
+growth there is one stage. Everything is a function of the step, so there is no state.
 """
 
 from bisect import bisect_right
@@ -63,10 +63,11 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """The stages of a run as functions of the step; a single one without growth.
+    """The stages of progressive growing in a run, as functions of the step.
 
-    Raises UserError for a resolution that doubling `start` never gives, for lengths and batch sizes
-    of stages that do not exist, for a missing length, and for a stage without images.
+    Without growth there is a single stage. Raises UserError if doubling `start` never gives
+    `resolution`, if the config has lengths or batch sizes of stages that do not exist, if a length
+    is missing, or if a stage has no images.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Stages:
         return bisect_right(self.all, step, key=lambda stage: stage.first_step) - 1
 
     def at(self, step: int) -> Stage:
-        """Return the stage of update `step` (from 0), with alpha before that update."""
+        """Return the stage of update number `step` (from 0), with the alpha of this update."""
         stage = self.all[self._number(step)]
         seen = (step - stage.first_step) * stage.batch_size
         if seen < stage.fade_images:
@@ -114,9 +115,9 @@ class Stages:
         return stage.first_image + (step - stage.first_step) * stage.batch_size
 
     def describe(self) -> list[str]:
-        """Return a row of the printed plan for each stage; empty without growth.
+        """Return the lines of the printed plan, one for each stage; an empty list without growth.
 
-        A warning follows if the run ends before full resolution with alpha 1.
+        The last line is a warning if the run ends before it reaches full resolution with alpha 1.
         """
         if not self.growing:
             return []
@@ -132,7 +133,7 @@ class Stages:
         return rows
 
     def row(self, stage: Stage) -> str:
-        """Return the description of a stage."""
+        """Return the line of the printed plan that describes a stage."""
         moments = "start anew" if self.config.reset_optimizer else "go on"
         return (
             f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}, "
@@ -141,7 +142,10 @@ class Stages:
 
 
 def _resolutions(start: int | None, full: int) -> list[int]:
-    """Return the resolutions of the stages, doubling from `start` to `full`."""
+    """Return the resolutions of the stages in px: `start`, doubled until it is `full`.
+
+    If `start` is None, only `full` is returned. Raises UserError if doubling never gives `full`.
+    """
     if start is None:
         return [full]
     if full == start:
@@ -158,7 +162,11 @@ def _resolutions(start: int | None, full: int) -> list[int]:
 
 
 def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
-    """Return the number of images by resolution, for the stages `sides` that have this length."""
+    """Return a dict from resolution to number of images, for the stages of the resolutions `sides`.
+
+    `lengths` is the value of the config key `name`, in thousand images. Raises UserError if it
+    lacks one of the stages or names another one.
+    """
     if not isinstance(lengths, dict):
         lengths = dict.fromkeys(sides, lengths)
     _check_named(name, lengths, sides)
@@ -177,7 +185,7 @@ def _check_named(name: str, names: Iterable[int], sides: list[int]) -> None:
 
 
 class Growth:
-    """The growth of a run's networks, in the stages of its schedule."""
+    """The progressive growing of a run's networks, which changes them from stage to stage."""
 
     def __init__(
         self,
@@ -200,7 +208,7 @@ class Growth:
         return self.stage == self.stages.all[-1]
 
     def enter(self, stage: Stage) -> None:
-        """Change the networks to a stage and its alpha."""
+        """Change the networks to the resolution and the alpha of `stage`."""
         self.stage = stage
         self.alpha = stage.alpha
         if stage.alpha < 1:
@@ -209,7 +217,11 @@ class Growth:
             network.enter(stage.resolution, self.alpha)
 
     def begin(self, step: int, updaters: Iterable[Updater]) -> None:
-        """Enter the stage of update `step`; at its first step reset the optimizers if configured."""
+        """Enter the stage of update number `step`.
+
+        At the first step of a later stage, also print the stage and, if configured, reset the
+        optimizers.
+        """
         self.enter(self.stages.at(step))
         if step == self.stage.first_step > 0:
             say_main(self.stages.row(self.stage))
@@ -218,9 +230,9 @@ class Growth:
                     updater.reset()
 
     def fade_in(self, images: Tensor) -> Tensor:
-        """Blend real images with their half-resolution version, as the stage blends samples.
+        """Blend real images with their half-resolution version, with the weight alpha of the stage.
 
-        Source: 1710.10196, appendix A.1.
+        The generator blends its samples in the same way. Source: 1710.10196, appendix A.1.
         """
         assert min(images.shape[2:]) == self.stage.resolution
         if self.stage.alpha == 1:

@@ -1,8 +1,9 @@
-"""Both halves of a GAN step from one pass of the discriminator over the samples.
+"""A GAN step in which both networks learn from one pass of the discriminator over the samples.
 
-D has the same weights in both halves of a step. So one pass is enough if both halves use the same
-images, ADA is off, G has only the adversarial and the auxiliary loss, and R2 is not due. For pairs
-one pass takes 0.75 of the time of two.
+The weights of the discriminator D are the same in both halves of a step. So one pass is enough if
+both halves use the same images, ADA is off, the generator G has no losses besides the adversarial
+and the auxiliary one, and R2 is not due. With the relativistic objective, this step takes about
+0.75 of the time of a step with two halves.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from duetgan.training.gan.terms import Judged
 
 
 class JointStep:
-    """Updates of both networks that share the discriminator's output for the samples."""
+    """A GAN step that updates both networks from one pass of the discriminator over the samples."""
 
     def __init__(
         self, generator_step: GeneratorStep, discriminator_step: DiscriminatorStep
@@ -33,12 +34,12 @@ class JointStep:
         )
 
     def is_due(self, step: int) -> bool:
-        """Return True if update `step` needs a single pass of D over the samples."""
+        """Return True if one pass of D over the samples is enough for update number `step`."""
         has_r2 = self.loss.r2_gamma > 0 and self.loss.penalty_due(step)
         return self.is_possible and not has_r2
 
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> None:
-        """Update both networks and the average of G."""
+        """Update D, G and the moving average of G from this rank's micro-batches of real images."""
         fakes = []
         for rows, real, fake in self.generator_step.samples(step_slice, reals):
             self._backward(step_slice, rows, fake, real)
@@ -49,10 +50,11 @@ class JointStep:
         self.discriminator_step.update(step_slice)
 
     def _backward(self, step_slice: StepSlice, rows: slice, fake: Images, real: Images) -> None:
-        """Accumulate the gradients of both networks' losses on a micro-batch.
+        """Accumulate the gradients of the losses of both networks on a micro-batch.
 
-        The graph of D begins at the detached samples. The gradient of G's losses with respect to
-        these goes back through G. The graph is kept (`retain_graph`) for the losses of D.
+        D's graph begins at detached samples. The gradient of G's losses with respect to these
+        samples is passed on to G's own graph. `retain_graph` keeps D's graph, because the losses of
+        D need it afterwards.
         """
         detached = Images(fake.images.detach().requires_grad_(), fake.labels)
         with phase("discriminator/forward"):

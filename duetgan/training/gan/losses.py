@@ -135,13 +135,15 @@ def path_lengths(
 def path_length_penalty(
     lengths: Tensor, mean: Tensor, batch_mean: Tensor, decay: float, batch: int
 ) -> Tensor:
-    """Return sum (length - mean)^2 / batch over lengths [n], part of a batch of `batch` samples.
+    """Return the penalty sum (length - mean)^2 / batch over `lengths` [n], 0-d.
 
-    Source: StyleGAN2 (1912.04958, eq. 4). `mean` is the moving mean after it moved by `decay`
-    towards `batch_mean`; both are 0-d and have no graph. The contribution of the batch to `mean` is
-    differentiated as in the official code: d/d length_i = 2 / batch * (length_i - mean - decay
-    (batch_mean - mean)). This contribution has a gradient but the value 0, so that the parts of a
-    batch add up over micro-batches and ranks.
+    The lengths are a part of a batch of `batch` samples. `mean` is the moving mean after it moved
+    by `decay` towards `batch_mean`; both are 0-d and have no graph. Source: StyleGAN2 (1912.04958,
+    eq. 4).
+
+    As in the official code, the gradient includes the contribution of the batch to `mean`:
+    d/d length_i = 2 / batch * (length_i - mean - decay (batch_mean - mean)). This contribution has
+    the value 0, so the penalties of micro-batches and ranks add up to that of the batch.
     """
     batch_term = 2 * decay * (batch_mean - mean) * (lengths - lengths.detach()).sum()
     return ((lengths - mean).square().sum() - batch_term) / batch
@@ -154,8 +156,8 @@ def feature_matching(fake: Tensor, real: Tensor, group: int) -> Tensor:
     Salimans et al. (1606.03498, section 3.1) take the means over the minibatch, which also
     penalises the variance of the features by 1/N and depends on how a batch is split. Here the
     estimate of a group is (|sum d|^2 - sum |d|^2) / (group (group - 1)) with d = f(G(z)) - f(x).
-    Its expectation is the same for every group size from 2, so that ranks and micro-batches of
-    whole groups add up to the result of one process.
+    Its expectation is the same for every group size from 2. The estimates of ranks and
+    micro-batches, which hold whole groups, add up to the result of one process.
     """
     difference = (fake - real).unflatten(0, (-1, group))
     square_of_sum = difference.sum(dim=1).square().sum(dim=1)

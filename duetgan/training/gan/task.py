@@ -1,4 +1,4 @@
-"""The GAN task: networks, a training step of both, the saved state, and the evaluation."""
+"""The GAN task: both networks, their training step, the saved state, and the evaluation."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ from duetgan.utils.seeding import forked
 
 
 class GanTask(Task):
-    """The training of a GAN: generator, discriminator, their optimizers, and the step of both."""
+    """The training of a GAN: its two networks, their optimizers, and the step that updates both."""
 
     best_is_lower, loss_metric = True, "loss/discriminator"
     lr_find_unsupported_reason = (
@@ -105,9 +105,10 @@ class GanTask(Task):
 
     @staticmethod
     def outline(config: GanConfig, shape: Shape) -> Outline:
-        """Return the networks that the config describes, with their numbers of copies.
+        """Return each network of the config, with the least number of its copies in memory.
 
-        These are weights, gradients and Adam's two moments; for G also the moving average.
+        A copy has the size of the weights. Training has the weights, their gradients, Adam's
+        moments and, for G, the moving average.
         """
         networks = architecture_of(config.architecture)
         generator = networks.network("generator", config.generator, **shape)
@@ -168,7 +169,10 @@ class GanTask(Task):
         return self.graphs.run(self.update, read, step, kind=self.kind, structure=self.structure)
 
     def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
-        """Make update number `step` of both networks, after `_begin`."""
+        """Make update number `step` of both networks, and return its metrics.
+
+        `batches` holds the one or two batches that a step reads. `_begin` must have been called.
+        """
         step_slice = self._slice(step)
         reals = self.context.reals(batches[0], step_slice)
         self.loss_gradients.measure(step_slice, reals)
@@ -184,7 +188,7 @@ class GanTask(Task):
         return step_slice.metrics
 
     def _begin(self, step: int) -> None:
-        """Enter the stage of update number `step`, and clear the gradients."""
+        """Enter the stage of growth of update number `step`, and clear the gradients."""
         updaters = (self.generator_step.updater, self.discriminator_step.updater)
         if self.growth is not None:
             self.growth.begin(step, updaters)
@@ -192,7 +196,10 @@ class GanTask(Task):
             updater.zero_grad()
 
     def kind(self, step: int) -> Hashable:
-        """Return the kind of a step; None if diagnostics, which run on the host, are due."""
+        """Return a key for CUDA graphs, which is equal for steps that launch the same kernels.
+
+        Return None for a step with diagnostics, which run on the host and cannot be captured.
+        """
         loss = self.config.loss
         if loss.gradients_due(step) or self.config.log.layers_due(step):
             return None
@@ -205,7 +212,7 @@ class GanTask(Task):
         return *due, *penalties
 
     def structure(self, step: int) -> Hashable:
-        """Return what the kernels of a step depend on besides its kind."""
+        """Return the sizes and objects that determine the kernels of a step, besides its kind."""
         stage = self.stages.at(step)
         optimizers = (
             self.generator_step.updater.optimizer,
@@ -223,7 +230,10 @@ class GanTask(Task):
     def _discriminator_samples(
         self, step_slice: StepSlice, reals: Sequence[Images]
     ) -> list[Images]:
-        """Return samples without graphs, with the labels of new real images."""
+        """Return this rank's samples for the update of D, without graphs.
+
+        They have the labels of `reals`, the real images of the same update.
+        """
         with phase("discriminator/samples"), torch.no_grad():
             latents, noise = self.context.latents(step_slice, "discriminator", reals)
             return [
@@ -231,7 +241,11 @@ class GanTask(Task):
             ]
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """Return one step for each combination of penalties that are due in the same step."""
+        """Return a dict from the number of a typical step to the fraction of steps like it.
+
+        It has one step for each combination of penalties that are due together, the most frequent
+        combination first. The numbers are `first` or higher.
+        """
         loss, steps = self.config.loss, range(first, first + 240)
         kinds = [(loss.penalty_due(step), loss.path_length_due(step)) for step in steps]
         return {
@@ -265,7 +279,11 @@ class GanTask(Task):
 def build_networks(
     config: GanConfig, dataset: Dataset, device: torch.device
 ) -> tuple[ImageGenerator, ImageDiscriminator]:
-    """Build the generator and the discriminator, each initialised from its own seed key."""
+    """Build the generator and the discriminator.
+
+    The initial weights of each network have their own seed key. Raises UserError if the auxiliary
+    loss is on and there are fewer than two classes.
+    """
     shape = config.shape(dataset)
     networks = architecture_of(config.architecture)
     if config.progressive.start is not None:

@@ -1,7 +1,7 @@
-"""Further losses of both networks: classification, wrong labels, feature matching, path lengths.
+"""Losses besides the adversarial one: classification, wrong labels, feature matching, path lengths.
 
-Each is weighted and divided by the global batch size. Most add their unweighted values to the
-metrics; that of wrong labels adds none.
+Each loss is multiplied by its weight and divided by the global batch size. Most functions also add
+the unweighted loss to the metrics; `mismatch_loss` does not.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from duetgan.utils.distributed import collectives
 
 
 class Judged(NamedTuple):
-    """Samples with the discriminator's outputs for them and for real images."""
+    """A micro-batch of samples, with the discriminator's outputs for samples and real images."""
 
     step_slice: StepSlice
     fake: Images
@@ -32,7 +32,10 @@ Term = Callable[[Judged], Tensor]  # returns a weighted loss of the generator, 0
 
 
 def further_terms(context: Context, teacher: Teacher | None) -> dict[str, Term]:
-    """Return the generator's losses besides the adversarial one. To add a loss, add an entry."""
+    """Return the generator's losses besides the adversarial one, as a dict from name to function.
+
+    To add a loss, add an entry here.
+    """
     loss = context.config.loss
     terms: dict[str, Term] = {}
     if teacher is not None and loss.classifier_weight:
@@ -47,7 +50,10 @@ def further_terms(context: Context, teacher: Teacher | None) -> dict[str, Term]:
 
 
 def classifier_term(context: Context, teacher: Teacher, judged: Judged) -> Tensor:
-    """Return the weighted cross entropy of the teacher's logits to the samples' labels, 0-d."""
+    """Return the weighted cross entropy between the teacher's logits and the samples' labels, 0-d.
+
+    The teacher is the trained classifier that `loss.classifier` names.
+    """
     fake = judged.fake
     with context.precision.autocast():
         logits = teacher(fake.images)
@@ -58,9 +64,9 @@ def classifier_term(context: Context, teacher: Teacher, judged: Judged) -> Tenso
 
 
 def feature_matching_term(context: Context, judged: Judged) -> Tensor:
-    """Return the weighted distance between D's mean features of samples and real images, 0-d.
+    """Return the weighted squared distance between D's mean features of samples and real images.
 
-    Means are over groups of `feature_matching_group` images.
+    The distance is 0-d. The means are taken in groups of `feature_matching_group` images.
     """
     assert judged.real_output is not None
     loss = context.config.loss
@@ -74,7 +80,11 @@ def feature_matching_term(context: Context, judged: Judged) -> Tensor:
 def label_losses(
     context: Context, step_slice: StepSlice, rows: slice, output: DiscriminatorOutput
 ) -> Tensor | float:
-    """Return D's weighted losses of the labels of a micro-batch, 0-d; 0 if there are none."""
+    """Return the sum of D's weighted losses of labels on a micro-batch, 0-d; 0 if there are none.
+
+    These losses are `auxiliary_loss` and `mismatch_loss`. The kind of images, `output.name`,
+    decides which of them apply.
+    """
     loss = context.config.loss
     total: Tensor | float = 0.0
     learns = output.name == "real" or (output.name == "fake" and loss.auxiliary_fakes)
@@ -104,9 +114,9 @@ def auxiliary_loss(context: Context, output: DiscriminatorOutput, step_slice: St
 def mismatch_loss(
     context: Context, step_slice: StepSlice, rows: slice, output: DiscriminatorOutput
 ) -> Tensor | float:
-    """Return the weighted loss of real images with wrong labels, as fakes (1605.05396), 0-d.
+    """Return D's weighted loss for real images with wrong labels, treated as samples, 0-d.
 
-    Return 0 for networks with fewer than two labels.
+    Source: 1605.05396. Returns 0 for networks with fewer than two labels.
     """
     num_labels = len(context.draws.class_weights)
     if not context.discriminator.classes or num_labels < 2:
@@ -122,7 +132,7 @@ def mismatch_loss(
 class PathLength(torch.nn.Module):
     """StyleGAN2's path-length penalty (1912.04958, section 3.2).
 
-    The state is the moving mean of the lengths, the same on all ranks.
+    Its state is the moving mean of the path lengths, which is the same on all ranks.
     """
 
     def __init__(self, decay: float) -> None:
@@ -132,9 +142,9 @@ class PathLength(torch.nn.Module):
 
     @torch.no_grad()
     def update(self, batch_mean: Tensor) -> Tensor:
-        """Move the mean towards the mean length of a global batch, 0-d, and return the result.
+        """Move the moving mean towards `batch_mean`, the mean length in a global batch.
 
-        A result that is not finite is not stored.
+        Return the new mean, 0-d. If it is not finite, it is not stored.
         """
         moved = self.mean.lerp(batch_mean.to(self.mean.dtype), self.decay)
         self.mean.copy_(torch.where(torch.isfinite(moved), moved, self.mean))
@@ -143,12 +153,12 @@ class PathLength(torch.nn.Module):
     def penalties(
         self, context: Context, step_slice: StepSlice, *, is_trial: bool = False
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows and the weighted penalty of each micro-batch of half a batch.
+        """Yield the rows and the weighted penalty, 0-d, of each micro-batch of half a global batch.
 
-        The moving mean is updated first, from the lengths of the whole global half batch. If that
-        is more than one micro-batch a rank, lengths are computed twice: without a graph for the
-        mean, and with one for the penalty. A penalty is multiplied by its interval. If `is_trial`,
-        the mean stays as it is afterwards.
+        First the moving mean is updated from all path lengths of this half. If a rank has more than
+        one micro-batch, it computes the lengths twice: without a graph for the mean, then with a
+        graph for the penalty. Penalties are multiplied by their interval. If `is_trial`, the mean
+        is reset to its previous value after the update.
         """
         half = step_slice.half()
         latents, maps = context.latents(half, "path")

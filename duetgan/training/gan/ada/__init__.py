@@ -1,8 +1,9 @@
 """Adaptive discriminator augmentation (ADA): its strength, its random draws, its application.
 
-Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data" (2006.06676). The
-discriminator sees augmented images only, real and generated ones, in both halves of a step. In mode
-adaptive the strength p depends on r_t = E[sign D(real)], a measure of overfitting (section 2.2).
+Source: Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data"
+(2006.06676). The discriminator D sees only augmented images, both real and generated, in both
+halves of a step. The strength p is the probability of an operation. In mode adaptive it follows
+r_t = E[sign D(real)], a measure of overfitting (section 2.2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,10 @@ class AdaConfig(Config):
 
 
 class Ada:
-    """Adaptive augmentation of one training. Its state is p and the counts for changing p."""
+    """The augmentation of all images that the discriminator sees in a run.
+
+    Its state is the strength p, with the sums from which the next change of p is computed.
+    """
 
     def __init__(
         self,
@@ -122,17 +126,21 @@ class Ada:
     def augmented(
         self, images: Tensor, step: int, phase: str, batch_size: int, rows: slice
     ) -> Tensor:
-        """Draw for a global batch, and augment `images`, its rows `rows`, unless ADA is off."""
+        """Augment `images`, the rows `rows` of a global batch; return them unchanged if ADA is off.
+
+        The random numbers are drawn for the whole global batch of `batch_size` images. `phase` is
+        part of their seed key.
+        """
         if not self.active:
             return images
         with phases.phase("augment"):
             return self.apply(images, self.draw(step, phase, images.shape[2:], batch_size), rows)
 
     def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
-        """Augment images, differentiably up to second order.
+        """Augment images; the result is differentiable twice.
 
-        Computes without autocast in the dtype of the images, but at least float32; half-precision
-        images are rounded once. With p = 0 no bit changes.
+        The operations run without autocast, in float32, or in the dtype of the images if it is
+        wider. The result is rounded to the dtype of the images. With p = 0 no bit changes.
 
         Args:
             images: [n, C, H, W] in [-1, 1], both sides at least 4 px.
@@ -159,23 +167,23 @@ class Ada:
         return result.to(images.dtype)
 
     def is_changed(self, step: int) -> bool:
-        """Return True if update number `step` changes p by the sign of D(real)."""
+        """Return True if the mode is adaptive and p changes after update number `step`."""
         interval = self.config.interval
         return self.config.mode == "adaptive" and step % interval == interval - 1
 
     def update(
         self, images_at: Callable[[int], int], step: int, real_sign: Tensor, batch_size: int
     ) -> None:
-        """Change p after update number `step`, without waiting for the device.
+        """Change p in place after update number `step`, without waiting for the device.
 
-        In mode adaptive, p += sign(r_t - target) * images / (kimg * 1000), limited to [0, 1], every
-        `interval` steps; r_t and `images` are those since the last change. In mode scheduled, p is
-        a function of the images seen only. Changes p in place.
+        In mode adaptive, p += sign(r_t - target) * images / (kimg * 1000) every `interval` steps,
+        limited to [0, 1]. Here r_t is the mean sign of D(real), and `images` the number of images,
+        since the last change. In mode scheduled, p is a function of the number of images seen.
 
         Args:
             images_at: Returns the number of images seen before a step.
-            real_sign: 0-d, the mean of sign D(real) over the global batch; ignored if it is not
-                finite, when the step's update is skipped too.
+            real_sign: 0-d, the mean of sign D(real) over the global batch. It is ignored if it is
+                not finite; the update of D is then skipped too.
         """
         config = self.config
         if config.mode == "scheduled":
@@ -205,7 +213,7 @@ class Ada:
         return {"p": self.p, "sign_sum": self._sign_sum, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a saved state, but in mode fixed keep p of the config."""
+        """Load a saved state; in mode fixed, keep the p of the config."""
         if self.config.mode != "fixed":
             self.p.copy_(state["p"])
         self._sign_sum.copy_(state["sign_sum"])

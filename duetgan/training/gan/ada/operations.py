@@ -1,8 +1,9 @@
 """The operations of adaptive discriminator augmentation, in groups.
 
-Source: Karras et al. 2020, 2006.06676, appendix B. They are pure functions of images, random draws
-and the probability p, a tensor, so that the host does not wait for its value. An operation is
-applied to an image if its uniform draw for this image is below p, and otherwise changes no bit.
+Source: Karras et al. 2020, 2006.06676, appendix B. The functions are pure functions of images,
+random draws and the probability p. p is a tensor, so the host does not wait for its value. An
+operation applies to an image if its uniform draw for this image is below p; otherwise it changes no
+bit.
 """
 
 import functools
@@ -44,7 +45,7 @@ class GroupDraws(NamedTuple):
     pixels: Tensor | None = None  # [B, C, H, W] N(0, 1), for the noise
 
     def rows(self, rows: slice, dtype: torch.dtype) -> "GroupDraws":
-        """Return the draws for the images `rows`, converted to `dtype` except for `chance`."""
+        """Return the draws for the images `rows`; all except `chance` are converted to `dtype`."""
         pixels = None if self.pixels is None else self.pixels[rows].to(dtype)
         return GroupDraws(
             self.chance[rows], self.uniform[rows].to(dtype), self.normal[rows].to(dtype), pixels
@@ -53,8 +54,8 @@ class GroupDraws(NamedTuple):
 
 Draws = dict[str, GroupDraws]  # group -> draws for a global batch, which do not depend on p
 
-# group -> counts of numbers drawn for an image, which the comments list: one per operation; other
-# uniform numbers; normal numbers
+# Group -> how many numbers are drawn for an image: one per operation, other uniform numbers, normal
+# numbers. The comments list the purpose of each number in the same order.
 DRAWS = {
     "blit": (3, 4, 0),  # flip, turn, shift; mirrored or not, quarter turns, x and y shifts
     # scale, turn, anisotropic scale, turn, shift; two angles; two scales, x and y shifts
@@ -68,11 +69,11 @@ DRAWS = {
 
 
 def blit_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> Tensor:
-    """Return inverse matrices [n, 3, 3] of the group "blit", for images of `size` (height, width).
+    """Return the inverse, [n, 3, 3], of the transformation of each image by the group "blit".
 
-    The operations are left-right flip, turn by a multiple of 90 degrees and shift by whole pixels,
-    in this order. As in the paper, half of the flips and a quarter of the turns that are applied
-    change nothing. All entries are exact.
+    `size` is the height and width of the images. The operations are left-right flip, turn by a
+    multiple of 90 degrees and shift by whole pixels, in this order. As in the paper, half of the
+    applied flips and a quarter of the applied turns change nothing. All entries are exact.
     """
     flips, turns, shifts = (draws.chance < p).unbind(1)
     flipped, quarters, across, down = draws.uniform.unbind(1)
@@ -88,10 +89,11 @@ def blit_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return inverse matrices [n, 3, 3] of the group "geometry"; and bool [n], True if any applies.
+    """Return the inverse, [n, 3, 3], of the transformation of each image by the group "geometry".
 
-    The operations are isotropic scale, turn, anisotropic scale, turn and shift, in this order. Each
-    turn has the probability 1 - sqrt(1 - p), so that one or both happen with probability p.
+    Also returns a bool tensor [n], True for images to which at least one operation applies. The
+    operations are isotropic scale, turn, anisotropic scale, turn and shift, in this order. Each
+    turn has the probability 1 - sqrt(1 - p); so the probability of at least one turn is p.
     """
     turned = 1 - (1 - p).sqrt()
     happens = draws.chance < torch.stack([p, turned, p, turned, p])
@@ -118,7 +120,10 @@ def move(
     # [n, 3, 3] inverse of the transformation that follows blit's, and bool [n]
     geometry: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Apply "blit" and "geometry" at once: warp images that geometry changes, copy others' pixels."""
+    """Apply the groups "blit" and "geometry" to images at once.
+
+    Images that "geometry" changes are warped. The pixels of the other images are copied.
+    """
     copied = images if blit is None else copy_pixels(images, blit)
     if geometry is None:
         return copied
@@ -129,12 +134,12 @@ def move(
 
 
 def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
-    """Return the homogeneous matrices [n, 4, 4] of the operations of the group "colour".
+    """Return a homogeneous colour matrix for each image, [n, 4, 4], for the group "colour".
 
-    These are brightness, contrast, luma flip, hue and saturation, in this order. The last two
-    transform colours around the grey axis v = (1, 1, 1) / sqrt(3), so they are left out for grey
-    images. For C channels other than 1 and 3 the matrices are [n, C, C + 1], v is (1, ...) /
-    sqrt(C), and hue, a turn in three dimensions, is left out.
+    The operations are brightness, contrast, luma flip, hue and saturation, in this order. Hue and
+    saturation transform colours around the grey axis v = (1, 1, 1) / sqrt(3), so they are left out
+    for grey images. For C channels other than 1 and 3 the matrices are [n, C, C + 1], and
+    v = (1, ..., 1) / sqrt(C). Hue is then left out, because it is a turn in three dimensions.
     """
     brightened, contrasted, inverted, turned, saturated = (draws.chance < p).unbind(1)
     brightness, contrast, saturation = draws.normal.unbind(1)
@@ -165,9 +170,9 @@ def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
 
     Images [n, 1, H, W] are treated as grey, with homogeneous matrices [n, 4, 4].
 
-    With `alpha` the last channel, the opacity a, does not change, and a matrix applies to the
-    colours s before their multiplication by a. From x + 1 = a (s + 1) and s' = M s + b follows x' =
-    M x + b + (1 - a) (M 1 - 1 - b).
+    With `alpha`, the last channel is the opacity a, which does not change. The other channels x are
+    colours s multiplied by a: x + 1 = a (s + 1). The matrix applies to s: s' = M s + b. From this
+    follows x' = M x + b + (1 - a) (M 1 - 1 - b).
     """
     channels = images.shape[1] - alpha
     if alpha:
@@ -182,7 +187,7 @@ def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
 
 
 def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
-    """Multiply four octaves of image frequencies by log-normal gains, at constant expected power."""
+    """Multiply four frequency bands of images by log-normal gains, at constant expected power."""
     happens = draws.chance < p  # [n, bands]
     gains = torch.exp2(torch.where(happens, BAND_GAIN * draws.normal, 0))
     powers = [
@@ -212,7 +217,7 @@ def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
 
 
 def cut_out(images: Tensor, draws: GroupDraws, p: Tensor, alpha: bool = False) -> Tensor:
-    """Set a rectangle of half the height and width to mid-grey, or with `alpha` to transparent.
+    """Set a rectangle of half the height and width to mid-grey or, if `alpha`, to transparent.
 
     The centre of the rectangle is uniform over the image.
     """
@@ -293,9 +298,9 @@ def _turn_back(angle: Tensor) -> Tensor:
 
 
 def _about_grey(along: Tensor, across: Tensor) -> Tensor:
-    """Return the matrix that scales colours by `along` along grey, v, and else by `across`.
+    """Return the matrices that scale colours along the grey axis v, and at right angles to it.
 
-    It is across I + (along - across) v v^T.
+    The factors are `along` and `across`. A matrix is across I + (along - across) v v^T.
     """
     side = (along - across) / 3
     diagonal = across + side
@@ -305,9 +310,9 @@ def _about_grey(along: Tensor, across: Tensor) -> Tensor:
 
 
 def _turn_about_grey(angle: Tensor) -> Tensor:
-    """Return the matrix that turns colours about the grey axis (Rodrigues).
+    """Return the matrices that turn colours by `angle` about the grey axis v (Rodrigues' formula).
 
-    It is cos I + sin [v]x + (1 - cos) v v^T.
+    A matrix is cos I + sin [v]x + (1 - cos) v v^T.
     """
     cos, sin = angle.cos(), angle.sin() / math.sqrt(3)
     mean = (1 - cos) / 3
@@ -319,11 +324,11 @@ def _turn_about_grey(angle: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _band_matrices(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return matrices [4, R, R] of band-pass filters for a line of R pixels, lowest band first.
+    """Return the matrices [4, R, R] of band-pass filters for a line of R pixels, lowest band first.
 
-    The line is mirrored at its ends. The sum of the matrices is the identity. With the half-band
-    low-pass L(z) the bands above 1/2, 1/4 and 1/8 of the Nyquist frequency are 1 - L(z), L(z) (1 -
-    L(z^2)) and L(z) L(z^2) (1 - L(z^4)). The remainder is the lowest band.
+    R is `size`. The line is mirrored at its ends. The sum of the matrices is the identity. With the
+    half-band low-pass L(z) the bands above 1/2, 1/4 and 1/8 of the Nyquist frequency are 1 - L(z),
+    L(z) (1 - L(z^2)) and L(z) L(z^2) (1 - L(z^4)). The remainder is the lowest band.
     """
     remaining, bands = torch.eye(size, dtype=torch.float64), []
     for dilation in (1, 2, 4):

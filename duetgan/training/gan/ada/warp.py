@@ -1,10 +1,12 @@
 """Affine transformations of images: exact copies of pixels, and a resampled warp.
 
-These are pure functions, differentiable twice in the images. A transformation is given by its
-inverse, [n, 3, 3], which maps a position in the result to the position in the image, (x, y, 1) in
-pixels from the centre, with x to the right and y down. Beyond their edges images are mirrored at
-the centre of the last pixel (NumPy's "reflect"), repeatedly. Coordinates are reflected instead of
-padding the images, because the width of a padding would depend on the draws.
+The functions are pure, and twice differentiable with respect to the images. A transformation is
+given by its inverse, a matrix [n, 3, 3], which maps a position in the result to a position in the
+image. A position is (x, y, 1) in pixels from the centre; x points to the right and y down.
+
+Beyond its edges an image is mirrored at the centre of the last pixel (NumPy's "reflect"), any
+number of times. Coordinates are reflected instead of padding the images, because the width of a
+padding would depend on the random draws.
 """
 
 import functools
@@ -37,16 +39,16 @@ BLOCK = 64
 
 
 def reflect(index: Tensor, size: int) -> Tensor:
-    """Map indices on an endless line, mirrored at the pixels 0 and size-1, to 0..size-1."""
+    """Map integer positions to 0..size-1 by reflecting them at the pixels 0 and size-1."""
     period = 2 * (size - 1)
     wrapped = index.remainder(period)
     return torch.minimum(wrapped, period - wrapped)
 
 
 def copy_pixels(images: Tensor, inverse: Tensor) -> Tensor:
-    """Transform images [n, C, H, W] by nearest-neighbour interpolation.
+    """Transform images [n, C, H, W] with nearest-neighbour interpolation.
 
-    This is exact for flips, turns by 90 degrees and shifts by whole pixels.
+    The result is exact for flips, turns by 90 degrees and shifts by whole pixels.
     """
     n, channels, height, width = images.shape
     middle_x, middle_y = (width - 1) / 2, (height - 1) / 2
@@ -60,15 +62,18 @@ def copy_pixels(images: Tensor, inverse: Tensor) -> Tensor:
 
 
 def warp(images: Tensor, inverse: Tensor) -> Tensor:
-    """Warp images [n, C, H, W] by 2x oversampling, bilinear sampling and 2x decimation.
+    """Transform images [n, C, H, W] by 2x oversampling, bilinear sampling and 2x decimation.
 
-    Both sides must be at least 4 px. The identity, flips, turns by 90 degrees and shifts by whole
-    pixels are exact up to rounding.
+    Both sides must be at least 4 px. The result is exact up to rounding for the identity, flips,
+    turns by 90 degrees and shifts by whole pixels.
     """
     height, width = images.shape[2:]
 
     def positions(side: int) -> Tensor:
-        """Return the coordinates of oversampled pixels, with margins, from the middle of a side."""
+        """Return the positions of the oversampled pixels of a side, in px from its middle.
+
+        They include margins at both ends.
+        """
         count = 2 * side + 2 * DOWN_MARGIN - 1
         steps = torch.arange(count, device=images.device, dtype=images.dtype) - DOWN_MARGIN
         return steps / 2 - (side - 1) / 2
@@ -89,7 +94,11 @@ def warp(images: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _follow(inverse: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x and y [n, h, w] in the image for columns x [w] and rows y [h] of the result."""
+    """Return the positions x and y in the image, each [n, h, w], for the pixels of the result.
+
+    The columns of the result have the x positions `across` [w], its rows the y positions `down`
+    [h].
+    """
     across, down = across[None, None, :], down[None, :, None]
 
     def coordinate(row: int) -> Tensor:
@@ -102,17 +111,21 @@ def _follow(inverse: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor, Tens
 class Sample(torch.autograd.Function):
     """Bilinear sampling with reflected coordinates, and its transpose, both differentiable twice.
 
-    `grid` is that of `F.grid_sample`. If `shape`, the shape of images, is given, the transpose is
-    computed: each value is added to the pixels from which it would be interpolated.
+    `grid` has the format of `F.grid_sample`. If `shape` is given, the transpose is computed, and
+    the result has this shape: each value is added to the pixels from which it would be
+    interpolated.
 
-    torch's own function cannot be differentiated twice. As sampling is linear in the images, its
-    gradient is the transpose, and the gradient of the transpose is sampling. The grid has no
-    gradient.
+    torch's own function cannot be differentiated twice. Here this works, because sampling is linear
+    in the images: its gradient is the transpose, and the gradient of the transpose is sampling. The
+    grid has no gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, grid: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """Sample images [n, C, h, w] at grid [n, H, W, 2] into [n, C, H, W], or transpose this."""
+        """Return images [n, C, h, w], `values`, sampled at `grid` [n, H, W, 2].
+
+        If `shape` is given, apply the transpose to `values` [n, C, H, W].
+        """
         ctx.save_for_backward(grid)
         ctx.shape = values.shape if shape is None else None
         if shape is None:
@@ -137,7 +150,10 @@ def _block(size: int) -> int:
 
 
 def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
-    """Apply a matrix [outputs, inputs] to columns, then rows, in pieces that start every `step` px."""
+    """Multiply the columns, then the rows of images by `matrix` [outputs, inputs], piece by piece.
+
+    Pieces have `inputs` pixels and start every `step` px; their results are concatenated.
+    """
     inputs = matrix.shape[1]
     # One piece is a special case because the gradient of unfold is slow.
     if images.shape[-2:] == (inputs, inputs):
@@ -151,10 +167,11 @@ def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _matrices(block: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the matrices of upsampling and downsampling.
+    """Return the matrices that upsample and downsample a line of `block` pixels with margins.
 
-    The first, [2 block, block + 2 UP_MARGIN], inserts zeros and applies the filter, times two. The
-    second, [block, 2 block + 2 DOWN_MARGIN - 1], applies the filter at every other pixel.
+    The first, [2 block, block + 2 UP_MARGIN], inserts zeros between pixels and applies the filter
+    times two. The second, [block, 2 block + 2 DOWN_MARGIN - 1], applies the filter at every other
+    pixel.
     """
     up = torch.arange(2 * block)[:, None] - 2 * (torch.arange(block + 2 * UP_MARGIN) - UP_MARGIN)
     down = (
@@ -166,5 +183,8 @@ def _matrices(block: int, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 
 
 def _taps(half: tuple[float, ...], distance: Tensor) -> Tensor:
-    """Return the taps of a symmetric filter, from its right half, at distances from its middle."""
+    """Return the values of a symmetric filter at integer distances from its middle.
+
+    `half` is the right half of the filter, with the middle. Beyond it the filter is 0.
+    """
     return torch.tensor([*half, 0.0], dtype=torch.float64)[distance.abs().clamp(max=len(half))]

@@ -1,4 +1,4 @@
-"""Warnings, with remedies, of the common failures of GAN training, from the logged metrics."""
+"""Warnings of the common failures of GAN training, with remedies, from the logged metrics."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -120,10 +120,10 @@ class Watch(Fields):
         self.objective = objective
         self.images = 0.0
         self.active: list[str] = []  # failures with a warning that is not cleared
-        self.means: dict[str, float] = {}  # moving means of MEANS, as config.memory says
+        self.means: dict[str, float] = {}  # moving means of the metrics in MEANS
         # Moving means of logarithms: `fast/...` over few rows, `slow/...` over a quarter of all.
         self.norms: dict[str, float] = {}
-        # Metrics of the last evaluation, best values, and as `saw` a margin that was not "blind".
+        # Metrics of the last evaluation, and best values. `saw` is a margin that was not "blind".
         self.figures: dict[str, float] = {}
         self.streaks: dict[str, int] = {}  # number of consecutive evaluations with a failure
 
@@ -136,10 +136,11 @@ class Watch(Fields):
         super().load_state_dict(state | {"active": state["said"]})
 
     def observe(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """Process a row of the log (with `images`) or an evaluation (`val/...`); return warnings.
+        """Process a row of metrics, and return the new warnings.
 
-        Only new warnings are returned. Rows must be in the order of the steps. Values that are
-        missing or not finite are ignored.
+        A row is either a row of the log, which has the key `images`, or an evaluation, with keys
+        `val/...`. Rows must be in the order of the steps. Values that are missing or not finite are
+        ignored.
         """
         if not self.config.on:
             return []
@@ -188,7 +189,7 @@ class Watch(Fields):
 
     def _update_evaluation(self, row: dict[str, float]) -> None:
         def metric(name: str) -> float | None:
-            """Return the first metric `val/{name}/...`, of any extractor."""
+            """Return the value of the first key `val/{name}/...`; None if there is no such key."""
             return next(
                 (value for key, value in row.items() if key.startswith(f"val/{name}/")), None
             )
@@ -330,5 +331,8 @@ def _shows(fails: bool, *, is_gone: bool) -> bool | None:
 
 
 def _above(value: float, limits: tuple[float, float]) -> bool | None:
-    """Return True above the first limit, False below the second, else None (also for NaN)."""
+    """Return True if `value` is above the first limit, False if it is below the second, else None.
+
+    NaN gives None.
+    """
     return _shows(value > limits[0], is_gone=value < limits[1])

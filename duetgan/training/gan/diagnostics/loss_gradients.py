@@ -1,7 +1,7 @@
-"""The gradients of the generator's losses one by one: their norms and the cosines between them.
+"""The norms of the gradients of the generator's individual losses, and the cosines between them.
 
-Every `loss.gradients_every` steps the generator's half of the step is computed a second time for
-them; the training does not change. (docs/gan.md)
+Every `loss.gradients_every` steps the generator's half of the step is computed a second time to
+measure them. This does not change the training (docs/gan.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ Gradients = dict[str, Tensor]  # loss -> its gradient with respect to all parame
 
 
 def separate_gradients(losses: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> Gradients:
-    """Return the gradient of each of several losses that share one graph.
+    """Return a dict from loss name to the gradient of this loss, flat over all `parameters`.
 
-    `retain_graph` keeps the graph's activations until the backward pass of the last loss, which
-    frees them. Parameters that a loss does not depend on get zeros.
+    The losses share one graph. `retain_graph` keeps its activations until the backward pass of the
+    last loss, which frees them. The gradient is zero for parameters that a loss does not depend on.
     """
     last = list(losses)[-1]
     gradients: Gradients = {}
@@ -39,17 +39,22 @@ def separate_gradients(losses: Mapping[str, Tensor], parameters: Sequence[Tensor
 
 
 class LossGradients:
-    """A diagnostic of the generator's losses."""
+    """A diagnostic that measures and compares the gradients of the generator's losses.
+
+    It measures the norm of each loss's gradient, and the cosine between the gradients of each pair
+    of losses.
+    """
 
     def __init__(self, generator_step: GeneratorStep) -> None:
         self.generator_step = generator_step
 
     def measure(self, step_slice: StepSlice, reals: Sequence[Images]) -> None:
-        """Add the metrics of this step, if they are due, before its updates.
+        """Measure the gradients if they are due in this step, and add the metrics to `step_slice`.
 
-        They are `gradient_norm/generator/LOSS` and `gradient_cosine/generator/LOSS~LOSS` of the
-        global, unscaled gradients, divided by the number of ranks, so that they add up over the
-        ranks.
+        Call this before the updates of the step. The metrics are `gradient_norm/generator/LOSS` and
+        `gradient_cosine/generator/LOSS~LOSS`. They are computed from the gradients of the global
+        batch, without fp16's loss scale. Each is divided by the number of ranks, because metrics
+        are added up over the ranks.
         """
         step = self.generator_step
         if not step.loss.gradients_due(step_slice.step):
@@ -57,7 +62,7 @@ class LossGradients:
         total: Gradients = {}
         aside = step_slice._replace(metrics={})
         with frozen(step.context.discriminator):
-            # Compiled graphs free their activations in any case.
+            # Compiled graphs free their activations even with `retain_graph`.
             for rows, real, fake in step.samples(aside, reals, compiled=False):
                 self._add(total, step.losses(aside, rows, fake, real, compiled=False))
         if step.loss.path_length_due(step_slice.step):
