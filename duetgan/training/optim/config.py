@@ -1,4 +1,4 @@
-"""Settings of an optimizer, and its schedules, which are functions of the step without state."""
+"""Settings of an optimizer, and its schedules, which are pure functions of the step."""
 
 import math
 from bisect import bisect_right
@@ -138,13 +138,14 @@ class OptimizerConfig(Config):
 
     @property
     def average_beta(self) -> float:
-        """The weight of the average where a schedule-free optimizer computes gradients."""
+        """The weight beta of the average x in y = (1 - beta) z + beta x (`ScheduleFree`)."""
         return self.momentum if self.name == "schedulefree-sgd" else float(self.betas[0])
 
     def for_batch(self, batch_size: int) -> "OptimizerConfig":
         """Return this config with the learning rate for a global batch size.
 
-        The rate is lr * batch_size / lr_batch_size (1706.02677).
+        The rate is lr * batch_size / lr_batch_size (1706.02677); if lr_batch_size is None, it stays
+        lr.
         """
         if self.lr_batch_size is None:
             return self
@@ -153,7 +154,7 @@ class OptimizerConfig(Config):
     def momentum_at(self, step: int, steps: int) -> float | None:
         """Return the momentum, or Adam's beta1, of update number `step` in the one-cycle schedule.
 
-        Return None if it is constant.
+        Return None if the config keeps it constant.
         """
         if self.schedule != "one-cycle" or self.cycle_momentum is None:
             return None
@@ -187,11 +188,12 @@ class OptimizerConfig(Config):
 
 
 def cosine(start: float, end: float, images_seen: int, over_images: int) -> float:
-    """Return a value that goes from `start` to `end` over `over_images` images, by half a cosine.
+    """Return the value at `images_seen` of half a cosine from `start` to `end`.
 
-    It is exactly `start` before the first image and exactly `end` from `over_images` on (always if
-    that is 0 or less). Steps may take the place of images. R3GAN (2501.05441) uses this for
-    learning rate, beta2, gamma, the probability of augmentation and the half-life of the average.
+    The value is exactly `start` before the first image, and exactly `end` after `over_images`
+    images. If `over_images` is 0 or less, it is always `end`. Both numbers may count steps instead
+    of images. R3GAN (2501.05441) uses this for learning rate, beta2, gamma, the probability of
+    augmentation and the half-life of the average.
     """
     if images_seen >= over_images:
         return end
@@ -203,11 +205,11 @@ def cosine(start: float, end: float, images_seen: int, over_images: int) -> floa
 def one_cycle(
     step: int, steps: int, *, rise: float, start: float, peak: float, end: float
 ) -> float:
-    """Return a value that rises from `start` to `peak` and falls to `end`, along half cosines.
+    """Return the value at update number `step` of a curve from `start` up to `peak`, then to `end`.
 
-    Source: 1708.07120, like torch's OneCycleLR. The peak is at update number `rise` x `steps` - 1
-    and the end at the last update, `steps` - 1. The peak may lie between two updates. After the
-    last update the value is `end`.
+    Both parts are half cosines, as in torch's OneCycleLR (1708.07120). The peak is at update number
+    `rise` * `steps` - 1, which may lie between two updates. The end is at the last update, number
+    `steps` - 1; later the value stays `end`.
     """
     top, last = rise * steps - 1, steps - 1
     if step <= top:

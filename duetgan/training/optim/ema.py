@@ -14,10 +14,11 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class EMA(Generic[Network]):
-    """A moving average of a network, a copy with ema = beta ema + (1 - beta) model.
+    """An exponential moving average of a network: a copy with averaged parameters.
 
-    Buffers are averaged too ("average", for the statistics of BatchNorm) or copied ("copy", for
-    `w_avg` of a generator). Integer buffers are always copied.
+    An update computes ema = beta * ema + (1 - beta) * model for each parameter. Floating-point
+    buffers are averaged too if `buffers` is "average" (for the statistics of BatchNorm), or copied
+    if it is "copy" (for `w_avg` of a generator). Integer buffers are always copied.
     """
 
     def __init__(self, model: Network, buffers: Literal["average", "copy"]) -> None:
@@ -38,8 +39,10 @@ class EMA(Generic[Network]):
 
         Args:
             beta: Weight of the previous average.
-            skipped: 0-d flag: 1.0 if the step was masked, so that the average must not change.
-            average: The optimizer's own average of the parameters, which is copied instead.
+            skipped: 0-d flag; 1.0 if the optimizer's step was masked. The averages then do not
+                change.
+            average: Averaged parameters from the optimizer. If given, they are copied, and `beta`
+                is not used for parameters.
         """
         reference = next(self.model.parameters())
         if skipped is None:  # Filled on the device, since the host would have to wait for a copy.
@@ -81,7 +84,7 @@ class EMA(Generic[Network]):
 def half_life_beta(
     batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05
 ) -> float:
-    """Return beta of a moving average with a half-life in images (StyleGAN2-ADA).
+    """Return beta, the weight of the previous average, for a half-life in images (StyleGAN2-ADA).
 
     It is 0.5^(batch_size / min(half_life_images, ramp * images_seen)), where `images_seen` is the
     number of images before the step. If `ramp` is None, the half-life is constant.

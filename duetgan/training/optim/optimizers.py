@@ -1,7 +1,7 @@
-"""The optimizers of a config, those of torch and three others, and the clipping of gradients.
+"""The optimizers that a config can name, from torch and from this module, and gradient clipping.
 
-The step of each can be masked on the device. Gradients are clipped by their total norm, their
-values, or their ratio to the weights.
+A flag on the device can mask a step of each optimizer: parameters and state then do not change.
+Gradients are clipped by their total norm, by their values, or by their ratio to the weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ Group = dict[str, Any]  # a parameter group of torch's optimizers: `params` and 
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Return optimizer groups of the parameters that train.
+    """Return the trainable parameters in groups for an optimizer, with and without weight decay.
 
     Matrices and filters have weight decay; vectors (norms, biases) have none.
     """
@@ -45,9 +45,9 @@ def build_optimizer(
     groups: Sequence[Group] | None = None,
     head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `config`, with a fused step that a flag on the device can mask.
+    """Build the optimizer of `config`, whose steps a flag on the device can mask.
 
-    Without `groups`, those of `parameter_groups` are used.
+    If `groups` is None, the parameter groups are those of `parameter_groups`.
     """
     if groups is None:
         groups = parameter_groups(model, config.weight_decay)
@@ -85,7 +85,8 @@ def _init_state(
 ) -> None:
     """Create the optimizer state of `parameters`, filled with zeros.
 
-    Fused kernels create it in the first step, and leave it uninitialised if that step is masked.
+    Fused kernels would create it in the first step, but leave it uninitialised if that step is
+    masked.
     """
     for parameter in parameters:
         state = optimizer.state[parameter]
@@ -100,9 +101,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class Masked(torch.optim.Optimizer):
-    """Base class of optimizers whose step a 0-d flag on the device, `found_inf`, can mask.
+    """Base class of optimizers with steps that a flag on the device can mask.
 
-    In a masked step parameters and state do not change.
+    The flag is `found_inf`, 0-d. If it is not 0, the step changes neither parameters nor state.
     """
 
     # With this attribute torch's GradScaler passes its flag on instead of waiting for it.
@@ -130,13 +131,13 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
 
 
 class Muon(Masked):
-    """Muon for matrices and filters, and SGD for other parameters, in one optimizer.
+    """An optimizer that updates matrices and filters by Muon, and other parameters by SGD.
 
-    Parameters with more than one row and column use Muon, except those of the `head`. Filters are
-    treated as matrices [outputs, inputs x height x width] (as in Keller Jordan's
-    airbench94_muon.py). The head, norms, biases and scales [C, 1, 1] use SGD (Nesterov) with
-    `sgd_momentum`. Both use the learning rate of the group; weight decay is decoupled for Muon
-    only.
+    Muon is used for parameters with more than one row and column, except those of the `head`.
+    Filters are treated as matrices [outputs, inputs x height x width] (as in Keller Jordan's
+    airbench94_muon.py). SGD with Nesterov momentum `sgd_momentum` is used for the head, norms,
+    biases and scales [C, 1, 1]. Both use the learning rate of the group. Weight decay is decoupled
+    for Muon only.
     """
 
     def __init__(
@@ -207,14 +208,16 @@ class Muon(Masked):
 
 
 class MuonAdam(Muon):
-    """Muon for filters larger than 1x1, and Adam for other parameters, in one optimizer.
+    """An optimizer that updates filters larger than 1x1 by Muon, and other parameters by Adam.
 
-    The filters of a transposed convolution are the matrix [inputs, outputs x height x width].
+    The filters of a transposed convolution are treated as a matrix [inputs, outputs x height x
+    width].
 
-    The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the learning rate,
-    because after a few iterations the matrix is not quite orthogonal. For Adam's updates it is
-    about the learning rate (2502.16982, section 2.2, uses 0.2). Weight decay is decoupled. Without
-    it filters grow, and the relative size of the updates shrinks.
+    The root mean square (RMS) of a filter's update is 0.7 to 0.9 times `muon_rms` times the
+    learning rate, because the matrix is not quite orthogonal after a few Newton-Schulz iterations.
+    The RMS of Adam's updates is about the learning rate. (Section 2.2 of 2502.16982 uses 0.2 in
+    place of `muon_rms`.) Weight decay is decoupled. Without weight decay, filters grow, and the
+    relative size of the updates shrinks.
     """
 
     def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
@@ -260,15 +263,15 @@ class MuonAdam(Muon):
 
 
 class ScheduleFree(Masked):
-    """Schedule-free SGD and AdamW (2405.15682).
+    """Schedule-free SGD or AdamW (2405.15682), which averages weights instead of decaying the rate.
 
-    An average of the weights takes the place of a decay of the learning rate. The parameters hold
-    y, where gradients are computed, and `average` returns x, the weights to evaluate and to use: y
-    = (1 - beta) z + beta x. The steps change z, and x is the mean of all z, weighted by the square
-    of the highest rate until then. beta is `betas[0]`. Weight decay is decoupled, at y.
+    Each weight has three versions. z is changed by the steps. x is the mean of all z, weighted by
+    the square of the highest learning rate until then; these are the weights to evaluate and to
+    use. y = (1 - beta) z + beta x, with beta = `betas[0]`, is where gradients are computed. The
+    parameters hold y, and `average` returns x. Weight decay is decoupled, at y.
 
-    The package `schedulefree` has its counters on the host, so that it cannot mask a step without
-    waiting for the device. Tests compare this class with it.
+    The package `schedulefree` has its counters on the host, so it cannot mask a step without
+    waiting for the device. Tests compare this class with the package.
     """
 
     def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:
@@ -347,7 +350,10 @@ class ScheduleFree(Masked):
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return x = y + (1 - 1 / beta) (z - y) for each parameter; frozen parameters as they are."""
+        """Return the averaged weights x = y + (1 - 1 / beta) (z - y) of each parameter y.
+
+        Parameters that this optimizer does not train are returned unchanged, detached.
+        """
         betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
         return [
             torch.lerp(p, self.state[p]["z"], 1 - 1 / betas[p]) if p in betas else p.detach()
@@ -368,9 +374,10 @@ class ScheduleFree(Masked):
 def clip_(
     parameters: Sequence[Tensor], config: OptimizerConfig, norm: Tensor, head: Iterable[Tensor]
 ) -> None:
-    """Clip the gradients of `parameters`, whose total norm is `norm`, as `config` says.
+    """Clip the gradients of `parameters` in place, in the way that `config` chooses.
 
-    Adaptive clipping leaves out the `head` (2102.06171, section 4.1).
+    `norm` is the total norm of these gradients. Adaptive clipping leaves out the parameters of the
+    `head` (2102.06171, section 4.1).
     """
     if config.clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, norm)
@@ -383,7 +390,7 @@ def clip_(
 
 
 def _unit_norm(values: Tensor) -> Tensor:
-    """Return the norm of the weights of each output unit, [units, 1, ...].
+    """Return the norm of the values of each output unit, [units, 1, ...].
 
     For a vector, return the norm of all values, [1].
     """
@@ -392,7 +399,7 @@ def _unit_norm(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
-    """Scale the gradient of each output unit to at most `factor` times the norm of its weights.
+    """Limit the gradient norm of each output unit to `factor` times the norm of the unit's weights.
 
     Source: 2102.06171, equation 3.
     """

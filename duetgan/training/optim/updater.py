@@ -22,17 +22,17 @@ STATE = {"params", "param_names", "lr", "counters"}
 
 
 class Precision:
-    """The autocast context of a run and, for fp16, the loss scaler of all its networks."""
+    """The precision of a run: autocast and, for fp16, one loss scaler for all networks."""
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.device = device
         self.switch(name)
 
     def switch(self, name: PrecisionName) -> None:
-        """Change to another precision, with a new loss scale.
+        """Change to the precision `name`, with a new loss scale.
 
-        A training resolves "auto" before it builds its task (`training.engine.hardware`). A task that
-        is built with "auto" uses fp32.
+        The name "auto" means fp32 here. A training run does not use it: it chooses a precision
+        before it builds its task (`training.engine.hardware`).
         """
         self.name = "fp32" if name == "auto" else name
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
@@ -49,7 +49,7 @@ class Precision:
         self.scaler.scale(loss).backward(inputs=parameters)
 
     def scale(self) -> Tensor:
-        """Return the loss scale, 0-d, without waiting for the device; 1 except for fp16."""
+        """Return the loss scale, 0-d, without waiting for the device; it is 1 except for fp16."""
         return self.scaler.scale(torch.ones((), device=self.device))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,7 +79,10 @@ class Update(NamedTuple):
     applied: Tensor  # bool: False if the update was masked
 
     def metrics(self, name: str) -> dict[str, Tensor]:
-        """Return metrics of the network `name`, which add up over the ranks."""
+        """Return the metrics of this update; the sum of a metric over the ranks is its value.
+
+        The names of the metrics end in `name`, which names the network.
+        """
         world = collectives.world_size()
         values = self[:3] if world == 1 else torch.stack(self[:3]) / world
         names = ("gradient_norm", "skipped_updates", "nonfinite_updates")
@@ -87,8 +90,9 @@ class Update(NamedTuple):
 
 
 class Updater:
-    """The update of one network: adds up gradients over the ranks, unscales, clips and steps.
+    """An object that turns the gradients of a network into an update of its parameters.
 
+    It adds up the gradients over the ranks, unscales and clips them, and steps the optimizer.
     Gradients that are not finite set a flag on the device, which masks the update. So the host
     never waits for the device.
     """
@@ -100,7 +104,7 @@ class Updater:
         precision: Precision,
         steps: int,
         *,
-        # True if a step may leave out parameters, the same on all ranks.
+        # True if a step may have no gradients for some parameters, the same ones on all ranks.
         growing: bool = False,
         exchange: bool = True,  # False if DDP adds up the gradients
         compress: Compression = "off",  # compression of the exchanged gradients
@@ -136,12 +140,19 @@ class Updater:
             parameter.grad = None
 
     def overlap(self, *, last: bool) -> None:
-        """Prepare for a backward pass; the `last` one overlaps with the exchange of the gradients."""
+        """Prepare for a backward pass.
+
+        The `last` backward pass of a step overlaps with the exchange of gradients between the
+        ranks.
+        """
         if last:
             self.exchange.overlap()
 
     def step(self, step: int) -> Update:
-        """Apply update number `step` (from 0), unless the gradients are not finite."""
+        """Make update number `step` (from 0) from the accumulated gradients.
+
+        If the total norm of the gradients is not finite, the parameters do not change.
+        """
         self.exchange.finish()
         gradients: list[Tensor] = []
         for parameter in self.parameters:
@@ -164,7 +175,7 @@ class Updater:
         return Update(norm, skipped, nonfinite, applied)
 
     def _apply(self, gradients: Sequence[Tensor | None], skipped: Tensor, step: int) -> None:
-        """Update the parameters from their gradients, unless the 0-d flag `skipped` is 1."""
+        """Update the parameters from `gradients`, unless the 0-d flag `skipped` is 1."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient  # A replayed graph has its own gradient tensors.
         self._schedule(step)
@@ -187,7 +198,7 @@ class Updater:
                     group["betas"] = (momentum, group["betas"][1])
 
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the averaged weights of a schedule-free optimizer, for evaluation, else None."""
+        """Return the averaged weights of a schedule-free optimizer; None for other optimizers."""
         if isinstance(self.optimizer, optimizers.ScheduleFree):
             return self.optimizer.average(parameters)
         return None
@@ -200,10 +211,10 @@ class Updater:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load moments and counters; weight decay, momentum and other settings stay as configured.
+        """Load the optimizer's moments and counters; keep its settings, such as weight decay.
 
         Raises UserError if the parameter groups differ, because moments would be assigned to the
-        wrong parameters.
+        wrong parameters, or if the beta of schedule-free averages differs.
         """
         current, saved = self.optimizer.state_dict()["param_groups"], state["param_groups"]
         if _members(saved) != _members(current):
@@ -236,7 +247,8 @@ def _members(groups: Iterable[optimizers.Group]) -> list[object]:
 def in_memory_order_of(reference: Tensor, tensor: Tensor) -> Tensor:
     """Return `tensor` in the memory order of `reference`, which has the same shape.
 
-    Fused optimizers read both element by element in memory order and ignore strides.
+    Fused optimizers read parameter and gradient element by element in memory order, and ignore
+    strides.
     """
     for size, a, b in zip(tensor.shape, reference.stride(), tensor.stride(), strict=True):
         if size > 1 and a != b:
