@@ -1,16 +1,16 @@
-"""Content of checkpoints, their writing, and the restoring of the newest one.
+"""Checkpoints of a run: their content, their writing, and the restoring of the newest one.
 
 - Content: `CheckpointManager.save` lists the entries, and docs/checkpoints.md explains each. The
-  entry `state` has the state dict of each object of `Loop.registry` (loop.py), by name: those of
-  `Task.registry` (gan/task.py, classifier/task.py), such as networks, averages, optimizers and the
-  loss scaler; and the loader's position, the window of metrics, and the loop with its callbacks.
-  Random number generators have no state, because each draw has its own seed (docs/randomness.md).
+  entry `state` has the state dict of each object of `Loop.registry` (loop.py), by name. These
+  objects are those of `Task.registry` (gan/task.py, classifier/task.py), such as networks,
+  averages, optimizers and the loss scaler; and the loader's position, the window of metrics, and
+  the loop with its callbacks. Random number generators have no state, because each draw has its own
+  seed (docs/randomness.md).
 - Restoring: every start of a run calls `Loop.resume` (`_resume` in run.py), which calls
   `CheckpointManager.restore` on all ranks. Rank 0 finds the newest readable file, and each rank
-  loads it; base/restoring.py checks it and calls `load_state_dict` of each object. The manager
-  itself restores the lineage and the step of the best checkpoint. A roll-back (rollback.py) calls
-  `restore` with `up_to`. Other programs build a network alone from a checkpoint, by
-  models/restore.py.
+  loads it. base/restoring.py checks its content and calls `load_state_dict` of each object. The
+  manager itself restores the lineage and the step of the best checkpoint. A roll-back (rollback.py)
+  calls `restore` with `up_to`. Other programs, which need only a network, use models/restore.py.
 
 utils/checkpoint writes and reads the files.
 """
@@ -58,7 +58,7 @@ class CheckpointManager:
         # The interpreter waits for this thread at exit.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Future[None] | None = None
-        # At the start, since the source code may change during the run.
+        # Recorded at the start, since the source code may change during the run.
         self._versions = versions()
 
     def save(
@@ -69,10 +69,11 @@ class CheckpointManager:
         evaluation: Evaluation | None = None,
         best: bool = False,
     ) -> None:
-        """Write the states of the objects in `registry` as the checkpoint of `step`, once.
+        """Write a checkpoint of `step` with the states of all objects in `registry`.
 
-        `last.json`, and `best.json` if it is the best, then point at it, with `evaluation`.
-        `metadata` are entries besides the state. If the disk is full, a warning is printed and the
+        A step that is already saved is not written again. `metadata` are further entries of the
+        checkpoint. After the write, `last.json` points at the file, and `best.json` too if `best`
+        is True; both record `evaluation`. If the disk is full, a warning is printed and the
         previous checkpoint remains; see `check`. With `checkpoint.asynchronous` a thread writes,
         and this method only waits for the previous write.
         """
@@ -146,10 +147,10 @@ class CheckpointManager:
     def restore(
         self, registry: Registry, *, up_to: int | None = None
     ) -> checkpoints.Checkpoint | None:
-        """Load the newest readable checkpoint into the objects of `registry`; None without one.
+        """Load the newest readable checkpoint into the objects of `registry`; return its content.
 
-        With `up_to` checkpoints after this step are deleted. Raises UserError if the checkpoint
-        does not fit the data or the task.
+        Return None if there is no checkpoint. If `up_to` is given, checkpoints after this step are
+        deleted first. Raises UserError if the checkpoint does not fit the data or the task.
         """
         self.wait()
         path = collectives.from_main_process(lambda: self._find(up_to))
@@ -171,10 +172,11 @@ class CheckpointManager:
         return content
 
     def _find(self, up_to: int | None) -> str | None:
-        """Delete checkpoints after step `up_to`; return the path of the newest readable one.
+        """Return the path of the newest readable checkpoint up to step `up_to`; delete later ones.
 
-        Without `up_to`, the limit is the step of `last.json` if training broke after that step.
-        Called on rank 0.
+        If `up_to` is None, the limit is the step of `last.json` if training broke after that step;
+        otherwise there is no limit. Return None if there is no checkpoint up to the limit; then
+        nothing is deleted. Called on rank 0.
         """
         folder = self.folder.checkpoints
         last = checkpoints.pointer(folder, "last")
@@ -190,7 +192,7 @@ class CheckpointManager:
         return None if newest is None else str(newest[0])
 
     def _point(self, path: Path, evaluation: Evaluation, step: int, is_best: bool) -> None:
-        """Point `last.json`, and `best.json` if due, at `path`, the checkpoint of `step`."""
+        """Point `last.json` at `path`, the checkpoint of `step`; also `best.json` if `is_best`."""
         checkpoints.point(path.parent, "last", path, **evaluation)
         self.saved_step = step
         if is_best:

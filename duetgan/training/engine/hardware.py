@@ -1,18 +1,21 @@
 """The precision and the number of threads of a run.
 
-What decides them, in order:
+Each is decided by the first of these that has a value for it:
 
 1. The config: `precision` and `threads`, if they are not auto.
 2. The run folder: a resumed run keeps the values of its first start.
 3. The environment: DUET_PRECISION replaces precision auto; OMP_NUM_THREADS is kept.
-4. The device (utils/machine.py): `native_precision` is the fastest precision for which it has
-   instructions, and `fitting` is a thread for each core that other programs leave free. If a CPU has
-   instructions for bf16, `faster_precision` (speed.py) compares it with fp32.
+4. The device (utils/machine.py): `native_precision` returns the fastest precision for which the
+   device has instructions. `fitting` returns one thread for each core that other programs leave
+   free.
+
+If the device decides and a CPU has instructions for bf16, `faster_precision` (speed.py) then
+compares bf16 with fp32.
 
 `prepare` (run.py) calls `settle`, whose result is saved in the run's config. `Precision`
 (optim/updater.py) applies the precision: autocast, and for fp16 the loss scaler. Some layers stay
 in fp32: the last ones of StyleGAN2's discriminator, and under fp16 those of the small resolutions
-of both networks (models/layers/fp16.py). Training leaves torch's settings of TF32 as they are.
+of both networks (models/layers/fp16.py). Training does not change torch's settings of TF32.
 """
 
 import os
@@ -29,12 +32,12 @@ NATIVE = " (auto: native here)"  # reason of a precision that nothing but the de
 
 
 def settle(config: RunConfig, saved: Tree, device: torch.device) -> tuple[RunConfig, str]:
-    """Set torch's threads, and return the config with the precision and the number of threads.
+    """Choose precision and threads, set torch's threads, and return the config with both.
 
     Args:
         saved: Config of the run's first start; empty for a new run.
 
-    Returns: The config, the same on all ranks, and the precision with its reason, for the plan.
+    Returns: The config, the same on all ranks, and the plan's text: the precision with its reason.
     """
     precision, reason = collectives.from_main_process(lambda: _precision(config, saved, device))
     threads = collectives.from_main_process(lambda: _threads(config, saved, device))
@@ -46,7 +49,7 @@ def settle(config: RunConfig, saved: Tree, device: torch.device) -> tuple[RunCon
 
 
 def _precision(config: RunConfig, saved: Tree, device: torch.device) -> tuple[str, str]:
-    """Return the precision, and the reason if the config does not set it."""
+    """Return the precision, and the reason for it, which is empty if the config sets it."""
     if config.precision != "auto":
         return config.precision, ""
     if saved.get("precision", "auto") != "auto":

@@ -25,10 +25,10 @@ from duetgan.utils.runlog.run_folder import RunFolder
 
 
 def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
-    """Return, by object of `registry`, the tensors that must be equal on all ranks.
+    """Return the tensors that must be equal on all ranks, as a dict from object name to list.
 
-    These are all tensors of an object's state, such as weights, averages and optimizer moments, and
-    its floats as 0-d tensors.
+    These are all tensors in the state of an object of `registry`, such as weights, averages and
+    optimizer moments, and its floats as 0-d tensors.
     """
     result = {}
     for name, part in registry.items():
@@ -44,7 +44,7 @@ def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
 
 
 def check_equal(registry: Mapping[str, Stateful], step: int, device: torch.device) -> None:
-    """Raise TrainingHalted on all ranks unless their `shared_tensors` are bit-identical."""
+    """Raise TrainingHalted on all ranks unless they have bit-identical `shared_tensors`."""
     different = collectives.unequal_ranks(shared_tensors(registry), device)
     if not different:
         return
@@ -57,7 +57,7 @@ def check_equal(registry: Mapping[str, Stateful], step: int, device: torch.devic
 
 
 class EqualWeights(Callback):
-    """Compares the ranks' weights every `interval` steps."""
+    """A callback that calls `check_equal` every `interval` steps."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -68,7 +68,10 @@ class EqualWeights(Callback):
 
 
 class FirstStep(Callback):
-    """Sets the shorter timeout after the first step."""
+    """A callback that sets the timeout `distributed.timeout` after the first step.
+
+    Until then, `distributed.start_timeout` applies.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
@@ -80,7 +83,7 @@ class FirstStep(Callback):
 
 
 class Beat(Callback):
-    """Passes the number of each step to this process's heartbeat."""
+    """A callback that passes the number of each step to this process's heartbeat."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat
@@ -91,7 +94,7 @@ class Beat(Callback):
 
 @contextmanager
 def explaining(loop: Loop) -> Iterator[None]:
-    """Turn errors of the block that have a known cause into TrainingHalted."""
+    """Raise TrainingHalted, with a remedy, in place of errors in the block with a known cause."""
     try:
         yield
     except Expected:
@@ -136,8 +139,8 @@ def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHal
     """Return the exception to raise after a collective operation failed with `error`.
 
     The exception names the missing ranks. The lowest remaining rank writes it into status.json,
-    since rank 0 may be missing. Only that rank prints it, and none does if the launcher reports the
-    killed processes itself.
+    since rank 0 may be missing, and prints it. It is not printed if the launcher itself reports the
+    killed processes.
     """
     if under_launcher():
         # Otherwise torchrun would end this rank before it has reported the reason.

@@ -1,7 +1,7 @@
-"""The training loop: a step; then log, save and evaluate at the intervals of the config.
+"""The training loop, which takes steps, and logs, saves and evaluates at the config's intervals.
 
-It is independent of models; `training.base.task` is the interface to them. Options of a training
-take part as callbacks (`training.engine.run` lists them).
+It is independent of models; `training.base.task` is the interface to them. Optional features of a
+training are callbacks, which `training.engine.run` lists.
 """
 
 import math
@@ -23,11 +23,12 @@ class BrokenWeights(Exception):
 
 
 class Callback:
-    """An option of a training. All ranks call its methods, which do nothing by default.
+    """Base class of optional features of a training, with methods that the loop calls.
 
-    `begin` prepares a new run. An iteration is a step, and then the row of metrics, the evaluation
-    and the checkpoint that are due; a callback may go back to a checkpoint in `after_row`.
-    `columns` adds to a row, `state_dict` to the loop's state.
+    All ranks call the methods, which do nothing by default. `begin` prepares a new run. An
+    iteration is a step, and then the row of metrics, the evaluation and the checkpoint that are
+    due. `after_row` may go back to a checkpoint. `columns` returns metrics for a row, and
+    `state_dict` entries for the state of the loop.
     """
 
     def begin(self, loop: "Loop") -> None: ...
@@ -108,7 +109,11 @@ class Loop(monitors.Fields):
             callback.load_state_dict(state)
 
     def save(self, evaluation: Evaluation | None = None, *, best: bool = False) -> None:
-        """Save a checkpoint of the current step, with its evaluation if it was evaluated."""
+        """Save a checkpoint of the current step.
+
+        `evaluation` is the result of the evaluation at this step, if there was one. `best` is True
+        if it is the best result so far.
+        """
         self.window.fold()
         for callback in self.callbacks:
             callback.before_save(self)
@@ -127,7 +132,7 @@ class Loop(monitors.Fields):
         return self.step >= self.config.steps or self.stopping.reached
 
     def run(self, max_steps: int | None = None) -> None:
-        """Train up to step `max_steps` (default: the config's steps)."""
+        """Train up to step `max_steps` (default: the config's steps), or until early stopping."""
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step, target, going_on=self.step < target and not self.stopping.reached)
         try:
@@ -154,7 +159,10 @@ class Loop(monitors.Fields):
             callback.begin(self)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the training batches, of images or of the data from `task.source`."""
+        """Yield the training batches, without end.
+
+        A batch has images or, if `task.source` returns any for its step, features.
+        """
         while True:
             with phase("data"):
                 with self.stopwatch.paused():
@@ -163,10 +171,11 @@ class Loop(monitors.Fields):
             yield batch
 
     def is_due(self, interval: int) -> bool:
-        """Return True at every `interval`-th step, if `interval` is not 0, and at the last step.
+        """Return True at every `interval`-th step, and at the last step of the config.
 
-        The last step is the config's, not `max_steps`, because a run that stops there and is
-        resumed must write the same rows as an uninterrupted one.
+        With interval 0 only the last step counts. The step `max_steps` does not count as the last,
+        because a run that stops there and is resumed must write the same rows as an uninterrupted
+        run.
         """
         is_last = self.step == self.config.steps
         return is_last or (interval > 0 and self.step % interval == 0)
@@ -200,9 +209,9 @@ class Loop(monitors.Fields):
             callback.after_step(self, metrics)
 
     def off_the_clock(self, action: Callable[[], object]) -> None:
-        """Run `action` on all ranks, without counting its time in images per second.
+        """Run `action` on all ranks, and leave its time out of the images per second.
 
-        The ranks wait for one another, however long it takes.
+        The ranks wait for one another, however long the action takes.
         """
         with self.stopwatch.paused():
             action()
@@ -211,7 +220,7 @@ class Loop(monitors.Fields):
     # --- rows of metrics, evaluations and status
 
     def _row(self, window: monitors.MetricWindow) -> run_log.Metrics:
-        """Return the metrics of the steps since the last row; all ranks must call this."""
+        """Return the metrics of the steps since the last row. All ranks must call this."""
         images = self.task.images_at(self.step) - self.task.images_at(self.stopwatch.step)
         seconds = self.stopwatch.seconds()
         row: run_log.Metrics = {

@@ -1,7 +1,8 @@
 """The learning-rate search `train.py --lr-find`: a short training at growing rates, then undone.
 
-The range test of Smith (1506.01186, section 3.3), with rates in geometric sequence. At too small
-rates the loss is constant, then it falls, then training diverges. A good rate is where it falls.
+This is the range test of Smith (1506.01186, section 3.3), with rates in geometric sequence. While
+rates are too small, the loss hardly changes. At higher rates it falls, and at the highest rates
+training diverges. A good rate is one at which the loss falls.
 """
 
 import math
@@ -29,7 +30,7 @@ FEWEST = 10  # least number of losses for a suggestion
 
 @dataclass(kw_only=True)
 class Sweep:
-    """The rates to try, `steps` of them from `first` to `last` in a geometric sequence."""
+    """The learning rates to try: `steps` rates in geometric sequence from `first` to `last`."""
 
     steps: int = 100
     first: float = 1e-6
@@ -54,9 +55,9 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class Curve:
-    """The result of a search: for each learning rate the loss after an update with that rate.
+    """The result of a search: learning rates, each with the loss after an update at this rate.
 
-    The loss is that of the next batch.
+    This loss is measured on the next batch.
     """
 
     # optimizer.lr divided by the rate at this batch size (optimizer.lr_batch_size)
@@ -81,7 +82,7 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
     """Train at the rates of `sweep` from the current state of `loop`, then restore that state.
 
     The state comprises weights, optimizer, averages, BatchNorm's statistics, the loader's position,
-    counters and torch's random state. Every rank must call this.
+    counters and torch's random state. Every rank must call this. Returns the curve of the losses.
     """
     updater = next(part for part in loop.task.registry().values() if isinstance(part, Updater))
     loop.window.fold()
@@ -138,7 +139,7 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
 
 
 def draw(curve: Curve, steepest: float | None, path: Path) -> None:
-    """Write the curve as a PNG file."""
+    """Write the curve as a PNG file, with a line at the rate `steepest` if there is one."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     if curve.losses:
@@ -159,7 +160,7 @@ def write(curve: Curve, folder: Path) -> str:
     Returns the text for the user, with the option that sets the rate at which the loss falls
     fastest.
 
-    Raises UserError if the disk is full, or the curve suggests no rate.
+    Raises UserError if the disk is full, or if the curve suggests no rate.
     """
     steepest = curve.steepest()
     write_atomic(folder / NUMBERS, as_json(asdict(curve) | {"steepest": steepest}))

@@ -1,4 +1,4 @@
-"""Outputs of a training besides rows and checkpoints: status, sample grids, statistics of layers."""
+"""Callbacks for a run's status file, additional metrics, sample grids, and statistics of layers."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ from duetgan.utils.runlog.run_log import Events, Metrics, say
 
 
 class StatusFile(Callback):
-    """Writes status.json; a full disk only causes a warning."""
+    """A callback that writes status.json; if the disk is full, it only prints a warning."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class StatusFile(Callback):
 
 
 class Columns(Callback):
-    """Adds the learning rates and the memory to each row."""
+    """A callback that adds the learning rates and the peak memory to each row of metrics."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.task = task
@@ -57,7 +57,10 @@ class Columns(Callback):
 
 
 class SampleGrids(Callback):
-    """Saves a grid of samples every `log.samples_every` steps, and before the first."""
+    """A callback that saves a grid of samples every `log.samples_every` steps.
+
+    It also saves a grid before the first step and after the last one.
+    """
 
     def begin(self, loop: Loop) -> None:
         self._save(loop)
@@ -81,10 +84,10 @@ class SampleGrids(Callback):
 
 
 class LayerLog(Callback):
-    """Writes statistics of the layers that `log.layers` names, as `NETWORK.LAYER`, to TensorBoard.
+    """A callback that writes statistics of layers to TensorBoard every `log.layers_every` steps.
 
-    They are computed in every `log.layers_every`-th step; other steps have no hooks. Raises
-    UserError before the first step for a pattern that matches no layer.
+    The patterns in `log.layers` choose the layers by their names, `NETWORK.LAYER`. Steps without
+    statistics have no hooks. Raises UserError before the first step if a pattern matches no layer.
     """
 
     FOLDER = "layers"  # in RUN/tensorboard; TensorBoard shows it as a separate run
@@ -128,5 +131,5 @@ class LayerLog(Callback):
 
 
 def over_ranks(packed: Tensor) -> Tensor:
-    """Merge the layers' moments [layers, 2, 6] of all ranks, on the CPU."""
+    """Return the moments of the layers, [layers, 2, 6], merged over all ranks, on the CPU."""
     return reduce(merge, collectives.gather_objects(packed.cpu(), patient=False))

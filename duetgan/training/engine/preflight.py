@@ -31,7 +31,7 @@ def state_bytes(task: Task) -> int:
 
 
 def check_disk(folder: Path, task: Task, count: int) -> None:
-    """Raise UserError if the disk of `folder` has no room for `count` more checkpoints."""
+    """Raise UserError if the disk of `folder` has too little space for `count` more checkpoints."""
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     needed, free = state_bytes(task) * count, shutil.disk_usage(existing).free
     if free < needed:
@@ -46,7 +46,10 @@ def check_memory(
     outline: Callable[[], Outline],  # builds the networks; called on the meta device
     device: torch.device,
 ) -> None:
-    """Raise UserError if weights and what belongs to them alone exceed the memory."""
+    """Raise UserError if the networks' weights and their copies alone exceed the memory.
+
+    The copies are, for example, gradients and optimizer moments.
+    """
     processes = local_processes() if device.type == "cpu" else 1
     room = total_bytes(device, several=config.several_devices) // processes
     machine = "this machine" if device.type == "cpu" else "the GPU"
@@ -72,7 +75,10 @@ def plan_rows(
     device: torch.device,
     precision: str,
 ) -> dict[str, str]:
-    """Return the table of the plan: label -> value; `precision` is given with its reason."""
+    """Return the printed plan as a dict from label to text.
+
+    `precision` is the text about the precision, with the reason for its choice.
+    """
     world_size, images = collectives.world_size(), task.images_at(config.steps)
     processes = "process" if world_size == 1 else "processes"
     place = f"{device} x {world_size} {processes}, {counted(torch.get_num_threads(), 'thread')}"
@@ -122,7 +128,7 @@ def _batch_rows(config: RunConfig, dataset: Dataset) -> dict[str, str]:
 
 
 def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
-    """Describe an optimizer's learning rates over `steps` steps."""
+    """Return a text about an optimizer's learning rates over `steps` steps."""
     configured, config = config, config.for_batch(batch_size)
     text = f"{config.name}, lr {config.lr:g}"
     if configured.lr_batch_size is not None:
@@ -135,7 +141,7 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
 
 
 def layers_text(task: Task, name: str) -> str:
-    """Return a table of the shape and the parameters of each layer of the network `name`."""
+    """Return a table of the layers of the network `name`, with output shapes and parameters."""
     network, inputs = task.networks()[name]
     # torchinfo counts multiply-adds with deprecated calls, which print warnings.
     with warnings.catch_warnings(action="ignore"):

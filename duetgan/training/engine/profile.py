@@ -1,6 +1,6 @@
-"""The profile of training steps, `train.py --profile N`: time by phase, and operators.
+"""The profile of training steps, `train.py --profile N`: the time of phases and of operators.
 
-torch.profiler traces N steps after a warm-up, while a clock measures their phases.
+After a warm-up, torch.profiler traces N steps, while a clock measures their phases.
 """
 
 import os
@@ -24,7 +24,7 @@ TOP = 12  # number of rows in the table of operators
 
 
 class Profiler(Callback):
-    """Traces `count` steps of rank 0, and writes RUN/profile/.
+    """A callback that traces `count` steps of rank 0 after a warm-up, and writes RUN/profile/.
 
     Raises UserError if too few steps are left.
     """
@@ -95,7 +95,10 @@ class Profiler(Callback):
 
 
 def phase_table(seconds: Mapping[str, float]) -> str:
-    """Return a table of the mean seconds of a step by phase."""
+    """Return a text table of phases, with the milliseconds and the share of each in a step.
+
+    `seconds` has the mean seconds per step of each phase.
+    """
     names = sorted(seconds, key=lambda name: (name == UNMARKED, name != "data", name))
     total = sum(seconds.values())
     rows = [["phase", "ms a step", "share"]]

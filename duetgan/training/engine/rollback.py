@@ -1,4 +1,4 @@
-"""The ways back from broken weights: to a checkpoint after a loss spike, or to a healthy one."""
+"""The handling of broken weights: roll-backs after loss spikes, and stops after skipped updates."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,10 @@ QUIET = 64  # steps without a skipped update after which training counts as heal
 
 
 class SkippedUpdates(Callback):
-    """Counts skipped updates, and stops training after too many with non-finite gradients."""
+    """A callback that counts skipped updates.
+
+    It raises BrokenWeights after more than `cap` updates with non-finite gradients.
+    """
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
@@ -36,10 +39,10 @@ class SkippedUpdates(Callback):
         self.span = list(state.get("failing", []))
 
     def before_save(self, loop: Loop) -> None:
-        """Set the last healthy step of the loop's manager, None if no updates are being skipped.
+        """Set the checkpoint manager's last healthy step; None if no updates are being skipped.
 
-        It is two steps before the first skipped update, because the update in between may have
-        broken the weights.
+        The last healthy step is two before the first skipped update, because the update in between
+        may have broken the weights.
         """
         failed = loop.window.failed
         for step, is_failed in enumerate(failed, loop.step - len(failed) + 1):
@@ -67,7 +70,7 @@ class SkippedUpdates(Callback):
 def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
     """Point `last.json` at the last healthy checkpoint; return the error that ends the training.
 
-    The same command then resumes from that checkpoint.
+    The same command then resumes from that checkpoint. `reason` begins the message of the error.
     """
     manager = loop.manager
     healthy = loop.step - 1 if manager.healthy is None else manager.healthy
@@ -95,10 +98,10 @@ def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
 
 
 class SpikeRollback(Callback):
-    """Warns of spikes in the loss, or goes back to the last checkpoint before one.
+    """A callback that warns of spikes in the loss, or rolls back to the last checkpoint before one.
 
-    The batches read since that checkpoint are skipped. Raises TrainingHalted after `spikes.limit`
-    roll-backs.
+    After a roll-back, training skips the batches that it had read since that checkpoint. A spike
+    after `spikes.limit` roll-backs raises TrainingHalted.
     """
 
     def __init__(self, config: SpikesConfig) -> None:
@@ -147,9 +150,10 @@ class SpikeRollback(Callback):
             loop.off_the_clock(lambda: self.roll_back(loop, spike, problem))
 
     def roll_back(self, loop: Loop, spike: int, problem: str) -> None:
-        """Go back to the last checkpoint before step `spike`, and continue with new images.
+        """Go back to the last checkpoint before step `spike`, and continue with other images.
 
-        `problem` describes the spike. Without such a checkpoint this only prints a warning.
+        If there is no such checkpoint, only print a warning. `problem` is a text about the spike,
+        for the messages.
         """
         broken_step, count = loop.step, self.count + 1
         position = loop.loader.state_dict()

@@ -43,7 +43,7 @@ CALLBACKS: list[Callable[[RunConfig, torch.device], list[Callback]]] = []
 def callbacks(
     config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder
 ) -> list[Callback]:
-    """Return the options of a training that take part in its loop, in the order of their turns."""
+    """Return the callbacks of a run's training loop, in the order in which it calls them."""
     result: list[Callback] = []
     for make in CALLBACKS:
         result += make(config, loader.device)
@@ -77,12 +77,13 @@ def train(
 
     Args:
         profile_steps: Number of steps to profile; the training then stops.
-        sweep: Options of `lr_find.Sweep` for a learning-rate search.
-        dry_run: If not None, only print the plan; a module's name adds its predictions.
+        sweep: Arguments of `lr_find.Sweep`; if not None, search a learning rate.
+        dry_run: If not None, only print the plan; if it is a module's name, also print the result
+            of the module's function `predictions`.
         layers: Print every layer in the plan.
         new_data: Continue the run even if it was trained on other images than the present ones.
 
-    Returns the exit code. Raises errors that `run_cli` prints.
+    Returns the exit code. Raises errors, which `run_cli` prints.
     """
     if isinstance(run_dir, RunFolder):
         folder = run_dir
@@ -148,7 +149,7 @@ def prepare(
         optional_weights: Train from scratch if the recipe's pretrained weights cannot be
             downloaded.
 
-    Raises UserError.
+    Raises UserError if a check fails.
     """
     saved = collectives.from_main_process(lambda: folder.saved_config() or {})
     if optional_weights and isinstance(config, ClassifierConfig):
@@ -214,9 +215,10 @@ def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
 
 
 def _resume(loop: Loop, activity: str) -> None:
-    """Open the run folder and load its newest checkpoint, if there is one.
+    """Open the run folder, and load its newest checkpoint if there is one.
 
-    If the config is refused, the folder remains unchanged.
+    If the config is refused, the folder's config does not change. `activity` begins the message
+    about the step at which the run continues. Raises UserError if no steps are left.
     """
 
     def open_folder() -> None:
@@ -238,7 +240,10 @@ def _resume(loop: Loop, activity: str) -> None:
 
 
 def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
-    """Search a learning rate from the run's current state; only write the curve and the lock."""
+    """Search a learning rate from the run's current state, and return the exit code.
+
+    In the run folder, only the curve and the lock are written.
+    """
     _resume(loop, "searching from")
     try:
         if loop.step == 0:
@@ -251,7 +256,10 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
 
 
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
-    """Train with a heartbeat of this process, and write the final status."""
+    """Train, write the final status and the report, and return the exit code.
+
+    Meanwhile a thread writes this process's heartbeat.
+    """
     _resume(loop, "resumed at")
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
     periods = loop.manager.images.periods
@@ -303,7 +311,8 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
 def _start_heartbeat(folder: Path) -> Heartbeat:
     """Start writing this process's heartbeat file.
 
-    Ranks that wait long for rank 0 then read the files of the other ranks.
+    From now on, a rank that waits long for rank 0 reads the files of the other ranks. It raises
+    PeerLost if one of them is gone or rank 0 is silent.
     """
     rank, world_size = collectives.rank(), collectives.world_size()
 

@@ -1,22 +1,22 @@
 """Signals that stop a run after a step: SIGTERM, SIGINT, SIGHUP, and SIGUSR1.
 
-What happens on rank 1 when rank 0 receives SIGTERM (a scheduler or torchrun may send it to one
-process alone; Duet's launcher, utils/distributed/launch.py, forwards it to all; SLURM sends SIGUSR1
-before it ends a job):
+A scheduler or torchrun may send SIGTERM to one process only. (Duet's launcher,
+utils/distributed/launch.py, forwards it to all processes. SLURM sends SIGUSR1 before it ends a
+job.) If rank 0 receives the signal, rank 1 stops in the same step:
 
 1. Rank 0 only remembers the signal (`_receive`) and finishes its step, with the evaluation and the
-   checkpoint that are due. Rank 1 knows nothing.
-2. After each step `Loop` calls `after_iteration`, in which all ranks exchange what they have
-   received (`agreed`). Rank 1 learns of the signal here, in the same step; after a
-   roll-back one step later.
-3. All ranks call `Loop.save`: rank 0 writes the checkpoint and status.json, and rank 1 waits for it
-   at a barrier, however long that takes.
+   checkpoint that are due. Rank 1 knows nothing yet.
+2. After each step `Loop` calls `after_iteration`, in which all ranks exchange the signals that they
+   have received (`agreed`). Here rank 1 learns of the signal. (After a roll-back this happens one
+   step later.)
+3. All ranks call `Loop.save`. Rank 0 writes the checkpoint and status.json. Rank 1 waits for rank 0
+   at a barrier, however long the writing takes.
 4. All ranks raise StoppedBySignal. Rank 0 writes the report, for which rank 1 waits
-   (engine/run.py), and prints the line. `run_cli` (utils/distributed/process.py) returns exit code
-   3 on each rank.
+   (engine/run.py), and prints the message of the exception. `run_cli`
+   (utils/distributed/process.py) returns exit code 3 on each rank.
 
-Before and after training a signal ends the process at once (`leaving_on_signals` in process.py;
-under a launcher the default action).
+Before and after training, a signal ends the process at once (`leaving_on_signals` in process.py;
+under a launcher, the default action of the signal).
 """
 
 import os
@@ -33,7 +33,7 @@ from duetgan.utils.errors import StoppedBySignal
 
 
 class StopSignals(Callback):
-    """Saves and stops the run if any rank has received a signal."""
+    """A callback that saves and stops the run if any rank has received a signal."""
 
     def __init__(self, status: StatusFile) -> None:
         self.status = status
@@ -41,12 +41,15 @@ class StopSignals(Callback):
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals inside the block."""
+        """Remember signals that arrive inside the block, instead of ending the process."""
         with handling(self._receive, obeyed_signals()):
             yield
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
-        """Remember the first signal until the end of the step; exit immediately at a second one."""
+        """Remember the first signal until the end of the step; exit at once at a second one.
+
+        A second signal that is SIGUSR1 is ignored.
+        """
         is_first = not self._received
         # SLURM may deliver SIGUSR1 twice: to all processes, and through their launcher.
         exits = not is_first and signum != signal.SIGUSR1
@@ -61,7 +64,10 @@ class StopSignals(Callback):
         self._received = self._received or signum
 
     def agreed(self) -> int:
-        """Return a signal that any rank has received, the same on all ranks; 0 without one."""
+        """Return the number of a signal that any rank has received, or 0 if there is none.
+
+        The number is the same on all ranks.
+        """
         return collectives.all_reduce_max(self._received)
 
     def after_iteration(self, loop: Loop) -> None:

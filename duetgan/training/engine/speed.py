@@ -1,4 +1,4 @@
-"""The speed of a recipe's training steps on this machine."""
+"""Measurements of the speed of training steps on this machine."""
 
 import math
 import time
@@ -26,9 +26,9 @@ ROUNDS = 3  # number of steps of which the median counts
 
 
 class Trial:
-    """A task for measured steps only.
+    """A task that is built only to measure the duration of its steps, on one artificial batch.
 
-    All its random draws have keys, so that it does not change any random state.
+    Its random draws have their own seeds, so it does not change any other random state.
     """
 
     def __init__(
@@ -54,7 +54,10 @@ class Trial:
         self.batch = self.task.as_read(batch, next(iter(self.step_fractions)))
 
     def seconds(self, precision: Fixed, step: int | None = None) -> float:
-        """Return the seconds of a step; None stands for the most frequent kind of step."""
+        """Take one training step in `precision`, and return its duration in seconds.
+
+        If `step` is None, the step is of the most frequent kind.
+        """
         if self.precision.name != precision:
             self.precision.switch(precision)
         step = next(iter(self.step_fractions)) if step is None else step
@@ -68,17 +71,18 @@ class Trial:
 def faster_precision(
     config: RunConfig, text: str, dataset: Dataset, device: torch.device
 ) -> tuple[RunConfig, str]:
-    """Return the config with fp32 instead of bf16 if that is faster, and the plan's text.
+    """Return the config with the faster one of bf16 and fp32, and the plan's text about it.
 
-    Nothing is measured unless `text` says that a CPU's bf16 was chosen by the device alone. Rank 0
-    measures for all ranks.
+    `text` is the plan's text so far. Steps are measured only if it says that bf16 was chosen
+    because this CPU has instructions for it. Otherwise, and if memory runs out, config and text are
+    returned unchanged. Rank 0 measures for all ranks.
     """
     if device.type != "cpu" or text != f"bf16{NATIVE}":
         return config, text
     smallest = min(config.smallest_batch, config.micro(collectives.world_size()))
 
     def measure() -> dict[Fixed, float]:
-        """Return the seconds of a step in each precision, by turns."""
+        """Return a dict from precision to the median seconds of a step, measured in turns."""
         names: tuple[Fixed, Fixed] = ("fp32", "bf16")
         with collectives.alone():
             trial = Trial(config, smallest, dataset, device)
@@ -105,7 +109,7 @@ def faster_precision(
 def measure_recipe(
     config_file: str, overrides: Sequence[str] = (), *, device: str | None = None
 ) -> tuple[Fixed, float]:
-    """Return the precision in which a recipe trains on this machine, and its images per second.
+    """Return the precision in which a recipe trains on this machine, and the images per second.
 
     `overrides` are options of train.py. The packed images must exist. Raises UserError for errors
     of the recipe, and if memory runs out.
@@ -129,13 +133,14 @@ def measure_recipe(
 
 
 def seconds_per_image(config: RunConfig, dataset: Dataset, device: torch.device) -> float:
-    """Measure the steps of one process with two batch sizes; return the seconds per image.
+    """Return the training time of one process per image, in seconds.
 
-    They include a GAN's penalties, averaged over the steps, but not reading, compilation and
-    evaluations. With the second size a step takes about TARGET_SECONDS. The time that one more
-    image adds to a step follows from both sizes, so that work that does not depend on the batch,
-    such as the optimizer's, is counted once per step. The overhead of each further micro-batch is
-    not included.
+    Steps are measured with two batch sizes; with the larger one a step takes about TARGET_SECONDS.
+    The difference between the two is the time of the additional images. So work that does not
+    depend on the batch size, such as the optimizer's, is counted once per step.
+
+    The result includes a GAN's penalties, averaged over the steps. It does not include reading,
+    compilation, evaluations, or the overhead of further micro-batches.
     """
     precision = Precision(config.precision, device).name
     micro = config.micro(1)
@@ -160,9 +165,10 @@ def seconds_per_image(config: RunConfig, dataset: Dataset, device: torch.device)
 
 
 def _larger_size(smallest: int, largest: int, seconds: float) -> int:
-    """Return a larger batch size to time, a multiple of `smallest` of at most `largest`.
+    """Return the larger batch size to measure, a multiple of `smallest` up to `largest`.
 
-    A step of `smallest` samples takes `seconds`; above LARGER_LIMIT `smallest` is returned.
+    `seconds` is the time of a step of `smallest` samples. If it is above LARGER_LIMIT, `smallest`
+    is returned.
     """
     if seconds > LARGER_LIMIT:
         return smallest

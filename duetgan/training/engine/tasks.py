@@ -38,7 +38,8 @@ TASKS = {
 def _with_imports(tree: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:
     """Import the user's modules that the recipe's key `imports` and the options `--import` name.
 
-    Returns: The recipe, whose key `imports` now maps name -> SHA-256, and the remaining options.
+    Returns: The recipe, with `imports` as a dict from module name to SHA-256, and the options other
+    than `--import`.
     """
     names = tree.get("imports") or []
     if not isinstance(names, list | dict) or not all(isinstance(name, str) for name in names):
@@ -55,11 +56,11 @@ def _with_imports(tree: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:
 
 
 def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig:
-    """Build the config of the task that `tree["task"]` names, with overrides.
+    """Build the config of a run from the recipe `tree` and the options `overrides`.
 
-    Lengths in epochs, such as `90ep`, become updates; for this the images are opened and counted.
-    As the modules that the recipe names are imported, `tree` must be the user's own recipe, never a
-    checkpoint's config.
+    The recipe's key `task` chooses the class of the config. Lengths in epochs, such as `90ep`,
+    become updates; for this the images are opened and counted. The modules that the recipe names
+    are imported. So `tree` must be the user's own recipe, never a checkpoint's config.
 
     Raises UserError for mistakes in the recipe or the overrides.
     """

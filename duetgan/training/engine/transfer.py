@@ -1,9 +1,10 @@
 """Transfer: the start of a new run from another run's weights (`--init-from FILE|RUN`).
 
-Weights that fit by name and shape are copied, network by network, and the others are listed.
-Optimizers, schedules, counters and augmentation are not copied. A resumed run loads its own
-checkpoint and ignores the option. `NewImages` continues a run, with all of its state, on other
-images.
+The checkpoint with these weights is called the donor. Its tensors that fit a network of the new run
+by name and shape are copied; the others are listed. Optimizers, schedules, counters and
+augmentation are not copied. A resumed run loads its own checkpoint and ignores the option.
+
+`NewImages` serves another purpose: it continues a run, with all of its state, on other images.
 """
 
 import re
@@ -42,20 +43,20 @@ FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
 # layers that convert from and to RGB at the highest resolution
 AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
 
-# Optimizer state -> its power of the scale of the weights. If weights are multiplied by s so that
-# the outputs stay the same, gradients are divided by s.
+# Optimizer state -> the power of s with which it scales if weights are multiplied by s. As the
+# outputs stay the same, gradients are divided by s.
 POWERS = {"z": 1, "momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
 @dataclass
 class Fit:
-    """The match of the tensors of a donor checkpoint with those of a network.
+    """The result of matching the tensors of a donor checkpoint with those of a network.
 
-    Names are those of the network, except in `unused`.
+    The names in `unused` are the donor's; all other names are the network's.
     """
 
     copied: dict[str, Tensor] = field(default_factory=dict)  # name -> the donor's tensor
-    misfits: list[str] = field(default_factory=list)  # of another shape in the donor
+    misfits: list[str] = field(default_factory=list)  # have another shape in the donor
     # not in the donor, or another tensor of the layer does not fit
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # the donor's names
@@ -66,15 +67,16 @@ class Fit:
 
 
 def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
-    """Check the checkpoint from whose weights a new run starts.
+    """Check the donor, the checkpoint from whose weights a new run starts.
 
-    Sets `config.init_from`: for a new run to the checkpoint's file, for a resumed one to the value
-    with which it started.
+    Sets `config.init_from`: for a new run, to the donor's file; for a resumed run, to the value
+    with which the run was started.
 
-    Returns: Its file, step and sha256, which the run's own checkpoints name; None for a resumed run
-    and without `init_from`.
+    Returns: The donor's file, step and sha256, which the run's own checkpoints record. None for a
+    resumed run, or if `init_from` is None.
 
-    Raises UserError for a file that is missing, damaged or of another task.
+    Raises UserError if the file is missing or damaged, or if its task or architecture differs from
+    the run's.
     """
 
     def find() -> tuple[str | None, dict[str, Any] | None]:
@@ -112,17 +114,18 @@ def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
 def transfer(
     file: str, registry: Mapping[str, object], *, resolution: int | str, classes: Sequence[str]
 ) -> tuple[str, Lineage]:
-    """Copy a donor's weights that fit into the networks of `registry`, and reset its optimizers.
+    """Copy the donor's weights that fit to the networks of `registry`; reset the optimizers.
 
     Args:
         file: The donor's checkpoint, which `find_donor` has checked.
         resolution: The resolution of this run's images.
         classes: The class names of this run's images.
 
-    Returns: A text for the user that lists what was copied and what was not, and the data that the
-    weights were trained on.
+    Returns: A text for the user, which lists the tensors that were copied and that were not; and
+    the lineage, the data that the donor's weights were trained on.
 
-    Raises UserError if no weight of any network fits; then nothing is changed.
+    Raises UserError, and changes nothing, if a network's state in the file is invalid or no weight
+    of any network fits.
     """
     content = checkpoints.load(Path(file), verify=False)
     lineage = inherited_lineage(content)  # of the donor's own tensors, before any is changed
@@ -175,7 +178,8 @@ def plan(
     """Match a donor's tensors with those of the network named `network`.
 
     A layer is copied whole or not at all, since a bias is of no use without its filter.
-    `resolutions` are those of donor and network in px, to match parts of a discriminator.
+    `resolutions` are those of the donor and of the network in px, to match the blocks of
+    discriminators (`by_resolution`).
     """
     donors = {by_resolution(name, network, resolutions[0]): name for name in donor_state}
     sources = {
@@ -203,7 +207,12 @@ def _layer(name: str) -> str:
 
 
 def by_resolution(name: str, network: str, resolution: int) -> str:
-    """Return a tensor's name with px in place of indices that depend on the highest `resolution`."""
+    """Return a tensor's name with px in place of an index that depends on the highest `resolution`.
+
+    The blocks of a discriminator are counted from the highest resolution down: with 64 px,
+    `blocks.1.` becomes `blocks@32.`. The layers from and to RGB get their px too. Other names do
+    not change.
+    """
     member = FROM_THE_TOP.match(name)
     if network == "discriminator" and member:
         return f"{member[1]}@{resolution >> int(member[2])}.{name[member.end() :]}"
@@ -217,10 +226,10 @@ def by_resolution(name: str, network: str, resolution: int) -> str:
 
 
 class NewImages:
-    """Other images with which a run continues (`train.py --new-data`).
+    """The change of a run to other images, on which it continues (`train.py --new-data`).
 
-    Networks, averages, optimizers, counters and ADA's strength are kept. The order of samples, the
-    best evaluation and early stopping start again, because they belong to the images.
+    Networks, averages, optimizers, counters and ADA's strength are kept. The order of the images,
+    the best evaluation and early stopping start again, because they depend on the images.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -230,7 +239,7 @@ class NewImages:
         # empty for an unconditional generator, even if its images have classes
         self.classes = list(dataset.classes)[: loop.task.shape["classes"]]
         self.has_label_sets = dataset.meta.sets is not None
-        # Initial weights of each class, by id of the network, with which new classes begin.
+        # Id of a network -> its initial weights of all classes, with which new classes begin.
         self.initial: dict[int, dict[str, Tensor]] = {}
         for part in loop.task.registry().values():
             model = part.model if isinstance(part, EMA) else part
@@ -241,9 +250,9 @@ class NewImages:
                 }
 
     def adapt(self, content: checkpoints.Checkpoint) -> str:
-        """Change a checkpoint's state so that training continues with these images.
+        """Change a checkpoint's content so that training continues with the new images.
 
-        Weights and moments of classes are matched by class name.
+        Weights and optimizer moments of classes are matched by class name.
 
         Returns a message for the user. Raises UserError if images or classes do not fit the
         networks.
