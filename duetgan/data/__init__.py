@@ -1,4 +1,4 @@
-"""Images to batches."""
+"""Data sets of images, and the loaders that turn them into batches."""
 
 from typing import TYPE_CHECKING
 

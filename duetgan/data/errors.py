@@ -1,4 +1,4 @@
-"""Errors of images and packed files, and the size limits of images in reading and packing."""
+"""Define the error of images that cannot be read, and the largest size of an image."""
 
 import math
 
@@ -9,7 +9,10 @@ MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images
 
 
 class ImageError(ValueError):
-    """An image that cannot be read or is refused. The message is the reason, without the file."""
+    """The error for an image that cannot be read or is refused.
+
+    The message states the reason. It does not name the file.
+    """
 
 
 def read_error(error: Exception) -> ImageError:

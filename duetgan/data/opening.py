@@ -1,4 +1,4 @@
-"""Open images of any form that training and evaluation read."""
+"""Open the images of a training or an evaluation: packed files, tar files, folders, zip files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +20,11 @@ def open_dataset(
     crop: RandomCrop | None = None,
     workers: int = 0,
 ) -> Dataset:
-    """Open packed files, tar files, or a folder or zip of images, which is packed once.
+    """Open packed files, tar files, or a folder or zip file of images, as a data set.
 
-    `packed_files.shard_paths` describes the path, the class `kind` the other arguments and errors.
+    Images that are not in packed files are packed first, once, into the user's cache. `shard_paths`
+    in data/packing/packed_files.py describes the argument `path`. The class `kind` describes the
+    other arguments and the errors.
     """
     name = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
     return kind(
@@ -37,11 +39,13 @@ def open_dataset(
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
     """Open images at the resolution and with the class order that a checkpoint's model needs.
 
-    The resolution is `data.resolution` of the checkpoint's config. Without this key, images that
-    have individual sizes, or are stored at the model's resolution, are read at that. Others are
-    read as stored, and the caller must refuse a wrong size. Labels are renumbered to the model's
-    class order if the file has the model's classes, or for a classifier only some of them. Label
-    sets are never renumbered.
+    The images are read at `data.resolution` of the checkpoint's config. If this key is not set,
+    they are read at the model's resolution, provided that they are stored at it or have individual
+    sizes. All other images are read as stored, and the caller must refuse a wrong size.
+
+    Labels are renumbered to the model's class order if the images have the same classes as the
+    model. For a classifier, the images may lack some of its classes. The labels of images with
+    several classes each (label sets) are never renumbered.
 
     Raises UserError if the images' pixel format is not the model's.
     """

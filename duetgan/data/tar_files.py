@@ -1,4 +1,4 @@
-"""Uncompressed tar files: list their members, and read a member from its position."""
+"""Read uncompressed tar files: list the members, and read a member by its position."""
 
 import os
 import tarfile
@@ -22,7 +22,10 @@ class Member(NamedTuple):
 
 
 def read_member(path: Path, member: Member, kind: files.FileLimit) -> bytes:
-    """Read the bytes of a member of the tar at `path`. Raises ImageError."""
+    """Return the bytes of a member of the tar file at `path`.
+
+    Raises ImageError if the member cannot be read, is cut off, or exceeds the size limit of `kind`.
+    """
     with explained(OSError, read_error):
         files.refuse_large(member.size, kind)
         with files.open_file(path, files.ARCHIVE) as file:
@@ -33,8 +36,9 @@ def read_member(path: Path, member: Member, kind: files.FileLimit) -> bytes:
 
 
 class _Bounded:
-    """An open tar for tarfile, with a limit for names: tarfile reads as many bytes as a header
-    declares.
+    """A file for tarfile that refuses to read more than NAME_BYTES at once.
+
+    Without this limit, tarfile would read a name of any length that a header declares.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -48,10 +52,10 @@ class _Bounded:
 
 
 def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield all members of an uncompressed tar.
+    """Yield all members of an uncompressed tar file.
 
-    Raises OSError, tarfile's errors and ValueError. ValueError is also raised where tarfile stops
-    silently: at a damaged header, a missing end mark, and members after the end mark.
+    Raises OSError, the errors of tarfile, and ValueError. Unlike tarfile, which stops silently, it
+    raises ValueError at a damaged header, at a missing end mark, and at members after the end mark.
     """
     with (
         files.open_file(path, files.ARCHIVE) as file,

@@ -1,4 +1,4 @@
-"""Training: losses, penalties, optimizers, averages, the two tasks and their loop."""
+"""Train GANs and classifiers: losses, penalties, optimizers, averages, tasks and the loop."""
 
 from typing import TYPE_CHECKING
 

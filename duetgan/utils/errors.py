@@ -37,10 +37,11 @@ class UserError(Expected, ValueError):
 
 
 class DamageError(UserError):
-    """Records whose bytes differ from those that were written.
+    """The error for records of a packed file whose bytes have changed since they were written.
 
-    The message has the records' numbers in the file. `records` has their numbers in the data set,
-    in which the file's first record has the number `first`.
+    The message counts records from the start of the file `path`. The attribute `records` counts
+    them from the start of the data set, in which the first record of this file has the number
+    `first`.
     """
 
     def __init__(self, path: Path, records: Sequence[int], reason: str, first: int = 0) -> None:
@@ -57,7 +58,7 @@ class DamageError(UserError):
         )
 
     def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str, int]]:
-        """Pickle the constructor's arguments. `Exception` would pickle the message instead."""
+        """Pickle the constructor's arguments. By default `Exception` pickles only the message."""
         return type(self), self._arguments
 
 

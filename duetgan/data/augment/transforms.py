@@ -1,10 +1,10 @@
-"""Normalisation and augmentation of images on the device, as pure functions of random draws.
+"""Normalise and augment images on the device, by random draws that depend only on a seed key.
 
-Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
+Black is 0 in integer images, and -1 in floating-point images, whose range is [-1, 1].
 
-Mixup and CutMix combine the images of two samples, and their labels in proportion. The partners are
-the neighbours 2k and 2k + 1 of the global batch, which are random pairs because the order of
-samples is random. A pair is never split between ranks as long as each rank's batch is even.
+Mixup and CutMix combine two images, called partners, and their labels in the same proportion.
+Partners are rows 2k and 2k + 1 of the global batch. These are random pairs because the order of
+samples is random. No pair is split between ranks if each rank's batch is even.
 """
 
 import math
@@ -54,7 +54,7 @@ class Augment(Config):
 
 
 def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:
-    """Convert uint8 [n, C, H, W] without alpha to [-1, 1] (x / 127.5 - 1).
+    """Convert images uint8 [n, C, H, W] without alpha to floats in [-1, 1]: x / 127.5 - 1.
 
     `ImageSpec.to_float` converts images of all pixel formats.
     """
@@ -76,9 +76,10 @@ def random_shift(
     padding: int,  # px
     reflect: bool = False,  # only for a padding below the sides of the images
 ) -> torch.Tensor:
-    """Pad every image on all sides and crop [H, W] at its offset.
+    """Pad every image by `padding` px on all sides, and crop the original size at its offset.
 
-    The padding is black, or with `reflect` the mirror image.
+    The padding is black, or with `reflect` the image mirrored at its edges. The offsets are those
+    of the crops in the padded images.
     """
     height, width = images.shape[2:]
     device = images.device
@@ -101,15 +102,16 @@ def random_erase(
     # int64 [n, 4]: top, left, height, width in px; height or width 0 erases nothing
     boxes: torch.Tensor,
 ) -> torch.Tensor:
-    """Blacken a rectangle in every image."""
+    """Return the images with all pixels inside their boxes set to black."""
     is_erased = inside(boxes[:, :2], boxes[:, 2:], *images.shape[2:])
     return images.masked_fill(is_erased, _black(images))
 
 
 def inside(first: torch.Tensor, sides: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return True for pixels inside their image's box: bool [n, 1, height, width].
+    """Return a mask of the pixels inside each image's box: bool [n, 1, height, width].
 
-    `first` (top, left) and `sides` (height, width) are int64 [n, 2]. Boxes are clipped.
+    `first` (top, left) and `sides` (height, width) describe the boxes, int64 [n, 2]. Boxes are
+    clipped at the borders of the image.
     """
     first = first[:, :, None]
     positions = torch.arange(max(height, width), device=first.device)
@@ -121,9 +123,10 @@ def inside(first: torch.Tensor, sides: torch.Tensor, height: int, width: int) ->
 def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int) -> torch.Tensor:
     """Turn uniform draws [n, 5] into boxes for `random_erase`, int64 [n, 4].
 
-    The five draws of an image decide on erasing, area, aspect, row and column. The area is uniform
-    in ERASE_AREA; the logarithm of the aspect is uniform between those of ERASE_ASPECT's limits.
-    Sides are limited to those of the image.
+    The five draws of an image decide on erasing and on the box's area, aspect ratio, row and
+    column, in this order. The area is uniform in ERASE_AREA. The logarithm of the aspect ratio is
+    uniform between the logarithms of the limits in ERASE_ASPECT. A box is at most as high and as
+    wide as the image. Its height and width are 0 if the image is not erased.
     """
     area = (ERASE_AREA[0] + draws[:, 1] * (ERASE_AREA[1] - ERASE_AREA[0])) * height * width
     low, high = math.log(ERASE_ASPECT[0]), math.log(ERASE_ASPECT[1])
@@ -145,14 +148,15 @@ def draw_and_apply(
     global_batch: int,  # images of all ranks
     phase: str | None = None,  # part of the key, if a step has several batches
 ) -> torch.Tensor:
-    """Augment images with draws of the key (seed, "augment", step[, phase]).
+    """Augment images with random draws from the key (seed, "augment", step[, phase]).
 
     The draws are made for the whole global batch on the images' device, and rows [start, start + n)
-    of them are used, so that the result does not depend on the number of ranks. Each augmentation
-    has its own draws, which do not depend on the other settings. The loader makes alternating flips
-    (`data.reading.loader.alternating_flip_`).
+    of them are used. So the result does not depend on the number of ranks. Each augmentation has
+    its own draws, which do not depend on the other settings. Alternating flips are left to the
+    loader (`data.reading.loader.alternating_flip_`).
 
-    Raises ValueError for rows outside the global batch, UserError for too large a reflected shift.
+    Raises ValueError for rows outside the global batch, and UserError if a reflected shift is too
+    large for the images.
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(
@@ -200,15 +204,19 @@ def draw_and_apply(
 
 
 def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
-    """Convert uniform numbers of [0, 1) to integers 0..ends-1.
+    """Convert uniform numbers in [0, 1) to integers in 0..ends-1.
 
-    The largest number below 1 times `ends` is rounded to less than `ends`.
+    Rounding never gives `ends`: even the largest float below 1 has a product with `ends` that is
+    less than `ends`.
     """
     return (uniform * ends).long()
 
 
 def _reflected(positions: torch.Tensor, side: int) -> torch.Tensor:
-    """Reflect positions less than `side` outside 0..side-1: -1 to 1, `side` to side - 2."""
+    """Reflect positions outside 0..side-1 into this range: -1 becomes 1, `side` becomes side - 2.
+
+    The positions must be less than `side` away from the range.
+    """
     return (side - 1) - ((side - 1) - positions.abs()).abs()
 
 
@@ -265,9 +273,10 @@ def draw_mixing(
     size: tuple[int, int],  # height and width in px
     device: torch.device,
 ) -> Mixing:
-    """Draw the mixing of rows [start, start + count) of the global batch.
+    """Draw the mixing of the images in rows [start, start + count) of the global batch.
 
-    The key is (seed, "augment", step, "mixing"). The draws are made for the whole global batch.
+    The draws have the key (seed, "augment", step, "mixing"). They are made for the whole global
+    batch, so they do not depend on the number of ranks.
     """
     numbers = generator(seed, "augment", step, "mixing", device=device)
     uniform = torch.rand(global_batch, 4, generator=numbers, device=device)
@@ -288,9 +297,9 @@ def draw_mixing(
 
 
 def _betas(first: float, second: float, count: int, numbers: torch.Generator) -> Tensor:
-    """Draw from Beta(first, first) and Beta(second, second): float32 [2, count].
+    """Draw `count` values from Beta(first, first), and `count` values from Beta(second, second).
 
-    Each value is a ratio of gamma variates.
+    The result is float32 [2, count]. Each value is a ratio of gamma variates.
     """
     shape = (2, count, 2)
     gammas = torch.full(shape, first, device=numbers.device, dtype=widest(numbers.device))
@@ -307,9 +316,10 @@ def cut_boxes(
     height: int,
     width: int,
 ) -> Tensor:
-    """Return True for pixels inside CutMix's boxes (1905.04899, equation 2): bool [n, 1, H, W].
+    """Return a mask of the pixels inside CutMix's boxes: bool [n, 1, H, W].
 
-    The boxes have the image's aspect and are clipped at its borders.
+    The boxes have the image's aspect ratio, and are clipped at its borders (1905.04899, equation
+    2).
     """
     side = (1 - remaining).sqrt()
     size = torch.full((2,), height, device=side.device)
@@ -320,8 +330,9 @@ def cut_boxes(
 
 
 def partners(values: Tensor) -> Tensor:
-    """Return every row's partner: rows 2k and 2k + 1 are swapped. Raises ValueError for an odd
-    number of rows.
+    """Return a copy of `values` in which rows 2k and 2k + 1 are swapped.
+
+    So each row has the values of its partner. Raises ValueError for an odd number of rows.
     """
     if len(values) % 2:
         raise ValueError(f"{len(values)} rows cannot be paired")
@@ -333,7 +344,7 @@ def mix_images(
     partner_images: Tensor,
     mixing: Mixing,
 ) -> Tensor:
-    """Mix images with their partners: [n, C, H, W] in the memory format of `images`."""
+    """Return images mixed with their partners, [n, C, H, W] in the memory format of `images`."""
     if mixing.blend is not None:
         weights = mixing.blend[:, None, None, None].to(images.dtype)
         images = torch.lerp(partner_images, images, weights)  # exactly the image at weight 1

@@ -1,9 +1,8 @@
-"""TrivialAugment (2103.10158): one of fourteen operations, at a random strength, on each image of
-a batch.
+"""Apply TrivialAugment (2103.10158): to each image one of fourteen operations, at random strength.
 
 Operations, strengths and rounding are those of torchvision's TrivialAugmentWide on uint8 tensors
 (nearest neighbour, black outside). Operations without a strength are torchvision's functions. The
-others are implemented here, because those of torchvision have a single strength for a batch.
+others are implemented here, because torchvision's functions take one strength for a whole batch.
 """
 
 from typing import NamedTuple
@@ -45,8 +44,10 @@ STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS, dtype=FLOAT)
 
 
 class Draws(NamedTuple):
-    """The operation for each image. The arrays are on the host, so that the images of an operation
-    are counted without waiting for the device.
+    """The drawn operation and strength for each image.
+
+    The arrays are on the host, so that counting the images of an operation does not wait for the
+    device.
     """
 
     kinds: np.ndarray  # int64 [n], positions in KINDS
@@ -54,7 +55,7 @@ class Draws(NamedTuple):
 
 
 def draw(key: tuple[Key, ...], global_batch: int, rows: slice) -> Draws:
-    """Draw the operations of the whole global batch, and return those of `rows`."""
+    """Draw an operation for each image of the global batch, and return those of `rows`."""
     numbers = numpy_generator(*key)
     kinds = numbers.integers(len(KINDS), size=global_batch)
     bins = numbers.integers(BINS, size=global_batch)
@@ -68,8 +69,9 @@ def trivial_augment(
     images: Tensor,  # uint8 [n, 1 or 3, H, W]
     draws: Draws,
 ) -> Tensor:
-    """Apply the drawn operation to each image: uint8 [n, C, H, W]. Raises ValueError for images of
-    another type.
+    """Apply to each image its drawn operation, and return the images, uint8 [n, C, H, W].
+
+    Raises ValueError for images that are not uint8.
     """
     if images.dtype != torch.uint8:
         raise ValueError(f"TrivialAugment takes uint8 images, not {images.dtype}")
@@ -101,8 +103,9 @@ def trivial_augment(
 
 
 def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[list[float]]:
-    """Return the matrix [2, 3] that maps a pixel (x, y, 1) of the result to its source (x', y'), in
-    px from the centre.
+    """Return the matrix [2, 3] that maps a pixel of the result to its source.
+
+    It maps (x, y, 1) to (x', y'). Positions are in px from the centre of the image.
     """
     match kind:
         case "shear_x":  # about the upper left corner
@@ -119,7 +122,11 @@ def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[li
 
 
 def _warp(images: Tensor, maps: Tensor) -> Tensor:
-    """Sample every pixel at the nearest neighbour of its mapped position, black outside."""
+    """Map the pixels of each image by its matrix in `maps`, [n, 2, 3] (see `_inverse_map`).
+
+    Each pixel of the result has the value of the input pixel nearest to its source position. It is
+    black if that position is outside the image.
+    """
     height, width = images.shape[2:]
     x = torch.arange(width, device=images.device, dtype=torch.float32) - (width - 1) / 2
     y = torch.arange(height, device=images.device, dtype=torch.float32) - (height - 1) / 2
@@ -143,7 +150,7 @@ def _to_bytes(values: Tensor) -> Tensor:
 
 
 def _extrapolate(images: Tensor, origin: Tensor, factors: Tensor) -> Tensor:
-    """Move values away from `origin`, by `factors` times the distance from it."""
+    """Move the images' values away from `origin`, by `factors` times their distance from it."""
     return _to_bytes(images * (1 + factors) - origin * factors)
 
 
@@ -159,8 +166,9 @@ def _contrast(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
-    """Move values, except at the border, away from their 3x3 blur (weights 5 in the centre and 1
-    around it), by `factors` times the distance.
+    """Move values away from their 3x3 blur, by `factors` times their distance from it.
+
+    The blur has weight 5 in the centre and 1 around it. Pixels at the border are not changed.
     """
     height, width = images.shape[2:]
     if height <= 2 or width <= 2:

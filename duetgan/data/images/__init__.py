@@ -1,4 +1,4 @@
-"""A single image: open a file by the rules of docs/lmdb.md, resize it, encode it."""
+"""Open, resize and encode single images. The rules for opening a file are in docs/lmdb.md."""
 
 import io
 import re
@@ -54,8 +54,9 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 def formats(content: bytes) -> tuple[str, ...]:
-    """Return Pillow's names of the formats that a file may have. Raises ImageError for HEIC if its
-    package is not installed.
+    """Return the names of the formats that Pillow may try for a file with these bytes.
+
+    Raises ImageError for a HEIC file if the package that reads HEIC is not installed.
     """
     if content[4:8] != b"ftyp" or content[8:12] not in HEIC or b"avif" in content[8:32]:
         return FORMATS
@@ -66,7 +67,10 @@ def formats(content: bytes) -> tuple[str, ...]:
 
 
 def has_16_bits(content: bytes) -> bool:
-    """Return True if a decodable file has 16 bits per value. Pillow may keep only the high 8."""
+    """Return True if an image file, which Pillow can open, has 16 bits per value.
+
+    Pillow may keep only the high 8 bits of such a file.
+    """
     if content[:8] == PNG:
         return content[24] == 16
     if content[:2] not in (b"II", b"MM", b"P5"):
@@ -78,14 +82,14 @@ def has_16_bits(content: bytes) -> bool:
 
 @contextmanager
 def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Image.Image]:
-    """Open an untrusted image file. Pillow decodes it inside the `with` block.
+    """Open an untrusted image file in a `with` block. Pillow decodes the pixels inside the block.
 
     Args:
         content: bytes of the file.
-        size: height and width that the header must have, from the file's packed record, whose
-            checksum matches; None for a file that is not packed.
+        size: height and width from the file's packed record, which the header must have; None for a
+            file that is not packed. The checksums of a packed file have been checked before.
 
-    Raises ImageError for files that are refused, and for all errors of Pillow.
+    Raises ImageError for a file that is refused, and for every error of Pillow.
     """
     if not content:
         raise ImageError("is an empty file")
@@ -115,7 +119,10 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
 
 
 def has_another(image: Image.Image) -> bool:
-    """Return True if there is a second frame or page. Counting all of them may take minutes."""
+    """Return True if an image has a second frame or page.
+
+    Counting all of them could take minutes.
+    """
     try:
         image.seek(1)
     except EOFError:
@@ -126,7 +133,7 @@ def has_another(image: Image.Image) -> bool:
 def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None:
     """Raise ImageError if the height and width in a header are too large, or differ from `size`.
 
-    `size` is the height and width in the file's packed record; None: there is no record.
+    `size` is the height and width in the file's packed record; None if there is no record.
     """
     if in_header[0] * in_header[1] > MOST_PIXELS:
         raise ImageError(TOO_LARGE)
@@ -140,8 +147,9 @@ def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None
 def centre_box(
     height: int, width: int, target: tuple[int, int] = (1, 1)
 ) -> tuple[int, int, int, int]:
-    """Return top, left, height and width of the largest centre crop with the aspect of `target`
-    (height, width).
+    """Return the largest centre crop with the aspect ratio of `target`, which is (height, width).
+
+    The result is the crop's top, left, height and width in px.
     """
     down, across = target
     h = min(height, max(1, round(width * down / across)))
@@ -152,14 +160,17 @@ def centre_box(
 def fit(
     pixels: np.ndarray, size: int | tuple[int, int], mode: str, alpha: bool = False
 ) -> np.ndarray:
-    """Resize an image [H, W, C] of any depth to the side or (height, width) `size`.
+    """Resize an image [H, W, C] of any depth to `size`: the side of a square, or (height, width).
 
     Modes:
-        exact: return the image, and raise ImageError for another size.
-        crop: scale the largest centre crop of the target aspect with Pillow's Lanczos filter.
-        pad: centre the image on zeros, scaled down (Lanczos) if it is larger, never scaled up.
+        exact: return the image unchanged, and raise ImageError if it has another size.
+        crop: scale the largest centre crop with the target's aspect ratio by Pillow's Lanczos
+            filter.
+        pad: scale the image down (Lanczos) if it is larger than the target, and centre it on zeros.
         shorter-side-256+bilinear+centre-crop (PUBLISHED): scale the shorter side to 256 px and take
             the centre crop, as published classifiers do.
+
+    With `alpha`, the last channel is transparency.
     """
     height, width = pixels.shape[:2]
     down, across = size if isinstance(size, tuple) else (size, size)
@@ -189,9 +200,9 @@ def fit(
 
 
 def thumbnail(pixels: np.ndarray, side: int) -> np.ndarray:
-    """Return the centre square of an image uint8 [H, W, C] for display: uint8 [3, side, side].
+    """Return the centre square of an image as RGB for display: uint8 [3, side, side].
 
-    The pixels of smaller images are enlarged.
+    The image is uint8 [H, W, C]. An image smaller than `side` is enlarged by repeating its pixels.
     """
     square = _pillow(fit(pixels, min(side, *pixels.shape[:2]), "crop")).convert("RGB")
     return np.asarray(square.resize((side, side), Image.Resampling.NEAREST)).transpose(2, 0, 1)
@@ -204,7 +215,7 @@ def _pillow(pixels: np.ndarray) -> Image.Image:
 
 
 def trained_mode(checkpoint: Mapping[str, Any]) -> str:
-    """Return the mode of `fit` with which a checkpoint's training images were resized."""
+    """Return the mode of `fit` that resizes images like a checkpoint's training images."""
     name = str((checkpoint.get("data") or {}).get("resize_filter", ""))
     if PUBLISHED.fullmatch(name):
         return name
@@ -233,10 +244,10 @@ def _scale(
 def through_floats(
     scaled: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray, alpha: bool
 ) -> np.ndarray:
-    """Apply `scaled` to an image as float32 [H, W, C], and convert the result to the image's depth.
+    """Convert an image [H, W, C] to float32, apply `scaled` to it, and convert the result back.
 
-    With `alpha`, colours are multiplied by the last channel before the call and divided by it
-    after.
+    The result has the depth of `pixels`. With `alpha`, the last channel is transparency: the
+    colours are multiplied by it before `scaled` is called, and divided by it afterwards.
     """
     floats, integers = pixels.astype(np.float32), pixels.dtype != np.float32
     most = np.float32(np.iinfo(pixels.dtype).max if integers else 1)
@@ -255,7 +266,11 @@ def through_floats(
 def resized(
     pixels: np.ndarray, size: tuple[int, int], method: int, alpha: bool = False
 ) -> np.ndarray:
-    """Resize an image [H, W, C] of any depth to (height, width) `size` by OpenCV's `method`."""
+    """Resize an image [H, W, C] of any depth to `size`, which is (height, width).
+
+    `method` is one of OpenCV's interpolation constants, such as cv2.INTER_AREA. With `alpha`, the
+    last channel is transparency.
+    """
 
     def scaled(pixels: np.ndarray) -> np.ndarray:
         if pixels.shape[2] <= 4:  # OpenCV's limit of channels
@@ -272,10 +287,11 @@ def resized(
 
 
 def encode(pixels: np.ndarray, encoding: str) -> bytes:
-    """Encode an image [H, W, 1, 3 or 4] as a file.
+    """Encode an image [H, W, C] with 1, 3 or 4 channels, and return the bytes of the file.
 
-    `encoding` is "png" (lossless, 8 or 16 bits; the last of 4 channels is alpha) or "jpeg"
-    (JPEG_QUALITY, 4:4:4).
+    `encoding` is "png" (lossless, 8 or 16 bits; the last of 4 channels is alpha) or "jpeg" (of
+    quality JPEG_QUALITY, without chroma subsampling). Raises ImageError if OpenCV cannot encode the
+    image.
     """
     ordered = pixels
     if pixels.shape[2] > 1:  # OpenCV expects BGR

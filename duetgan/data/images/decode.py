@@ -1,8 +1,8 @@
-"""Decode a stored image, crop it and resize it: the fast path of reading encoded images.
+"""Decode stored images, crop them and resize them: the fast path for encoded images.
 
-libjpeg-turbo (simplejpeg) decodes JPEG as RGB, without the rows below the crop. A crop much larger
-than its target is decoded at 1/2, 1/4 or 1/8 of its size (scaled DCT), but at least at MARGIN times
-the target's size. OpenCV decodes PNG. data/images/values.py decodes all other files.
+libjpeg-turbo (by simplejpeg) decodes JPEG files without the rows below the crop. A crop that is
+much larger than its target is decoded at 1/2, 1/4 or 1/8 of its size (scaled DCT), but not below
+MARGIN times the target's size. OpenCV decodes PNG. data/images/values.py decodes all other files.
 """
 
 import math
@@ -34,8 +34,9 @@ TRIES = 10  # draws of a random crop before the centre crop is used
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop:
-    """A random part of the image (Szegedy et al. 2015, "Going Deeper with Convolutions", section
-    6), drawn as by torchvision's RandomResizedCrop.
+    """The settings of random crops, which are drawn as by torchvision's RandomResizedCrop.
+
+    The method is from Szegedy et al. 2015, "Going Deeper with Convolutions", section 6.
     """
 
     area: tuple[float, float] = (0.08, 1.0)  # fraction of the image, uniform
@@ -45,10 +46,10 @@ class RandomCrop:
     def box(
         self, height: int, width: int, draws: np.random.Generator, target: Size = (1, 1)
     ) -> Box:
-        """Draw a crop of an image of height x width px that will be resized to `target`.
+        """Draw a crop of an image of `height` x `width` px, which will be resized to `target`.
 
-        If TRIES draws do not fit, the result is the largest centre crop within the bounds of the
-        aspect.
+        Aspect ratios are relative to that of `target`. If none of TRIES draws fits into the image,
+        return the largest centre crop with an allowed aspect ratio.
         """
         target_aspect = target[1] / target[0]
         low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
@@ -67,10 +68,11 @@ class RandomCrop:
 def decode(
     payload: bytes | memoryview, codec: int, spec: ImageSpec, size: Size | None = None
 ) -> np.ndarray:
-    """Decode a whole image: [H, W, C] with the channels and depth of `spec`.
+    """Decode a whole image to [H, W, C], with the channels and depth of `spec`.
 
-    Raises ImageError if the image cannot be decoded, and before decoding if the header has another
-    height and width than `size`, those in the packed record.
+    `codec` is one of the constants CODEC_*. `size` is the height and width in the packed record;
+    None if any size is accepted. Raises ImageError if the image cannot be decoded, or if its header
+    has another size, which is checked before decoding.
     """
     if codec == CODEC_JPEG:
         return _decode_jpeg(payload, spec.channels, size)
@@ -111,10 +113,11 @@ def decode_crop(
     out: np.ndarray,  # [C, H, W], filled
     spec: ImageSpec,  # channels and depth
 ) -> None:
-    """Decode the part of an image inside `box` and resize it to `out`.
+    """Decode the part of an image inside `box`, and resize it to fill `out`.
 
-    OpenCV resizes, after the scaled DCT: by area averaging to less than half the size, else
-    bilinearly. Raises ImageError, also if the header has another size.
+    A large JPEG is first decoded at a reduced size (scaled DCT). OpenCV then resizes: by area
+    averaging if a side shrinks to less than half, else bilinearly. Raises ImageError if the image
+    cannot be decoded, or if its header has another size than `size`.
     """
     top, left, h, w = box
     channels, height, width = out.shape
@@ -139,7 +142,7 @@ def crop_into(
     out: np.ndarray,  # [C, H, W], filled; fastest with the memory layout [H, W, C]
     alpha: bool = False,
 ) -> None:
-    """Resize a part of a decoded image into `out`, channels first."""
+    """Cut out the part of a decoded image inside `box`, and resize it to fill `out`."""
     top, left, height, width = box
     pixels = pixels[top : top + height, left : left + width]
     size = out.shape[1:]
@@ -150,11 +153,11 @@ def crop_into(
 
 
 def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | memoryview:
-    """Shorten a baseline JPEG to its first rows, at least `rows`.
+    """Shorten a baseline JPEG of `height` rows to its first `rows` rows and EXTRA_ROWS more.
 
-    The height in the frame header is lowered, and the decoder stops after that many rows.
-    EXTRA_ROWS more than needed are kept, because with subsampled colours the last rows of an image
-    are interpolated differently. Returns the payload itself if it cannot be shortened.
+    The height in the frame header is lowered, so the decoder stops there. The extra rows are needed
+    because the last rows of an image with subsampled colours are interpolated differently. Returns
+    the payload itself if it cannot be shortened.
     """
     rows += EXTRA_ROWS
     position, end = 2, len(payload) - 9
@@ -175,7 +178,11 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
 def _decode_jpeg(
     payload: bytes | memoryview, channels: int, size: Size | None, shrink: int = 1
 ) -> np.ndarray:
-    """Decode a JPEG at 1/`shrink` of its size (1, 2, 4 or 8)."""
+    """Decode a JPEG at 1/`shrink` of its size, where `shrink` is 1, 2, 4 or 8.
+
+    Raises ImageError if it cannot be decoded, or if its header has another height and width than
+    `size`.
+    """
     try:
         rows, columns, *_ = simplejpeg.decode_jpeg_header(payload, strict=False)
         check_size((rows, columns), size)

@@ -1,8 +1,8 @@
-"""Images of any depth and number of channels: read the values of a file, and convert them to an
-ImageSpec.
+"""Read the pixel values of image files, and convert them to the format of an ImageSpec.
 
-Files and packed records have straight alpha. Before scaling and compositing, colours are multiplied
-by alpha. The rules are in docs/lmdb.md.
+Images may have any depth and number of channels. In files and packed records, colours are not
+multiplied by alpha (straight alpha). They are multiplied only for scaling and compositing. The
+rules are in docs/lmdb.md.
 """
 
 import io
@@ -44,7 +44,7 @@ READERS: dict[bytes, Callable[[bytes], Values | None]] = {}
 def decode_image(
     content: Content, spec: ImageSpec, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Decode an image to [H, W, C] with the channels and depth of `spec`, without scaling.
+    """Decode an image to [H, W, C] with the channels and depth of `spec`, at its own size.
 
     `size` is the height and width that the file's header must have; None accepts all. Raises
     ImageError.
@@ -53,16 +53,20 @@ def decode_image(
 
 
 def kind(content: Content) -> ImageSpec:
-    """Return channels, alpha and depth of an image. Raises ImageError."""
+    """Return the channels, alpha and depth of an image as an ImageSpec, in which sizes are 0.
+
+    Raises ImageError if the image cannot be read.
+    """
     pixels, alpha = native(content)
     return ImageSpec.of(pixels.shape[2], 0, {"alpha": alpha, "depth": pixels.dtype.name})
 
 
 def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
-    """Return the values of an image without conversion, or with `plain` as Pillow reads them.
+    """Return the values of an image as they are stored, without conversion.
 
-    `size` is the height and width that the file's header must have; None accepts all. Raises
-    ImageError for files that cannot be read and for values without a defined range.
+    With `plain`, Pillow reads all image files, even if it keeps only 8 of 16 bits. `size` is the
+    height and width that the file's header must have; None accepts all. Raises ImageError for files
+    that cannot be read and for values without a defined range.
     """
     if isinstance(content, Values):
         return content
@@ -86,7 +90,7 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
 
 
 def of_pillow(image: Image.Image) -> Values:
-    """Return the values of an image that Pillow has opened. Raises ImageError."""
+    """Return the values of an image that Pillow has opened, turned upright. Raises ImageError."""
     image.load()  # metadata may follow the pixels
     image = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):
@@ -134,11 +138,11 @@ def npy_array(content: bytes) -> np.ndarray:
 
 
 def channels_last(array: np.ndarray) -> np.ndarray:
-    """Move the channels of an image to the last axis: [H, W, C].
+    """Move the channels of an image to the last axis: [H, W, C]. An image [H, W] gets one channel.
 
-    The channels are in the last axis if its length is at most MOST_CHANNELS, otherwise in the first
-    one. If both are possible, the first axis has them if only the other two form a square, as in
-    [3, 8, 8]. Raises ImageError if neither axis is possible.
+    The channels are in the first or the last axis, whichever has at most MOST_CHANNELS entries. If
+    both axes have so few, the channels are in the last one, except for shapes like [3, 8, 8], in
+    which only the other two axes are equal. Raises ImageError if neither axis is possible.
     """
     if array.ndim == 2:
         return array[..., None]
@@ -162,10 +166,10 @@ def check_shape(height: int, width: int, channels: int) -> None:
 
 
 def checked_pixels(array: np.ndarray) -> np.ndarray:
-    """Return numbers [H, W, C] as uint8 or uint16 if they have that type, else as float32.
+    """Return an array [H, W, C] unchanged if it is uint8 or uint16, else converted to float32.
 
-    Raises ImageError if float32 would change them, for numbers that are not finite, and for
-    unsupported sizes.
+    Raises ImageError if a whole number has no exact float32, if a number is not finite, or if the
+    size is not supported.
     """
     check_shape(*array.shape)
     dtype = array.dtype.newbyteorder("=")
@@ -188,12 +192,15 @@ def checked_pixels(array: np.ndarray) -> np.ndarray:
 
 
 def bring(values: Values, spec: ImageSpec) -> np.ndarray:
-    """Convert values to the channels and depth of `spec`: [H, W, C].
+    """Convert values to the channels and depth of `spec`, [H, W, C].
 
-    8 bits become 16 by multiplication with 257, 16 become 8 by their high bits, and integers become
-    floats of the same value. Grey is repeated to RGB, RGB is weighted to grey (ITU-R 601). An image
-    without alpha becomes opaque; one with alpha is put on white if `spec` has none. Raises
-    ImageError for other conversions.
+    - 8 bits become 16 by multiplication with 257. 16 bits become 8 by dropping the low bits.
+      Integers become floats of the same value.
+    - Grey is repeated to RGB. RGB is weighted to grey (ITU-R 601).
+    - If `spec` has alpha, an image without it becomes opaque. If `spec` has none, an image with
+      alpha is put on white.
+
+    Raises ImageError for other conversions.
     """
     pixels, alpha = values
     if pixels.dtype != spec.depth:

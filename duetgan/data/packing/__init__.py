@@ -1,1 +1,1 @@
-"""Sources to packed files: pack, split, find duplicates, inspect."""
+"""Pack images from sources into files, split them, find duplicates, and inspect packed files."""

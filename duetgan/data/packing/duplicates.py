@@ -1,7 +1,7 @@
-"""Find duplicates within a packed file, or between two.
+"""Find duplicate images within a packed file, or between two packed files.
 
-Exact duplicates have the same digest (data/lmdb/format.py); similar images are searched for on
-demand (data/packing/near_duplicates.py).
+Exact duplicates have the same digest (data/lmdb/format.py). On demand, similar images are searched
+for too (data/packing/near_duplicates.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,10 @@ DIFFER = ": different labels"
 
 @dataclass(frozen=True)
 class Group:
-    """A group of exact duplicates: ascending numbers of records in the first file, and in the
-    second file if there is one.
+    """A group of images that are exact duplicates of each other.
+
+    `records` are the numbers of their records in the first file. `other_records` are those in the
+    second file, or empty if there is none. Both ascend.
     """
 
     records: list[int]
@@ -30,8 +32,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two near duplicates: the number of a record in the first file, and of one in the second file
-    or, if there is none, in the first.
+    """Two images that are near duplicates.
+
+    `record` is a record of the first file. `other_record` is a record of the second file or, if
+    there is no second file, another record of the first.
     """
 
     record: int
@@ -42,13 +46,14 @@ class Pair:
 
 @dataclass(kw_only=True)
 class Report:
-    """Duplicates within a file, or images that are in two files."""
+    """The duplicates within a file, or the images that two files have in common."""
 
     file: str
     images: int
     other_file: str | None
     other_images: int | None
-    # number of duplicates of an earlier image, or of images in the second file that the first has
+    # number of images that are duplicates of an earlier one; with a second file, number of its
+    # images that the first file has too
     exact_duplicates: int
     exact: list[Group]  # sorted by the first record
     near: list[Pair] | None = None  # in descending order of correlation; None: not searched
@@ -56,7 +61,10 @@ class Report:
 
 
 def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of each group of equal numbers, sorted by the first index."""
+    """Group the indices of equal numbers.
+
+    The indices of a group ascend. The groups are sorted by their first index.
+    """
     order = np.argsort(numbers, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
     return sorted(groups, key=lambda indices: int(indices[0]))
@@ -65,7 +73,8 @@ def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
 def find(reader: LMDBReader, second: LMDBReader | None = None, *, similar: bool = False) -> Report:
     """Find duplicates within a packed file, or images that are also in the file `second`.
 
-    With `similar` near duplicates are searched for as well. Raises DamageError.
+    With `similar`, near duplicates are searched for as well. Raises DamageError for damaged
+    records.
     """
     count = len(reader)
     readers = [reader] if second is None else [reader, second]
@@ -73,7 +82,7 @@ def find(reader: LMDBReader, second: LMDBReader | None = None, *, similar: bool 
     classes = np.concatenate([_record_classes(packed_file) for packed_file in readers])
 
     def labels_differ(records: np.ndarray) -> bool:
-        """Return True if class names of the records differ. Unlabelled images agree with all."""
+        """Return True if the records' class names differ. Unlabelled images agree with all."""
         return len({*classes[records].tolist()} - {""}) > 1
 
     report = Report(
@@ -133,8 +142,9 @@ def _record_classes(reader: LMDBReader) -> np.ndarray:
 
 
 def naming(reader: LMDBReader) -> Name:
-    """Return a function that names a record, by the name in the file or else by its number, and its
-    class.
+    """Return a function that maps a record's number to a text with the record's name and class.
+
+    A record without a stored name is called by its number.
     """
     classes, stored = _record_classes(reader), reader.names()
 
@@ -146,11 +156,11 @@ def naming(reader: LMDBReader) -> Name:
 
 
 def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
-    """Group `count` records that are exact or near duplicates or belong to one of `groups`,
-    directly or through a chain of other records.
+    """Divide `count` records into groups of records that look alike.
 
-    Returns the ascending records of each group, sorted by the first record. A record without
-    duplicates is a group.
+    Two records are in the same group if they are exact or near duplicates, if one of `groups`
+    contains both, or if a chain of such pairs connects them. A record without duplicates is a group
+    too. The records of a group ascend. The groups are sorted by their first record.
     """
     from scipy.sparse import coo_array  # slow to import
     from scipy.sparse.csgraph import connected_components
@@ -164,7 +174,7 @@ def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -
 
 
 def count_text(report: Report) -> str:
-    """Return the number of exact duplicates as text."""
+    """Return one line with the numbers of exact duplicates, of groups, and of labelling errors."""
     text = f"{report.exact_duplicates:,} exact duplicates"
     if report.other_file:
         text = f"{report.exact_duplicates:,} images of {report.other_file} also in {report.file}"
@@ -173,7 +183,11 @@ def count_text(report: Report) -> str:
 
 
 def lines(report: Report, name: Name, other_name: Name) -> list[str]:
-    """Return the text report: counts, groups and pairs, those with different labels first."""
+    """Return the lines of the text report: counts, groups of duplicates, pairs of near duplicates.
+
+    `name` and `other_name` name the records of the first and of the second file. Groups and pairs
+    with different labels come first.
+    """
     text = [count_text(report)]
     for group in sorted(report.exact, key=lambda group: not group.labels_differ):
         sides = (map(name, group.records), map(other_name, group.other_records))

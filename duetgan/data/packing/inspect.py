@@ -28,7 +28,10 @@ CELL = 64
 
 
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
-    """Return the description of a file as text, with a line for each class."""
+    """Return the lines of a packed file's description: its properties, then its classes.
+
+    `document` holds the properties by name.
+    """
     document = document | ({} if meta.passport else {"passport": "none, real images"})
     rows = [
         (key, value if isinstance(value, str) else json.dumps(value))
@@ -44,7 +47,7 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
     """Count images by number of labels (0, 1, more), by label set and by class.
 
-    Returns {} for a file without label sets.
+    Returns an empty dict for a file without label sets.
     """
     if label_sets is None:
         return {}
@@ -62,8 +65,10 @@ def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str,
 
 
 def save_grid(reader: LMDBReader, path: Path) -> None:
-    """Draw a row of images, evenly spaced in the class, for each of the first MAX_ROWS classes, or
-    the first images of an unlabelled file.
+    """Save a picture at `path` with a row of images for each of the first MAX_ROWS classes.
+
+    The images of a row are evenly spaced in the class. The picture of an unlabelled file shows its
+    first images.
     """
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
@@ -83,7 +88,7 @@ def save_grid(reader: LMDBReader, path: Path) -> None:
 
 @dataclass
 class Damage:
-    """The damage found in a file."""
+    """The damage found in a packed file. As a bool it is True if there is any."""
 
     records: dict[int, str] = field(default_factory=dict)  # damaged record -> reason
     content: str = ""  # contradiction between intact records and the metadata
@@ -93,10 +98,10 @@ class Damage:
 
 
 def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
-    """Check every index, block and record at every resolution.
+    """Check every index, block and record of a packed file, and return the damage found.
 
-    Encoded images are decoded, and labels and hash are compared with the metadata. `workers` is the
-    number of threads (default: one per core).
+    This is done at every resolution. Encoded images are decoded. Labels and content hash are
+    compared with the metadata. `workers` is the number of threads (default: one per core).
     """
     damage, sides = Damage(), reader.meta.resolutions
     levels = [LMDBReader(reader.path, resolution=side or None) for side in sides]
@@ -137,8 +142,8 @@ def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list
 def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict[int, str]]:
     """Check a block at the reader's resolution.
 
-    Returns its labels (empty if its index is damaged), the SHA-256 of its payloads and entries, and
-    its damaged records with the reason.
+    Returns the labels of the block (empty if its index is damaged), the SHA-256 of its payloads and
+    entries, and a dict from each damaged record to the reason.
     """
     labels = np.empty(0, np.int64)
     digest = hashlib.sha256()
@@ -178,7 +183,7 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
 
 
 def report(damage: Damage, reader: LMDBReader) -> None:
-    """Raise UserError with the first damaged record if there is damage. `--json` prints all."""
+    """Raise UserError if there is damage. The message names only the first damaged record."""
     if not damage:
         return
     if not damage.records:

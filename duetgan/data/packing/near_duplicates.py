@@ -1,7 +1,9 @@
-"""Find similar images: candidates by difference hashes (Krawetz 2013, "Kind of Like That"), which
-are then confirmed by the correlation of their pixels.
+"""Find pairs of similar images.
 
-A hash alone is not sufficient: among 2,000 images of Fashion-MNIST, imagehash's phash reports 124
+Candidates are pairs with similar difference hashes (Krawetz 2013, "Kind of Like That"). The
+correlation of their pixels then confirms or rejects them.
+
+The hashes are not sufficient: among 2,000 images of Fashion-MNIST, imagehash's phash reports 124
 pairs that differ in up to 4 bits.
 """
 
@@ -40,10 +42,10 @@ class Candidates(NamedTuple):
 def near(signatures: np.ndarray) -> Candidates:
     """Find pairs of images whose difference hashes differ in at most DISTANCE bits.
 
-    All images (SIGNATURE [n]) are compared with all, on all cores: this takes seconds for 60,000
-    images, and grows with the square of their number. Of exact duplicates only the first is
-    compared. Images with fewer than LEAST_BITS bits set have no texture and are not compared,
-    because all flat images have the hash 0.
+    `signatures` is SIGNATURE [n]. Every image is compared with every other one, on all cores. This
+    takes seconds for 60,000 images, and the time grows with the square of their number. Of exact
+    duplicates, only the first image is compared. An image whose hash has fewer than LEAST_BITS bits
+    set has no texture. It is not compared, because all flat images have the hash 0.
     """
     _, first = np.unique(signatures["digest"], return_index=True)
     is_textured = np.bitwise_count(signatures["dhash"][first]) >= LEAST_BITS
@@ -61,8 +63,9 @@ def near(signatures: np.ndarray) -> Candidates:
 
 
 def _close(hashes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the pairs of hashes, uint64 [n], that differ in at most DISTANCE bits: indices, int64
-    [p, 2], the smaller one first.
+    """Yield the pairs of hashes, from uint64 [n], that differ in at most DISTANCE bits.
+
+    Each item holds the indices of several pairs, int64 [p, 2], the smaller index of a pair first.
     """
     step = max(1, TILE // max(1, len(hashes)))
 
@@ -80,7 +83,7 @@ def _close(hashes: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def correlations(pairs: np.ndarray, read: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Return the correlations of pairs of images, float32 [m] in [-1, 1].
+    """Return the correlation between the pixels of each pair of images, float32 [m] in [-1, 1].
 
     The images are scaled by area averaging to SIDE x SIDE px, and the values of all colours are
     normalised together.

@@ -30,7 +30,10 @@ from duetgan.utils.runlog.progress import Bar, showing
 
 
 class _Skipped:
-    """The problems of skipped images: none if `on_error` is "stop"."""
+    """The problems of the images that packing skips.
+
+    With `on_error` "stop" no image may be skipped.
+    """
 
     def __init__(self, source: Source, on_error: str, remedy: str) -> None:
         self._source = source
@@ -40,14 +43,14 @@ class _Skipped:
         self.add(*source.problems)
 
     def add(self, *problems: Problem) -> None:
-        """Add problems. Raises UserError if no image may be skipped."""
+        """Record problems. Raises UserError with the first one if no image may be skipped."""
         self.problems += problems
         if self._stop and problems:
             remaining = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise UserError(f"{problems[0]}{remaining}: fix it, or {self._remedy}")
 
     def check(self, writer: LMDBWriter) -> None:
-        """Raise UserError if no image was written, or none of a class."""
+        """Raise UserError if no image was written, or if a class of the source lost all images."""
         source = self._source
         counts = np.bincount(source.labels(), minlength=len(writer.histogram))
         lost = (source.by_class(counts) > 0) & (source.by_class(writer.histogram) == 0)
@@ -61,9 +64,11 @@ class _Skipped:
 
 
 def _check_classes(source: Source, against: Path | None) -> None:
-    """Raise UserError for an empty class, or for classes other than those of the file `against`.
+    """Raise UserError if the source's classes cannot be packed.
 
-    Classes that only `against` has are added to the source: held-out images may lack a class.
+    Without `against`, every class must have images. Otherwise the classes must be those of the
+    packed file `against`. The source may lack some of these, as held-out images may; they are added
+    to it.
     """
     if against is None:
         source.check_classes()
@@ -97,7 +102,7 @@ def pack(
     """Pack a source into the file `dest`, or with `val_share` into two files.
 
     The files do not depend on `workers`. Raises UserError for invalid sources, images, options or
-    targets. Existing files are then unchanged, and new ones removed.
+    targets. In this case existing files stay unchanged, and new files are removed.
     """
     started = time.perf_counter()
     fraction = None if val_share is None else to_fraction(val_share)
@@ -138,9 +143,10 @@ def pack(
 def _targets(
     source: Source, dest: Path, fraction: Fraction | None, val_dest: str | Path | None
 ) -> list[Path]:
-    """Return the paths to write: `dest`, and with `fraction` the file of held-out images.
+    """Return the paths of the files to write.
 
-    Raises UserError for `val_dest` or groups without `fraction`.
+    The first is `dest`. With `fraction`, the second is the file of held-out images. Raises
+    UserError if `val_dest` or groups are given without `fraction`.
     """
     if source.grouping is not None and fraction is None:
         option = source.grouping.option
@@ -160,8 +166,10 @@ def _open_writers(
     targets: Sequence[Path],
     overwrite: bool,
 ) -> list[LMDBWriter]:
-    """Open a writer for each target, and with two targets one more, the last, for a hidden file of
-    all images. The stack closes them.
+    """Open a writer for each target. When `stack` ends, it closes them.
+
+    With two targets, a third writer comes last. It writes all images to a hidden file, which
+    `stack` deletes.
     """
     new_writer = functools.partial(
         LMDBWriter,
@@ -188,8 +196,10 @@ def _write(
     skipped: _Skipped,
     keep: bool,
 ) -> tuple[list[int], list[Record]]:
-    """Write every usable image. Return their indices in the source and, if `keep`, their records
-    without payloads.
+    """Write every usable image.
+
+    Returns the indices of the written images in the source and, if `keep` is true, their records
+    without payloads (else an empty list).
     """
     rows = []
     records = []

@@ -1,7 +1,7 @@
-"""Find the packed files that a path names, or make packed files of its images once.
+"""Find the packed files that a path names. Images that are not packed are packed once.
 
-A folder, a zip or tar files (webdataset) are read from a packed copy in the user's cache. The image
-files are copied unchanged (docs/data-at-scale.md).
+A folder, a zip file or tar files (webdataset) are read from a packed copy in the user's cache. The
+copy holds the image files unchanged (docs/data-at-scale.md).
 """
 
 import glob
@@ -33,9 +33,10 @@ Paths = str | Path | Sequence[str | Path]
 
 
 def packed_files(path: Paths) -> list[Path]:
-    """Return packed files with the images of `path` (see `shard_paths`), made if need be.
+    """Return the packed files with the images of `path` (see `shard_paths`).
 
-    Raises UserError for images that need the options of packing.
+    Images that are not packed are packed into the cache first. Raises UserError if they need
+    options that only `duet pack` has.
     """
     paths = shard_paths(path)
     if paths[0].suffix.lower() == SUFFIX:
@@ -50,10 +51,11 @@ def packed_files(path: Paths) -> list[Path]:
 def shard_paths(path: Paths) -> list[Path]:
     """Return the files that `path` names.
 
-    `path` is one file or several, a pattern ("train-*.lmdb"), whose files
-    are sorted by name, or a folder of tar files.
+    `path` is a file or folder, a pattern such as "train-*.lmdb", or a list of these. The files of a
+    pattern are sorted by name. A folder of tar files stands for its files.
 
-    Raises UserError if there are none, and for a folder of tar files of several splits.
+    Raises UserError for an empty list, for a pattern without files, and for a folder that has tar
+    files of several splits.
     """
     paths: list[Path] = []
     for item in path if isinstance(path, (list, tuple)) else [path]:
@@ -87,15 +89,16 @@ def _paths_of(text: str) -> list[Path]:
 
 
 def _is_unpacked(path: Path) -> bool:
-    """Return True for a folder or zip of images."""
+    """Return True for a folder or zip file of images, which is not a packed file."""
     return (path.is_dir() and not (path / "data.mdb").is_file()) or path.suffix.lower() == ".zip"
 
 
 def _copy_of(paths: Sequence[Path], source: Callable[[], Source]) -> Path:
-    """Return the packed copy of a folder, a zip or tar files; `source` opens these.
+    """Return the path of the packed copy of a folder, a zip file or tar files.
 
-    If the name, size or time of a file has changed, a new copy replaces the old one.
-    Processes that need the copy at the same time wait for the one that makes it.
+    If there is no copy yet, it is made from the images that the function `source` opens. If the
+    name, size or time of a file has changed, a new copy replaces the old one. Processes that need
+    the copy at the same time wait for the one that makes it.
     """
     states = []
     for path in paths:
@@ -140,7 +143,10 @@ def _is_readable(path: Path) -> bool:
 
 
 def _pack(source: Source, path: Path) -> None:
-    """Pack a source. Raises UserError for images that need the options of packing."""
+    """Pack a source into `path`, with its image files unchanged.
+
+    Raises UserError if the images need options that only `duet pack` has.
+    """
     for remark in source.remarks:
         say(remark)
     remedy = "pack the images with duet pack --on-error skip, which leaves it out"

@@ -1,5 +1,6 @@
-"""Convert images to records: a single image, arrays in memory, and all images of a source, in
-threads and in order.
+"""Convert images to the records of packed files: single images, arrays, or a whole source.
+
+Threads convert the images of a source. Their order is kept.
 """
 
 import hashlib
@@ -62,7 +63,10 @@ def make_record(
     payload: bytes | None = None,  # the file to keep, for encoding "source" only
     codec: int = CODEC_RULES,  # decoder of `payload`
 ) -> Record:
-    """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
+    """Encode an image at every resolution, and return its record.
+
+    Raises ValueError for an image of a wrong shape or type.
+    """
     spec = layout.spec
     shape = spec.shape[1:] if spec.side else image.shape[:2]
     if image.dtype != spec.depth or image.shape != (*shape, spec.channels):
@@ -92,14 +96,17 @@ def make_record(
 def add_image(
     writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None
 ) -> None:
-    """Append an image [H, W, C] of the largest resolution; `payload` is the file to keep."""
+    """Append an image [H, W, C] of the largest resolution to the writer's file.
+
+    `payload` is the image file to store, for encoding "source" only.
+    """
     writer.add_record(make_record(image, label, writer.layout, payload))
 
 
 def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
-    """Return the image at every resolution, ascending.
+    """Return the image at every resolution of the layout, in ascending order.
 
-    Each level has the means of 2x2 pixels of the next larger one, rounded half up (average pooling;
+    Each image has the means of 2x2 pixels of the next larger one, rounded half up (average pooling;
     Karras et al. 2018, "Progressive Growing of GANs", section 2).
     """
     levels = [image]
@@ -124,9 +131,9 @@ def signature(pixels: np.ndarray) -> np.ndarray:
 
 
 def pixel_sums(image: np.ndarray) -> np.ndarray:
-    """Return the sums of an image's values and of their squares per channel.
+    """Return for each channel the sum of an image's values, and the sum of their squares.
 
-    The image is [H, W, C]; the result is [2, C], int64 for 8 bits, else float64.
+    The image is [H, W, C]. The result is [2, C], int64 for 8 bits, else float64.
     """
     channels = image.shape[2]
     if image.dtype != np.uint8 or channels > 4:
@@ -143,10 +150,10 @@ def pixel_sums(image: np.ndarray) -> np.ndarray:
 
 
 def plain_codec(content: bytes, channels: int) -> int:
-    """Return the fastest decoder that gives the same pixels as `decode_image`.
+    """Return the fastest decoder of a file that gives the same pixels as `decode_image`.
 
-    That is CODEC_JPEG or CODEC_PNG for files of 8 bits without transparency, orientation or a
-    conversion from colour to grey, else CODEC_RULES.
+    It is CODEC_JPEG or CODEC_PNG for 8-bit files without transparency or rotation, unless colours
+    must be converted to grey (`channels` 1). It is CODEC_RULES for all other files.
     """
     modes = ("L",) if channels == 1 else ("L", "RGB")
     with Image.open(io.BytesIO(content), formats=formats(content)) as image:
@@ -173,7 +180,10 @@ def pack_arrays(
     smallest: int | None = None,
     overwrite: bool = False,
 ) -> Meta:
-    """Pack arrays. Raises UserError if the file cannot be written, ValueError for wrong arrays."""
+    """Pack arrays into a file, and return its metadata.
+
+    Raises UserError if the file cannot be written, ValueError for wrong arrays.
+    """
     channels, height, width = images.shape[1:]
     image = replace(
         ImageSpec.of(channels, 0, {"depth": images.dtype.name}), height=height, width=width
@@ -195,7 +205,7 @@ def pack_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The conversion of a source's images to records."""
+    """The settings with which a source's images are converted to records."""
 
     layout: Layout
     mode: str  # how data.images.fit resizes them
@@ -217,13 +227,15 @@ def make_plan(
     resize: str = "auto",  # "crop" or "pad"
     smallest: int | None = None,  # px: side of a pyramid's smallest images; None: no pyramid
 ) -> Plan:
-    """Choose the conversion of a source's images by the options.
+    """Return the settings for converting a source's images, as the options require.
 
-    By default channels and depth are those of the source; without `source.spec` they are 3 and 8
-    bits for files, and unchanged for arrays. The default size is that of the source, else of the
-    first readable image, and then all images must have it. Resize "auto" means "pad" if all images
-    have one known size that is smaller than `size` on both sides, the smaller gap being at most 1/8
-    of the shorter side of `size`; else "crop".
+    The default channels and depth are those of `source.spec`. If this is None, they are 3 channels
+    of 8 bits, or the images' own ones if `source.as_is` is true. The default size is that of the
+    source, or else of the first readable image; all images must then have it.
+
+    Resize "auto" means "pad" if all images have one known size that is slightly smaller than
+    `size`: on both sides, and on one of them by at most 1/8 of the shorter side of `size`.
+    Otherwise it means "crop".
 
     Raises UserError for options that do not fit together.
     """
@@ -287,12 +299,12 @@ def make_plan(
 
 
 def _form(source: Source, channels: int | str | None, depth: str | None) -> ImageSpec:
-    """Return the channels, alpha and depth with which a source's images are packed, without a size.
+    """Return the channels, alpha and depth with which a source's images are packed.
 
-    "auto" means RGB if an image has colours, alpha if an image has it, and the largest depth. Two
-    channels are grey and alpha, and four RGB and alpha, unless the first image has as many channels
-    without alpha. Raises UserError if "auto" meets floats and integers, or numbers of channels that
-    cannot be combined.
+    The result is an ImageSpec whose sizes are 0. "auto" looks at all images: it means RGB if one
+    has colours, alpha if one has alpha, and the largest depth. With 2 or 4 channels the last one is
+    alpha, except if the first image has as many channels and no alpha. Raises UserError if "auto"
+    meets floats and integers, or numbers of channels that cannot be combined.
     """
     spec = source.spec
     if spec is not None:
@@ -374,8 +386,10 @@ def _convert(source: Source, plan: Plan, row: int, read: Callable[[], Content]) 
 
 
 def thread_count(source: Source, workers: int | None) -> int:
-    """Return the number of converting threads besides this one: `workers`, or if that is None one
-    per core for files, which must be decoded, and none for arrays.
+    """Return the number of threads that convert images, in addition to the calling thread.
+
+    It is `workers` if that is given. Otherwise it is one per core, up to MOST_WORKERS. It is 0 for
+    arrays, which need no decoding, and on a single core.
     """
     if workers is None:
         is_decoded = not isinstance(source, ArraySource) and cores() > 1
@@ -384,10 +398,11 @@ def thread_count(source: Source, workers: int | None) -> int:
 
 
 def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
-    """Yield all images of a source in order, converted by `workers` threads (0: by this one).
+    """Convert all images of a source, and yield the results in order.
 
-    Close the generator after an error. Closing does not wait for the threads, which are daemons: a
-    thread that waits for a server must not delay Ctrl-C or the end of the program.
+    `workers` threads convert the images; 0 means the calling thread. Close the generator after an
+    error. Closing does not wait for the threads, because a thread that waits for a server must not
+    delay Ctrl-C or the end of the program.
     """
     if not workers:
         for row in range(len(source)):

@@ -27,12 +27,12 @@ TRIED = 12
 
 
 def val_path(dest: Path) -> Path:
-    """Return the default path of held-out images: `x/photos.lmdb` -> `x/photos-val.lmdb`."""
+    """Return the default path of the held-out images: `x/photos-val.lmdb` for `x/photos.lmdb`."""
     return dest.with_name(f"{dest.stem}-val{dest.suffix}")
 
 
 def to_fraction(value: str | float) -> Fraction:
-    """Convert --val-share to an exact fraction, so that 0.1 is a tenth.
+    """Convert the value of --val-share to an exact fraction: 0.1 becomes one tenth.
 
     Raises UserError unless it is in (0, 0.5].
     """
@@ -48,12 +48,13 @@ def to_fraction(value: str | float) -> Fraction:
 
 
 def quotas(counts: Sequence[int], fraction: Fraction) -> list[int]:
-    """Return the number of images to hold out of each class, for `counts` images of each class.
+    """Return the number of images to hold out of each class.
 
-    The total is `fraction` of all images, rounded. Each class gets `fraction` of its images,
-    rounded down. The classes with the largest remainders (Hare's quota), the first among equals,
-    get one more. Then every class of two or more images has at least one image in each part. A
-    class with a single image keeps it for training and is not counted.
+    `counts` are the numbers of images of the classes. Each class gets `fraction` of its images,
+    rounded down. Then classes get one more, in descending order of their remainders (Hare's quota),
+    until the total is `fraction` of all images, rounded. Finally the numbers are limited: a class
+    of two or more images has at least one image in each part. A class with a single image keeps it
+    for training, and does not count in the total.
     """
     counts = [int(count) if count > 1 else 0 for count in counts]
     parts = [fraction * count for count in counts]
@@ -73,7 +74,7 @@ def strata(
 ) -> np.ndarray:
     """Return the stratum of each image, int64 [n]: its class, or its label set.
 
-    Label sets with too few images to hold one out are a single stratum.
+    All label sets with too few images to hold one out form one common stratum.
     """
     if label_sets is None:
         return labels
@@ -88,15 +89,15 @@ def draw(
     fraction: Fraction,
     seed: int,
 ) -> np.ndarray:
-    """Draw the held-out records, bool [n]. They depend on contents, labels and seed only.
+    """Draw the records to hold out, bool [n]. The result depends on contents, labels and seed only.
 
-    The groups are drawn in the order of their keys (seed, "split", smallest digest in hex). A group
-    is held out if it fits into the remaining quotas of its classes. A class with a quota but
-    without held-out images then gets the smallest group that leaves a training image of each class
-    in the group, if there is one.
+    The groups are visited in the order of their keys (`in_order_of_keys`). A group is held out if
+    it fits into the remaining quotas of its classes. A class may then have a quota but no held-out
+    image. It gets the smallest group that leaves a training image of each class in the group, if
+    there is such a group.
 
-    The key of a group does not depend on other groups, so that few images change between the parts
-    when images are added.
+    The key of a group does not depend on other groups. So when images are added later, few images
+    move to the other part.
     """
     counts = np.bincount(labels, minlength=1)
     remaining = np.array(quotas(counts.tolist(), fraction))
@@ -129,7 +130,10 @@ def draw(
 def in_order_of_keys(
     groups: Sequence[np.ndarray], digests: Sequence[bytes], seed: int
 ) -> list[np.ndarray]:
-    """Return groups of records, sorted by the hash of (seed, "split", smallest digest in hex)."""
+    """Return groups of records, sorted by their keys.
+
+    The key of a group is the hash of (seed, "split", the smallest digest of its records in hex).
+    """
     from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does not need
 
     def key(group: np.ndarray) -> int:
@@ -141,7 +145,9 @@ def in_order_of_keys(
 def group_counts(
     groups: Sequence[np.ndarray], labels: np.ndarray, classes: np.ndarray
 ) -> np.ndarray:
-    """Count the images of each class, and all images, in each group: int64 [groups, classes + 1].
+    """Count the images of each class in each group: int64 [groups, classes + 1].
+
+    The last column counts all images of the group.
 
     Args:
         labels: int64 [n].
@@ -158,11 +164,12 @@ def group_counts(
 def split_cost(
     held_out: np.ndarray, sizes: np.ndarray, shared: np.ndarray, fraction: float
 ) -> np.ndarray:
-    """Return the cost of holding out `held_out` images, float64 [...].
+    """Return the cost of holding out images, float64 [...].
 
-    The larger term counts the classes that the training images lack, and those that the held-out
-    images lack although several groups have them. The smaller term is the sum of the squared
-    differences between `fraction` and the held-out fractions of each class and of all images.
+    The cost is the sum of two terms. The larger term counts missing classes: those without training
+    images, and those without held-out images although several groups have them. The smaller term is
+    the sum of squared differences between `fraction` and the held-out fraction, over all classes
+    and the total.
 
     Args:
         held_out: numbers of held-out images of each class, and their total, [..., classes + 1].
@@ -177,11 +184,13 @@ def split_cost(
 def balance(counts: np.ndarray, fraction: float, start: np.ndarray) -> np.ndarray:
     """Choose groups to hold out, bool [groups], with a low `split_cost`.
 
-    For up to TRIED groups the choice has the lowest cost of all. With more groups, the choice
-    `start` is improved step by step: the move of the group that lowers the cost most is applied
-    until none lowers it. Unless a class would be lacking, the sum of squares is then at most half
-    of the sum over groups and classes of w (the group's fraction of the class)^2, where w is
-    `fraction` for training groups and 1 - `fraction` for held-out groups.
+    With up to TRIED groups, every choice is tried, and the best one is returned. With more groups,
+    the choice `start` is improved. In each step, one group moves to the other part: the group whose
+    move lowers the cost most. This ends when no move lowers the cost.
+
+    If no move is excluded because a class would be missing, the second term of the final cost has a
+    bound. It is half of the sum of w f^2 over groups and classes, where f is the group's fraction
+    of the class, and w is `fraction` for a training group, 1 - `fraction` for a held-out one.
 
     Args:
         counts: numbers of images of each class, and their total, int64 [groups, classes + 1].
@@ -211,7 +220,7 @@ def draw_groups(
     fraction: Fraction,
     seed: int,
 ) -> np.ndarray:
-    """Draw the held-out records by whole groups, bool [n].
+    """Draw the records to hold out, bool [n]. Each group is held out as a whole, or not at all.
 
     The result depends on the names and the labels of the groups, and on the seed.
     """
@@ -232,10 +241,11 @@ def write_parts(
     seed: int,
     grouping: Grouping | None,  # groups that the split keeps whole
 ) -> tuple[list[Meta], Report]:
-    """Draw the held-out images, and copy each record to the file of its part.
+    """Draw the held-out images, and copy each record of `whole` to the file of its part.
 
-    Both files are then complete; `publish_both` renames them. Returns their metadata, and the
-    report on duplicates in `whole`. Raises UserError if nothing can be held out.
+    Both files are then complete, but keep temporary names until `publish_both`. Returns the
+    metadata of both files, and the report on duplicates in `whole`. Raises UserError if nothing can
+    be held out.
     """
     names = grouping.names if grouping else []
     numbers = np.unique(np.array(names, str), return_inverse=True)[1]
@@ -278,7 +288,7 @@ def _copy(
     writers: Sequence[LMDBWriter],
     held_out: np.ndarray,
 ) -> None:
-    """Copy each record to the first of `writers`, or if it is held out to the second."""
+    """Copy held-out records to the second writer, and all other records to the first."""
     for writer in writers:  # The range of values is that of the whole file.
         writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
     levels = [LMDBReader(reader.path, resolution=side or None) for side in reader.meta.resolutions]
@@ -298,8 +308,8 @@ def _payload(level: LMDBReader, index: int) -> bytes:
 def publish_both(writers: Sequence[LMDBWriter]) -> None:
     """Rename both complete files to their targets, the training file last.
 
-    An old training file is removed first. So if the process ends in between, no old training file
-    lies next to the new held-out images.
+    An old training file is removed first. So if the process ends in between, new held-out images
+    never lie next to an old training file.
     """
     training, held_out = writers
     training.path.unlink(missing_ok=True)

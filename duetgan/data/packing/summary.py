@@ -1,4 +1,4 @@
-"""The summary of packing as text."""
+"""Hold the result of packing, and summarise it as text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ LISTED = 10  # most ignored files in the summary
 
 @dataclass(kw_only=True)
 class Summary:
-    """The result of packing."""
+    """The result of packing a source."""
 
     meta: Meta  # of the training file
     held_out: Meta | None  # of the file of held-out images
@@ -23,7 +23,7 @@ class Summary:
     duplicates: str  # text about exact duplicates
 
     def lines(self, dest: Path) -> list[str]:
-        """Return the summary as aligned lines."""
+        """Return the summary as aligned lines. `dest` is the path of the training file."""
         meta, held_out = self.meta, self.held_out
         image = meta.spec
         count = meta.count

@@ -1,8 +1,8 @@
-"""torch.compile for functions that are differentiated once.
+"""Compile functions by torch.compile, if they are differentiated only once.
 
-Penalties need second derivatives, which compiled graphs do not have, and per-loss gradients need
-`retain_graph`, which raises an error because compiled graphs free their buffers. Both call the
-uncompiled module.
+Penalties and per-loss gradients call the uncompiled module. Penalties need second derivatives,
+which compiled graphs do not have. Per-loss gradients need `retain_graph`, which raises an error
+because compiled graphs free their buffers.
 """
 
 from collections.abc import Callable
@@ -21,16 +21,17 @@ R = TypeVar("R")
 
 
 def is_compiled(setting: CompileSetting, device: torch.device) -> bool:
-    """Return True if a setting compiles functions on a device."""
+    """Return True if functions on a device are compiled with this setting."""
     return setting == "on" or (setting == "auto" and device.type != "cpu")
 
 
 class Compiled(Generic[P, R]):
-    """A wrapper that compiles `function` at its first call.
+    """A callable that compiles `function` at its first call.
 
-    The function runs uncompiled if `setting` is "off", if it is "auto" on a CPU, and after
-    compilation has failed, which prints one line. Each new shape or Python number among the
-    arguments compiles another graph, so pass values that change often as tensors.
+    The function runs uncompiled if `setting` is "off", or if it is "auto" on a CPU. If compilation
+    fails, one line is printed, and the function runs uncompiled from then on. Each new shape or
+    Python number among the arguments compiles another graph, so pass values that change often as
+    tensors.
     """
 
     def __init__(

@@ -91,9 +91,10 @@ class SyntheticConfig(Config):
         return self.path is not None or self.checkpoint is not None
 
     def last_step(self, steps: int) -> int | None:
-        """Return the step from which a training of `steps` steps uses real images alone.
+        """Return the step at which synthetic images end, in a training of `steps` steps.
 
-        Return None if synthetic images are used up to the end.
+        From this step on, all images are real. Return None if synthetic images are used up to the
+        end.
         """
         end = ceil(Fraction(str(self.until)) * steps) if self.until <= 1 else int(self.until)
         return end if end < steps else None
@@ -328,7 +329,7 @@ class RunConfig(Config):
     def micro(self, world_size: int) -> int:
         """Return the largest number of samples in a process's forward pass.
 
-        Raises UserError like `rank_batch`.
+        Raises UserError if the processes cannot have equal parts.
         """
         rank_batch = self.rank_batch(world_size)
         return min(self.micro_limit or rank_batch, rank_batch)

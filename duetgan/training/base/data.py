@@ -1,4 +1,4 @@
-"""The images of a run: opening, checks, sampling order and loading according to the config."""
+"""Open, check, sample and load the images of a run, as its config says."""
 
 import resource
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from duetgan.utils.runlog.run_log import say
 def open_training(config: DataConfig) -> Dataset:
     """Open the training images, mixed with synthetic images if the config names some.
 
-    Raises UserError that names the config key.
+    Raises UserError if images are missing or cannot be opened.
     """
     if not config.path:
         raise UserError(
@@ -78,9 +78,9 @@ def open_images(
     workers: int,
     crop: RandomCrop | None = None,
 ) -> Dataset:
-    """Open the images at `path`, the value of the config key `key`.
+    """Open the images at `path`, which is the value of the config key `key`.
 
-    Raises UserError, which for a missing file names the key and `remedy`.
+    Raises UserError. If a file is missing, the message has the key and `remedy`.
     """
     try:
         return open_dataset(path, resolution=resolution, workers=workers, crop=crop)
@@ -92,7 +92,10 @@ def open_images(
 
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, object]]:
-    """Return the properties of the images for the run's report, by role such as "training"."""
+    """Return the properties of the images for the run's report, in a dict by role.
+
+    Roles are "training", "held-out" and "synthetic".
+    """
     roles = {"training": training, "held-out": held_out, "synthetic": training.synthetic}
     result: dict[str, dict[str, object]] = {}
     for role, dataset in roles.items():
@@ -114,7 +117,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, ob
 
 
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
-    """Return the lineage of a run on these images, including that of synthetic ones."""
+    """Return the lineage of a run that trains on these images, and on their synthetic images."""
     synthetic = training.synthetic
     if synthetic is None:
         return lineage_of(training)
@@ -124,9 +127,9 @@ def lineage(config: RunConfig, training: Dataset) -> Lineage:
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
-    """Open the held-out images, if any, at the resolution of the training images.
+    """Open the held-out images at the resolution of the training images, without random crops.
 
-    There are no random crops.
+    Return None if the config names none.
     """
     if not config.val_path:
         return None
@@ -143,7 +146,8 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
     """Check that all images have one size, and that training, synthetic and held-out images match.
 
-    Raises UserError if they do not. Warns of held-out images that are also training images.
+    Raises UserError if they do not. Prints a warning about held-out images that are training images
+    too.
     """
     refuse(
         (
@@ -228,9 +232,9 @@ def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
 
 
 def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError on all ranks unless all opened files of the same content.
+    """Raise UserError on all ranks if some of them have opened files of other content.
 
-    Nodes may have copies of their own.
+    This is possible because nodes may have copies of the files.
     """
     synthetic = training.synthetic
     synthetic_path = None if synthetic is None else synthetic.path
@@ -265,7 +269,7 @@ def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset)
 def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
     """Return the sampling weight of each record, float64 [records]; None if all are equal.
 
-    Raises UserError for wrong settings.
+    Raises UserError if the config's weights do not fit the data set.
     """
     factors = []
     if config.sampling == "balanced":
@@ -298,7 +302,7 @@ def label_frequencies(config: DataConfig, dataset: Dataset) -> list[float]:
 
 
 def missing_per_class(class_frequencies: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return by how much each class is less frequent than the largest one, float64 [classes].
+    """Return the difference of each class's frequency from the largest one, float64 [classes].
 
     Raises UserError if all classes are equally frequent.
     """
@@ -328,9 +332,10 @@ def synthetic_fraction(
 
 
 def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """Return sampling weights of synthetic images with which all classes become equally frequent.
+    """Return the sampling weights of synthetic images that make all classes equally frequent.
 
-    Returns: float64 [n]; None if `data.synthetic.balance` is off or the images are generated.
+    The weights are float64 [n]. Return None if `data.synthetic.balance` is off, or if the images
+    are generated during training.
 
     Raises UserError if a class that needs synthetic images has none in the file.
     """
@@ -352,7 +357,7 @@ def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
 def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
     """Build this rank's sampler of training images.
 
-    Raises UserError for wrong weights, or if rare classes cannot be filled up.
+    Raises UserError for wrong weights, or if the synthetic images cannot fill up rare classes.
     """
     weights = sampling_weights(config.data, dataset)
     groups = None if weights is None or not dataset.classes else dataset.label_numbers()

@@ -25,12 +25,12 @@ BLOCK = 16
 
 
 class GeneratedSamples:
-    """A data set of `count` synthetic images an epoch, drawn by a GAN's average generator.
+    """A data set of `count` synthetic images per epoch, which a GAN's average generator draws.
 
     `data.reading.mixture` mixes them with real images. Sample i of epoch e depends only on its
-    label and the seed key (seed, "synthetic", e, i), to the bit on one kind of device: samples [16
-    k, 16 k + 16) are always drawn in one pass. Truncation is off (psi 1). The `generator` computes
-    on its own device.
+    label and the seed key (seed, "synthetic", e, i). If it is drawn again on the same kind of
+    device, it has the same bits, because samples [16 k, 16 k + 16) are always drawn in one pass.
+    Truncation is off (psi 1). The `generator` computes on its own device.
 
     Raises UserError if the checkpoint is not a GAN's, or if its number of classes is not that of
     `class_frequencies`.
@@ -93,10 +93,10 @@ class GeneratedSamples:
         out: np.ndarray | None = None,
         keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return samples [n, C, H, W] in the pixel depth of the generator, and labels int64 [n].
+        """Return the samples with these indices, [n, C, H, W], and their labels, int64 [n].
 
-        `keys` holds the seed, and the epoch of each sample. Raises ValueError without `keys`. The
-        samples are written into `out` if it is given.
+        The samples have the generator's pixel depth. They are written into `out` if it is given.
+        `keys` holds the seed, and the epoch of each sample; without it ValueError is raised.
         """
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")
@@ -109,7 +109,7 @@ class GeneratedSamples:
         return images, self._labels[numbers]
 
     def _draw(self, seed: int, epoch: int, block: int) -> np.ndarray:
-        """Return the samples of a block, [m, C, H, W] with m up to BLOCK."""
+        """Draw the samples of a block, [m, C, H, W] with m up to BLOCK."""
         indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
         labels = None
         if self.classes:
@@ -125,10 +125,10 @@ class GeneratedSamples:
 
 
 def even_labels(class_frequencies: Sequence[float], count: int) -> np.ndarray:
-    """Return labels int64 [count] in the given relative frequencies, each class spread evenly.
+    """Return labels, int64 [count], in which classes have the given relative frequencies.
 
-    Counts are rounded by the largest remainders. K equal frequencies give 0, 1, ..., K - 1, 0, 1,
-    ... Without classes all labels are 0.
+    The labels of each class are spread evenly. Counts are rounded by the largest remainders. K
+    equal frequencies give 0, 1, ..., K - 1, 0, 1, ... Without classes all labels are 0.
     """
     if not len(class_frequencies):
         return np.zeros(count, np.int64)

@@ -1,22 +1,23 @@
-"""CUDA graphs of whole training steps.
+"""Run whole training steps as CUDA graphs.
 
-A step of a small network launches a thousand kernels, each of which takes Python longer than the
-GPU. A CUDA graph launches them all at once. Steps that launch the same kernels are of one *kind*:
-the first step of a kind runs as usual, the second is captured, and from then on it is replayed.
+A step of a small network launches a thousand kernels. Python takes longer to launch one than the
+GPU takes to run it. A CUDA graph launches all of them at once. Steps that launch the same kernels
+are of one *kind*. The first step of a kind runs as usual. The second is captured as a graph, which
+is replayed for this step and all later ones.
 
 A replay repeats kernels on the same memory. Everything else in a step needs these functions:
 
 - `value`, `number`: tensors and numbers that depend on the step, such as random draws. They are
   computed before the replay and copied into the memory that the captured kernels read.
 - `outside`: work between kernels, such as the update of an optimizer, which reads its settings on
-  the host. The graph is captured in parts, with this work between them. An update is a few
-  kernels, so that replaying it would gain nothing.
+  the host. The graph is captured in parts, with this work between them. An update is a few kernels,
+  so replaying it would gain nothing.
 
 Collective operations of several processes are also run between the parts (`collectives.perform`),
-so that NCCL's timeouts work as usual. Those of a backward pass split the graph where autograd has
-the gradients, and the exchange still overlaps with the rest of the pass.
+so NCCL's timeouts work as usual. In a backward pass, the graph is split where autograd has the
+gradients. The exchange of gradients then still overlaps with the rest of the pass.
 
-Without graphs the functions only call their argument.
+In a run without graphs, these functions only call the function that they are given.
 """
 
 from collections import Counter
@@ -46,17 +47,18 @@ _step: "CapturedStep | None" = None  # the step that is being recorded or captur
 
 
 def value(function: Callable[[int], T], step: int) -> T:
-    """Return `function(step)`: tensors on the device, or tuples, lists or dicts of them.
+    """Return `function(step)`, in such a way that a replay of the step can compute it anew.
 
-    The function may depend on the step by its argument alone, because it is called with the number
-    of every later step of the kind. It may read the step's batches. The tensors must have the same
-    shapes in every step.
+    The result is a tensor on the device, or a tuple, list or dict of tensors. The tensors must have
+    the same shapes in every step. The function may read the step's batches. Except for these, it
+    may depend on the step only by its argument, because it is called with the number of every later
+    step of the kind.
     """
     return function(step) if _step is None else _step.value(function, step)
 
 
 def per_step(method: Callable[Concatenate[S, int, P], T]) -> Callable[Concatenate[S, int, P], T]:
-    """Wrap a method, whose first argument is the step, so that it returns its result by `value`."""
+    """Wrap a method whose first argument is the step, so that its result is computed by `value`."""
 
     @wraps(method)
     def drawn(self: S, step: int, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,7 +68,10 @@ def per_step(method: Callable[Concatenate[S, int, P], T]) -> Callable[Concatenat
 
 
 def number(function: Callable[[int], float], step: int, factor: Tensor) -> float | Tensor:
-    """Return `function(step)`; in a graph as a 0-d tensor with the dtype and device of `factor`."""
+    """Return `function(step)`. In a graph the result is a 0-d tensor.
+
+    This tensor has the dtype and device of `factor`.
+    """
     if _step is None:
         return function(step)
     dtype, device = factor.dtype, factor.device
@@ -76,7 +81,7 @@ def number(function: Callable[[int], float], step: int, factor: Tensor) -> float
 
 
 def outside(action: Callable[[int], object], step: int) -> None:
-    """Call `action(step)`; during a replay it is called between two parts of the graph.
+    """Call `action(step)` outside the graph. A replay calls it between two parts of the graph.
 
     Tensors that the action reads or writes must exist before the call. Its result is not used.
     """
@@ -97,10 +102,11 @@ class CudaDevice:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Run the block on the stream of the graphs, in order with the current one.
+        """Run the block on the stream of the graphs, in order with the current stream.
 
-        Steps that are not captured use it too: autograd accumulates a gradient on the stream of its
-        first use, and a capture must not wait for another stream.
+        The block waits for earlier work on the current stream, and later work there waits for the
+        block. Steps that are not captured use the graphs' stream too: autograd accumulates a
+        gradient on the stream of its first use, and a capture must not wait for another stream.
         """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -110,7 +116,7 @@ class CudaDevice:
 
     @contextmanager
     def capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Capture the kernels of the block, which do not run yet, in a graph."""
+        """Capture the kernels of the block in a graph. They do not run yet."""
         graph = torch.cuda.CUDAGraph()
         # In the default mode a loader's thread that pins memory would end the capture.
         mode = "thread_local"
@@ -127,7 +133,7 @@ Memory = dict[Hashable, list[Tensor]]
 
 
 class CapturedStep:
-    """The steps of a kind: the values that enter them, and after the capture the graph's parts."""
+    """The steps of one kind: the values that enter them and, once captured, the graph's parts."""
 
     def __init__(self, device: CudaDevice, memory: Memory) -> None:
         self.device = device
@@ -165,7 +171,7 @@ class CapturedStep:
         self.parts.append(lambda _: graph.replay())
 
     def _store(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in static memory."""
+        """Copy a tensor to static memory, which replays read, and return the copy."""
         key = (tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
         tensors = self.memory.setdefault(key, [])
         if self._used[key] == len(tensors):
@@ -176,7 +182,7 @@ class CapturedStep:
     def record(
         self, update: "Callable[[list[Batch], int], Metrics]", batches: Sequence[Batch], step: int
     ) -> Metrics:
-        """Run the step, and record the values that enter it."""
+        """Run the step without a graph, and record the batches and values that enter it."""
         for batch in batches:
             self.batches.append(Batch(**tree_map_only(Tensor, self._store, batch.tensors())))
         with self._active():
@@ -224,7 +230,10 @@ class CapturedStep:
 
 
 def _copy(targets: object, sources: object) -> None:
-    """Copy the tensors of `sources` into those of `targets`, a structure of the same form."""
+    """Copy each tensor of `sources` to the tensor at the same place in `targets`.
+
+    Both are structures of the same form, such as nested dicts.
+    """
     static, spec = tree_flatten(targets)
     fresh, fresh_spec = tree_flatten(sources)
     assert spec == fresh_spec, f"a captured step got {fresh_spec}, not {spec}"
@@ -237,7 +246,7 @@ def _copy(targets: object, sources: object) -> None:
 
 
 class Graphs:
-    """The graphs of a task's steps, by kind.
+    """The CUDA graphs of a task's steps: one for each kind of step.
 
     Args:
         obstacle: The reason why the task's steps cannot be captured; empty if they can.
@@ -256,7 +265,10 @@ class Graphs:
         self._memory: Memory = {}
 
     def describe(self, kinds: Iterable[Hashable]) -> str:
-        """Describe, for the plan, how steps of `kinds` run; None: a step that is not captured."""
+        """Return a text for the plan that tells if steps of `kinds` run as CUDA graphs.
+
+        The kind None stands for steps that are not captured.
+        """
         if self.obstacle:
             return f"eager, because {self.obstacle}"
         distinct = set(kinds)
@@ -272,15 +284,15 @@ class Graphs:
         kind: Callable[[int], Hashable],
         structure: Callable[[int], Hashable],
     ) -> Metrics:
-        """Return `update(batches, step)`, from a graph if there is one of this kind.
+        """Return `update(batches, step)`, by a replay if there is a graph for this kind of step.
 
         Args:
             update: Changes state in place, and on the device only. A call during the capture
                 records the kernels but changes nothing.
             kind: Returns the kind of a step, equal for steps that launch the same kernels; None if
                 the step must run eagerly.
-            structure: Returns a value for a step that is equal as long as networks, optimizers and
-                sizes stay as they are. If it changes, all graphs are dropped.
+            structure: Returns a value for a step, which must change if networks, optimizers or
+                sizes change. All graphs are then dropped.
         """
         if self._device is None:
             return update(batches, step)

@@ -1,4 +1,4 @@
-"""Monitors of a training: time, means of metrics, skipped updates, loss spikes, early stopping."""
+"""Monitor a training: time, means of metrics, skipped updates, loss spikes, early stopping."""
 
 import copy
 import math
@@ -21,7 +21,10 @@ State = dict[str, Any]  # a state dict
 
 
 class Fields:
-    """A base class of objects whose state is the attributes named in STATE, which are plain data."""
+    """Base class of objects whose state is the attributes named in STATE.
+
+    The values of these attributes are plain data.
+    """
 
     STATE: ClassVar[tuple[str, ...]]
 
@@ -34,7 +37,10 @@ class Fields:
 
 
 class Stopwatch:
-    """A clock of the training time, without pauses, since `step`, the step of the last row."""
+    """A clock of the training time since the last row of metrics. Pauses do not count.
+
+    `step` is the step of that row.
+    """
 
     def __init__(self) -> None:
         self.restart(0)
@@ -49,7 +55,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time of the block."""
+        """Pause the clock during the block."""
         started = time.perf_counter()
         yield
         self._paused += time.perf_counter() - started
@@ -60,9 +66,10 @@ COUNTED = ("skipped_updates", "nonfinite_updates")
 
 
 class MetricWindow(Fields):
-    """Means of the training metrics since the last row of metrics.
+    """The sums and means of the training metrics since the last row of metrics.
 
-    Metrics stay on the device until `fold`. Every value of the metric `watched` is recorded.
+    Metrics stay on the device until `fold`. Of the metric `watched`, the value of every step is
+    kept.
     """
 
     STATE = ("sums", "counts", "values")
@@ -81,9 +88,10 @@ class MetricWindow(Fields):
             self._pending.setdefault(name, []).append(value)
 
     def fold(self) -> None:
-        """Add the pending values over steps and ranks, in one transfer and one collective.
+        """Add the pending values of all steps and ranks to the sums.
 
-        Steps are added one by one, so that rounding does not depend on when this is called.
+        It takes one transfer and one collective operation. Steps are added one by one, so rounding
+        does not depend on when this is called.
         """
         if not self._pending:
             return
@@ -147,12 +155,12 @@ class SpikesConfig(Config):
     limit: PositiveInt = 3  # largest number of roll-backs; one more stops training
 
     def watched(self, loss_metric: str) -> str | None:
-        """Return the metric in which spikes are detected; None if they are not."""
+        """Return the name of the metric in which spikes are detected; None if detection is off."""
         return None if self.action == "off" else self.metric or loss_metric
 
 
 class SpikeDetector(Fields):
-    """A detector that compares the metric of every step with the median of the previous steps.
+    """A detector of spikes: steps whose metric lies far above the median of the previous steps.
 
     Values that are not finite are ignored.
     """
@@ -165,9 +173,10 @@ class SpikeDetector(Fields):
         self.unusual = 0  # consecutive unusual steps; after LEAST of them the history starts anew
 
     def see(self, first: int, values: Sequence[float]) -> tuple[int, float, float] | None:
-        """Record the metric of consecutive steps, the first of which is step `first`.
+        """Record the metric of consecutive steps, and return the first spike.
 
-        Returns: The first spike as (step, value, median of the previous values); None without one.
+        `first` is the number of the first of these steps. The spike is (step, value, median of the
+        previous values); None if there is none.
         """
         first_spike = None
         for step, value in enumerate(values, first):
@@ -204,7 +213,7 @@ class EarlyStoppingConfig(Config):
 
 
 def improvement(value: float, previous: float | None, is_lower_better: bool) -> float:
-    """Return by how much `value` is better; infinite without a previous one."""
+    """Return the amount by which `value` is better than `previous`; infinity if that is None."""
     if previous is None:
         return math.inf
     return previous - value if is_lower_better else value - previous

@@ -1,4 +1,4 @@
-"""The phases of a training step, whose times `train.py --profile N` and the benchmarks measure."""
+"""Mark the phases of a training step, which `train.py --profile N` and benchmarks time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,16 +14,16 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Return a context that marks a phase: "data", "generator/backward", ... (docs/training.md).
+    """Return a context manager that marks its block as a phase, such as "generator/backward".
 
-    Phases may be nested. Time counts for the innermost phase, but all time inside a penalty
-    (`WHOLE`) counts for the penalty.
+    The phases are listed in docs/training.md. They may be nested. Time counts for the innermost
+    phase, but all time inside a penalty (`WHOLE`) counts for the penalty.
     """
     return _NOTHING if _clock is None else _clock.phase(name)
 
 
 def is_listening() -> bool:
-    """Return True inside a block of `listening`."""
+    """Return True if a clock measures the phases, which is so inside a block of `listening`."""
     return _clock is not None
 
 
@@ -43,7 +43,7 @@ class PhaseClock:
         self.restart()
 
     def restart(self) -> None:
-        """Leave out the time since the last phase."""
+        """Count time from now on. The time since the last phase counts for no phase."""
         self._since = self._now()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The checks before a checkpoint is restored: of its images, and of the states of all objects."""
+"""Check a checkpoint before it is restored: its images, and the states of all objects."""
 
 from collections.abc import Callable, Mapping
 from textwrap import shorten
@@ -17,7 +17,10 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class ImageHistory:
-    """The images that a run was trained on, in order; `path` and `meta` are the present ones."""
+    """The list of the image files that a run was trained on, in order.
+
+    `path` and `meta` describe the present one, which is the last.
+    """
 
     def __init__(self, path: str, meta: Meta) -> None:
         self.path = path
@@ -34,7 +37,7 @@ class ImageHistory:
         )
 
     def document(self) -> dict[str, object]:
-        """Return the entry `data` of a checkpoint."""
+        """Return the content of the entry `data` of a checkpoint."""
         return {
             "content_hash": self.meta.content_hash,
             "count": self.meta.count,
@@ -43,9 +46,10 @@ class ImageHistory:
         }
 
     def restore(self, content: Checkpoint, folder: RunFolder) -> None:
-        """Continue the history of a checkpoint of the run in `folder`.
+        """Continue the history that a checkpoint of the run in `folder` has.
 
-        If its images are not the present ones, adapt its state or raise UserError.
+        If the checkpoint's images are not the present ones, `adapt` changes its state. If that is
+        impossible or not allowed (`new_data` is False), UserError is raised.
         """
         self.periods = data_history(content)
         earlier = self.periods[-1]
@@ -63,10 +67,10 @@ class ImageHistory:
 
 
 def load_states(registry: Mapping[str, Stateful], states: Mapping[str, Any], path: str) -> None:
-    """Check that the states of a checkpoint fit all objects of `registry`, then load them.
+    """Check the states of a checkpoint, then load them into the objects of `registry`.
 
-    Objects with the attribute `optional` may have none. Raises UserError that names the file and
-    the key.
+    An object with a true attribute `optional` may have no state. Raises UserError if a state does
+    not fit. The message has the file's `path` and the object's name.
     """
     parts = {
         name: part
@@ -93,7 +97,7 @@ def load_states(registry: Mapping[str, Stateful], states: Mapping[str, Any], pat
 
 
 def _check_part(name: str, part: Stateful, state: object) -> None:
-    """Check a network's saved tensors; other objects check their state as they load it."""
+    """Check the saved tensors of a network. Other objects check their state as they load it."""
     current = part.state_dict()
     is_network = isinstance(getattr(part, "model", part), nn.Module)
     if is_network and current and all(isinstance(value, Tensor) for value in current.values()):

@@ -1,4 +1,4 @@
-"""The interface between the training loop and a task."""
+"""Define the interface between the training loop and a task."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from duetgan.utils.checkpoint.provenance import Lineage
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint can hold."""
+    """The protocol of objects whose state a checkpoint can hold."""
 
     def state_dict(self) -> State: ...
 
@@ -32,11 +32,11 @@ Outline = Mapping[str, tuple[torch.nn.Module, int]]
 
 
 class Task(ABC):
-    """Base class of a training: its models, optimizers, losses and evaluation.
+    """Base class of the tasks, each of which is a kind of training.
 
-    A new task is one file and one line in `training.engine.tasks`. It is constructed with the
-    arguments `(config, dataset, val_dataset, device)`. Methods that are not abstract have a
-    default.
+    A task has the models, optimizers, losses and evaluation. A new task is one file and one line in
+    `training.engine.tasks`. Its constructor takes the arguments `(config, dataset, val_dataset,
+    device)`. Methods that are not abstract have a default.
     """
 
     val_dataset: Dataset | None  # the validation images
@@ -51,9 +51,9 @@ class Task(ABC):
 
     @staticmethod
     def outline(config: Any, shape: Shape) -> Outline:
-        """Return the networks that the config describes, each with its least number of copies.
+        """Return the config's networks, each with the least number of copies that training needs.
 
-        A copy is a tensor for each weight: the weights themselves, their gradients, the optimizer's
+        Copies are tensors of the size of the weights: the weights, their gradients, the optimizer's
         moments and the moving average. The preflight adds up the memory of all copies before the
         task is constructed.
         """
@@ -61,7 +61,7 @@ class Task(ABC):
 
     @abstractmethod
     def registry(self) -> dict[str, Stateful]:
-        """Return every object whose state a checkpoint must hold, by name."""
+        """Return a dict from name to object, for all objects whose state a checkpoint must hold."""
 
     def begin(self) -> None:  # noqa: B027  # most tasks need no preparation
         """Prepare a new run before its first step; not called when a run is resumed."""
@@ -70,59 +70,67 @@ class Task(ABC):
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """Make update number `step` from the next batch or batches.
 
-        Returns metrics, 0-d on the device, whose sum over the ranks is the value.
+        Returns a dict from name to metric, a 0-d tensor on the device. The value of a metric is the
+        sum of these tensors over the ranks.
         """
 
     def source(self, step: int) -> CachedFeatures | None:
-        """Return features that the loader reads in place of images for update number `step`.
+        """Return features that the loader reads instead of images for update number `step`.
 
-        Return None for images. Computing the features may take an epoch.
+        Return None if the loader reads images. Computing the features may take an epoch.
         """
         return None
 
     def as_read(self, batch: Batch, step: int) -> Batch:
-        """Return a batch of images as update `step` reads it: with features if `source` has any."""
+        """Return a batch of images in the form that update `step` reads.
+
+        It has features instead of images if `source` returns features.
+        """
         return batch
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Compute metrics on the validation images, the same on all ranks."""
+        """Return metrics on the validation images, by name. They are the same on all ranks."""
 
     @abstractmethod
     def networks(self) -> Networks:
-        """Return the networks, by name, for summaries and for TensorBoard's graph."""
+        """Return the networks and their example inputs, by name, for summaries and TensorBoard."""
 
     @abstractmethod
     def images_at(self, step: int) -> int:
-        """Return the number of training images before update number `step`.
+        """Return the number of training images that were used before update number `step`.
 
-        A step counts one global batch, also if it reads several.
+        A step counts one global batch, even if it reads several.
         """
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """Return one step number for each kind of step -> the fraction of all steps of that kind.
+        """Return one step number for each kind of step, with the fraction of steps of that kind.
 
-        The most frequent kind comes first. The steps are measured to predict the duration of a
-        training. Their numbers are `first` or later, except for kinds that only occur earlier.
+        The result is a dict from step number to fraction, the most frequent kind first. The steps
+        are measured to predict the duration of a training. Their numbers are `first` or later,
+        except for kinds that only occur earlier.
         """
         return {first: 1.0}
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """Return a uint8 image of samples that the run saves at `step`, or None."""
+        """Return a uint8 image of samples that the run saves at `step`; None to save no image."""
         return None
 
     def describe(self) -> dict[str, str]:
-        """Return additional rows of the printed plan for this task: label -> text."""
+        """Return a dict from label to text: additional rows of the printed plan for this task."""
         return {}
 
     def provenance(self) -> dict[str, object]:
-        """Return plain data about the models, for checkpoints to record besides the state."""
+        """Return additional data about the models, for checkpoints. It consists of plain types."""
         return {}
 
     def lineage(self) -> Lineage:
-        """Return the data behind the weights of teachers and of pretrained networks."""
+        """Return the data and networks from which teachers and pretrained networks have learnt."""
         return Lineage.of()
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """Return the problems in a row of metrics, each with a remedy; the same on all ranks."""
+        """Return a line for each problem in a row of metrics, with a remedy.
+
+        The lines must be the same on all ranks.
+        """
         return []

@@ -15,9 +15,9 @@ from duetgan.utils.errors import UserError
 class Teacher:
     """The frozen classifier of a run, whose logits train another network.
 
-    It maps images [N, C, H, W] in [-1, 1] of any size to logits [N, classes]. `lineage` is the data
-    behind its weights, for the lineage of the network that it trains. `option` is the config key
-    whose value is `run`, for messages.
+    It maps images [N, C, H, W] in [-1, 1] of any size to logits [N, classes]. The attribute
+    `lineage` is what the other network's lineage gains from this teacher. `option` is the config
+    key whose value is `run`, for messages.
 
     Raises UserError if the classifier's classes differ from those of the images.
     """

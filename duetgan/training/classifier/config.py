@@ -77,7 +77,7 @@ class ClassifierConfig(RunConfig):
         )
 
     def with_weights_at_hand(self, started: Tree) -> Self:
-        """Return this config, but without pretrained weights if they cannot be downloaded.
+        """Return this config, but without its pretrained weights if they cannot be downloaded.
 
         All layers then train from scratch.
 
@@ -112,7 +112,7 @@ class ClassifierConfig(RunConfig):
 
 
 def check_run(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
-    """Raise UserError unless images, head and processes fit each other and the config.
+    """Raise UserError if images, head and number of processes do not fit each other or the config.
 
     `training.base.data` has already checked the labels.
     """
@@ -160,7 +160,7 @@ def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Datas
 
 
 def check_batches(config: ClassifierConfig, world_size: int) -> None:
-    """Raise UserError unless each process's batch can be mixed and split as the config says."""
+    """Raise UserError if a process's batch cannot be mixed or split as the config says."""
     rank_batch = config.rank_batch(world_size)
     refuse(
         (

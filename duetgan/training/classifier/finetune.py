@@ -56,7 +56,7 @@ class FineTuneConfig(Config):
 
     @property
     def regrouped(self) -> bool:
-        """True unless all parameters train with one learning rate."""
+        """True if some parameters never train, start later, or have another learning rate."""
         return bool(self.freeze or self.unfreeze or self.stage_lr or self.layer_decay < 1)
 
     @property
@@ -71,15 +71,17 @@ def plain(name: str) -> str:
 
 
 class FineTuning:
-    """The parameters of `model` that train at each step, and the factors of their learning rates.
+    """The schedule of fine-tuning: the parameters that train at each step, and learning rates.
 
-    Keys of `begins`, `ends` and `factors` are parameter names. Values of `begins` are the first
-    update (from 0) that changes the parameter; None if it never trains, for example because the
-    backbone freezes it. Values of `ends` are the update from which on the parameter does not train;
-    None if it trains to the end. Values of `factors` are factors of the parameter's learning rate.
-    The model is not changed before `at`.
+    It consists of three dicts with parameter names as keys:
 
-    Raises UserError for a part that matches no parameter, and for steps in which nothing trains.
+    - `begins`: the first update (from 0) that changes the parameter; None if it never trains, for
+      example because the backbone freezes it.
+    - `ends`: the update from which on the parameter does not train; None if it trains to the end.
+    - `factors`: the factor of the parameter's learning rate.
+
+    The `model` is not changed before `at` is called. Raises UserError for a part that matches no
+    parameter, and for steps in which nothing trains.
     """
 
     def __init__(
@@ -130,7 +132,10 @@ class FineTuning:
         return fnmatchcase(plain(name), part) or fnmatchcase(name, part)
 
     def _last(self, values: Mapping[str, T], name: str, default: T) -> T:
-        """Return the value of the last part in `values` that contains the parameter `name`."""
+        """Return the value of the last part in `values` that contains the parameter `name`.
+
+        Return `default` if no part contains it.
+        """
         for part, value in reversed(list(values.items())):
             if self.matches(part, name):
                 return value
@@ -154,7 +159,7 @@ class FineTuning:
         return begin is not None and step >= begin and (end is None or step < end)
 
     def border(self, step: int) -> int:
-        """Return the number of first stages whose outputs for an image are constant at `step`.
+        """Return the number of first stages whose outputs for an image are fixed at `step`.
 
         In these stages nothing trains, is random, or depends on other images of the batch.
         """
@@ -179,7 +184,7 @@ class FineTuning:
         return min(frozen, len(stages) + 1 - used)
 
     def _draws(self) -> bool:
-        """Return True if the network has random layers, dropout or stochastic depth."""
+        """Return True if the network has random layers, which are dropout or stochastic depth."""
         for module in self.model.network.modules():
             if getattr(module, "p", 0) or getattr(module, "drop_prob", 0):
                 return True
@@ -202,10 +207,10 @@ class FineTuning:
     def groups(self, weight_decay: float) -> list[Group] | None:
         """Return the optimizer's parameter groups; None if all train with one learning rate.
 
-        Each pair of a factor (`lr_scale`) and a first update has up to two groups: matrices and
-        filters, with `weight_decay`, and vectors, without. The first update matters because an
-        optimizer may count a group's updates. `params` holds pairs (name, parameter). Parameters
-        that never train are in no group.
+        Parameters with the same factor (`lr_scale`) and the same first update belong together. The
+        first update matters because an optimizer may count a group's updates. They form up to two
+        groups: matrices and filters with `weight_decay`, and vectors without. `params` holds pairs
+        (name, parameter). Parameters that never train are in no group.
         """
         if not self.config.regrouped:
             return None
@@ -225,7 +230,10 @@ class FineTuning:
         return [group for group in chain(*pairs.values()) if group["params"]]
 
     def describe(self) -> list[str]:
-        """Return lines for the plan; empty if all parameters train with one learning rate."""
+        """Return lines for the plan: the step from which on each part trains.
+
+        Returns [] if all parameters train with one learning rate.
+        """
         if not self.config.is_active:
             return []
         rows = []

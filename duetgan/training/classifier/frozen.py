@@ -1,4 +1,4 @@
-"""Outputs of a classifier's first stages for every image, computed once.
+"""Compute the outputs of a classifier's first stages once for every image.
 
 They serve to train with frozen stages, and to fit a regression on features.
 """
@@ -30,10 +30,10 @@ BLOCK, PIXELS = 256, 1 << 21  # largest numbers of images and of pixels in a for
 
 
 def blocks(count: int, side: int) -> list[np.ndarray]:
-    """Split the record numbers 0..count-1 of images of `side` px into batches for forward passes.
+    """Divide the record numbers 0..count-1 into batches for forward passes.
 
-    The split is always the same, because the last bits of a convolution may depend on the other
-    images of the batch.
+    `side` is that of the images in px. The division is always the same, because the last bits of a
+    convolution may depend on the other images of the batch.
     """
     size = max(1, min(BLOCK, PIXELS // side**2))
     return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
@@ -42,10 +42,11 @@ def blocks(count: int, side: int) -> list[np.ndarray]:
 def outputs(
     model: Classifier, dataset: Dataset, records: np.ndarray, mirror: bool, end: int | None = None
 ) -> Tensor:
-    """Return the outputs of the first `end` stages for images, [n, ..., 1] on the CPU.
+    """Return the outputs of the first `end` stages for the images in `records`, on the CPU.
 
-    With `mirror` the last dimension is 2: image and mirror image. If `end` is None, all stages and
-    the pooling are applied. The caller sets evaluation mode, precision and gradients.
+    The result is [n, ..., 1], or with `mirror` [n, ..., 2]: the image and its mirror image. If
+    `end` is None, all stages and the pooling are applied. The caller sets evaluation mode and
+    precision, and turns gradients off.
     """
     images = classifier_input(model, read_batch(dataset, records).images)
     views = [images, images.flip(3)] if mirror else [images]
@@ -60,7 +61,7 @@ def image_features(
     records: np.ndarray | None = None,
     progress: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Return pooled features, which are the input of the head, and labels.
+    """Return the pooled features of images, which are the input of the head, and the labels.
 
     Repeated calls give the same bits.
 
@@ -72,7 +73,7 @@ def image_features(
 
     Returns:
         Features float32 [n, V, F] on the CPU, where view 0 is the image and view 1 (with `mirror`)
-        the mirror image, and labels int64 [n].
+            the mirror image, and labels int64 [n].
     """
     if records is None:
         records = np.arange(len(dataset))
@@ -99,11 +100,11 @@ class Span(NamedTuple):
 
 
 class FrozenStages:
-    """A cache of the outputs of the frozen first stages, with which training replaces images.
+    """A cache of the outputs of the frozen first stages, which training reads instead of images.
 
     Images must be the same in every epoch, except for mirroring. The cache is used as long as the
-    same stages are frozen. It is not saved with the run, because it is bit-identical when computed
-    again after a resume, with any number of processes.
+    same stages are frozen. It is not saved with the run. After a resume it is computed again, with
+    the same bits for any number of processes.
     """
 
     def __init__(
@@ -137,7 +138,10 @@ class FrozenStages:
         self._source: CachedFeatures | None = None  # the cache for this span
 
     def _is_cacheable(self) -> bool:
-        """Return True if epochs have the same images up to mirroring, and only the model uses them."""
+        """Return True if a cache can replace the images.
+
+        Images must differ between epochs only by mirroring, and only the model may use them.
+        """
         config, augment = self.config, self.config.augment
         for dataset in self.datasets:
             if not isinstance(dataset, Dataset) or dataset.crop:
@@ -149,7 +153,7 @@ class FrozenStages:
         return config.loss.teacher is None
 
     def _frozen_spans(self, finetuning: FineTuning, sizes: Resizing) -> Iterator[Span]:
-        """Yield the spans of steps with the same frozen first stages and image size."""
+        """Yield the spans of steps in which the same first stages are frozen, at one image size."""
         changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}
         steps = sorted(step for step in changes if step is not None and step < self.config.steps)
         groups = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
@@ -165,9 +169,10 @@ class FrozenStages:
         return blocks(count, self.model.side or self.model.spec.side)
 
     def outputs(self, images: Tensor, step: int) -> Tensor | None:
-        """Return the frozen stages' outputs for `images`, flattened to [n, F, 1, 1].
+        """Return the outputs of the frozen stages for `images`, flattened to [n, F, 1, 1].
 
-        Sets `begin` and `shape`. Returns None if update `step` reads images.
+        Sets `begin` to the number of these stages, and `shape` to the outputs' shape for an image.
+        Returns None if update `step` reads images.
         """
         if (span := self._span_of(step)) is None:
             return None
@@ -191,7 +196,10 @@ class FrozenStages:
         return self._source
 
     def features(self, source: CachedFeatures | None) -> tuple[Tensor, Tensor]:
-        """Return `image_features` in the run's precision, from the cached outputs `source` if any."""
+        """Return the result of `image_features` in the run's precision.
+
+        If `source` is given, the features are computed from its cached outputs.
+        """
         with self.precision.autocast():
             if source is None:
                 return image_features(
@@ -210,7 +218,10 @@ class FrozenStages:
         return torch.cat(parts), torch.tensor(self.dataset.labels())
 
     def _computed(self, end: int) -> CachedFeatures | None:
-        """Compute and cache the outputs of the first `end` stages; None if memory is too small."""
+        """Compute the outputs of the first `end` stages for all images, and return them as a cache.
+
+        Returns None if they need too much memory.
+        """
         parts = self._parts(end)
         first = next(parts)
         sample_bytes, limit = first[0].nbytes, self.config.finetune.cache * 1024 * MIB
@@ -235,7 +246,10 @@ class FrozenStages:
         return CachedFeatures(cached, first.dtype, first.shape[-1], labels, real_images)
 
     def _parts(self, end: int) -> Iterator[Tensor]:
-        """Yield the outputs of all blocks of images in order; the processes divide the work."""
+        """Yield the outputs of the first `end` stages for each block of images, in order.
+
+        The processes divide the work, and each of them gets all outputs.
+        """
         records, world = self._blocks(self.count), collectives.world_size()
         with Bar(
             total=self.count,

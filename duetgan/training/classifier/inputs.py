@@ -1,4 +1,4 @@
-"""From a batch to a network's inputs and targets: augmentation, mixing, weights, micro-batches."""
+"""Turn a batch into a network's inputs and targets: augment it, mix it, and split it."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -28,9 +28,10 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class MicroBatchSize(Fields):
-    """The largest number of samples per forward pass, `size`, which is also the state.
+    """The largest number of samples per forward pass: `size`, which is saved in checkpoints.
 
-    With `auto` it starts at all `count` samples of the process, and `find` halves it.
+    If the setting is "auto", `size` begins at all `count` samples of the process, and `find` halves
+    it.
     """
 
     STATE = ("size",)
@@ -46,19 +47,20 @@ class MicroBatchSize(Fields):
         self.is_stale = True
 
     def slices(self) -> list[slice]:
-        """Return as few micro-batches as possible, of nearly equal sizes.
+        """Return the rows of each micro-batch, with as few micro-batches as possible.
 
-        A much smaller last one would give BatchNorm poor statistics.
+        Their sizes are nearly equal, because a much smaller last one would give BatchNorm poor
+        statistics.
         """
         parts = -(-self.count // self.size)
         ends = [self.count * number // parts for number in range(parts + 1)]
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def find(self, attempt: Callable[[], object]) -> None:
-        """Halve the size until there is memory for `attempt`, the work of a step.
+        """Halve the size until there is enough memory for `attempt`, which does the work of a step.
 
-        Does nothing without `auto`, or if `is_stale` is False. Raises TrainingHalted if a single
-        sample needs too much memory.
+        Does nothing if the setting is not "auto", or if `is_stale` is False. Raises TrainingHalted
+        if a single sample needs too much memory.
         """
         if not (self.auto and self.is_stale):
             return
@@ -88,7 +90,7 @@ class MicroBatchSize(Fields):
 
 
 def fits(attempt: Callable[[], object]) -> bool:
-    """Return False if memory runs out in `attempt`, whose tensors are then released."""
+    """Call `attempt`, and return False if memory runs out. Its tensors are then released."""
     try:
         attempt()
     except (RuntimeError, MemoryError) as error:
@@ -99,7 +101,7 @@ def fits(attempt: Callable[[], object]) -> bool:
 
 
 class Samples(NamedTuple):
-    """The batch of one process after augmentation; images are mixed later, in micro-batches."""
+    """The batch of one process after augmentation. Images are mixed later, in each micro-batch."""
 
     images: Tensor  # [n, C, H, W], uint8 if the data set has 8 bits; or outputs of first stages
     targets: Targets
@@ -117,7 +119,10 @@ class MicroBatch(NamedTuple):
 
 
 class Inputs:
-    """The preparation of a process's samples: rows `first_row` and following of the global batch."""
+    """The preparation of a process's samples for the network.
+
+    These samples begin at row `first_row` of the global batch.
+    """
 
     def __init__(
         self, config: ClassifierConfig, dataset: Dataset, frozen: FrozenStages, device: torch.device
@@ -136,7 +141,7 @@ class Inputs:
             )
 
     def augmented(self, batch: Batch, step: int, start: int) -> Samples:
-        """Augment a batch, the rows [start, start + n) of the global batch.
+        """Augment a batch, which holds the rows [start, start + n) of the global batch.
 
         8-bit images stay uint8, which takes a quarter of the memory of floats.
         """

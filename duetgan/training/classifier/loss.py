@@ -1,4 +1,4 @@
-"""Losses of the classifier, with soft targets and class weights.
+"""Define the losses of the classifier, with soft targets and class weights.
 
 To add a loss, add an entry to `CLASSIFIER_LOSSES`. Its settings are keys of `ClassifierLossConfig`.
 A key that changes every loss is read in `classifier_loss`, or in `Criterion`, which holds what is
@@ -86,10 +86,11 @@ class ClassifierLossConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierLoss:
-    """A loss as a function of logits and targets, both [n, classes], and of its config section.
+    """A loss function, `errors`, and its properties.
 
-    `errors` returns one value per sample, [n], or if `several` is True one per label, [n, classes].
-    Targets are soft: labels that are mixed and smoothed. Raises UserError if `errors` returns
+    `errors` is a function of logits and targets, both [n, classes], and of the loss's config
+    section. It returns one value per sample, [n], or if `several` is True one per label, [n,
+    classes]. Targets are soft: they may be mixed and smoothed. Raises UserError if `errors` returns
     another shape, such as a mean.
     """
 
@@ -111,7 +112,7 @@ class ClassifierLoss:
 
 
 def focal(logits: Tensor, targets: Tensor, config: ClassifierLossConfig) -> Tensor:
-    """Return the focal loss of the softmax, -(1 - p)^gamma log p (1708.02002, equation 4)."""
+    """Return the focal loss of the softmax, [n]: -(1 - p)^gamma log p (1708.02002, equation 4)."""
     log_p = logits.log_softmax(1)
     # For gamma below 1 the power has an infinite slope at 0.
     q = (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
@@ -129,7 +130,7 @@ def binary_focal(logits: Tensor, targets: Tensor, config: ClassifierLossConfig) 
 def generalised_cross_entropy(
     logits: Tensor, targets: Tensor, config: ClassifierLossConfig
 ) -> Tensor:
-    """Return (1 - p^q) / q for the probability p of the target (1805.07836, equation 6)."""
+    """Return (1 - p^q) / q, [n], for the probability p of the target (1805.07836, equation 6)."""
     powers = config.gce_q * logits.log_softmax(1)
     return -(targets * powers.expm1()).sum(1) / config.gce_q
 
@@ -181,8 +182,9 @@ class Targets(NamedTuple):
     def correct(self, logits: Tensor) -> Tensor:
         """Return the number of correct predictions, 0-d.
 
-        A mixed sample counts as the fraction of the predicted class in it, and a sample with
-        several labels as the fraction of its labels that are predicted correctly.
+        A mixed sample counts as the fraction that the predicted class has in it. A sample with
+        several labels counts as the fraction of all classes that are rightly predicted as present
+        or absent.
         """
         if self.labels.is_floating_point():
             targets = soft_targets(self, logits.shape[1], logits.dtype)
@@ -206,7 +208,8 @@ def class_weight_list(
 
     Weights are scaled to a mean of 1 over the training images. So the loss of a batch can be
     divided by its size, which is the same on all ranks and in all micro-batches, whatever classes
-    it holds. With several labels per image the weights of present labels are not scaled.
+    it holds. With several labels per image, the weights are those of present labels, and are not
+    scaled.
 
     Args:
         class_frequencies: Relative frequency of each class in training. With several labels per
@@ -238,7 +241,7 @@ def class_weight_list(
 
 
 class Criterion:
-    """The loss of a batch's samples, with class weights, the prior, and a teacher's targets.
+    """The classifier's loss with its class weights, the prior of the classes, and a teacher.
 
     Raises UserError for weights of unknown classes, and for a teacher that has other classes.
     """
@@ -280,7 +283,7 @@ class Criterion:
             self.smoothing.fill_(cosine(start, end, step, self.steps))
 
     def __call__(self, logits: Tensor, targets: Targets, images: Tensor) -> Tensor:
-        """Return the sum of the samples' losses, 0-d; `images` are the inputs of the logits."""
+        """Return the sum of the samples' losses, 0-d. The logits are those of `images`."""
         smoothing = self.smoothing.to(logits.dtype)
         loss = classifier_loss(logits, targets, self.config, self.weights, self.prior, smoothing)
         if self.teacher is None:
@@ -301,11 +304,15 @@ def classifier_loss(
 ) -> Tensor:
     """Return the sum of the weighted losses of the samples, 0-d.
 
-    The caller divides it by the global batch size. The whole loss of a sample, to its smoothed
-    label, has the weight of its class: with a weight for each class of the smoothed label, the
-    rarest class would become the largest target of every image. A mixed sample has a mixed label;
-    with class weights its loss is the mean of the losses to both labels. With a prior, label
-    smoothing is proportional to the prior's softmax, since uniform smoothing would undo the prior.
+    The caller divides it by the global batch size.
+
+    With one label per image, the weight of a sample's class applies to its whole loss, and so to
+    its smoothed label. If each class of a smoothed label had its own weight, the rarest class would
+    become the largest target of every image.
+
+    A mixed sample has a mixed label. With class weights, its loss is the mean of its losses for
+    both labels, weighted by their fractions. With a prior, label smoothing is proportional to the
+    prior's softmax, because uniform smoothing would undo the prior.
     """
     loss = config.function
     classes = logits.shape[1]
@@ -337,7 +344,11 @@ def classifier_loss(
 
 
 def _total(label_errors: Tensor, partner_errors: Tensor | None, targets: Targets) -> Tensor:
-    """Return the weighted sum of errors [n] to the samples' own and their partners' labels, 0-d."""
+    """Return the sum of the samples' errors, 0-d, after mixing and weighting.
+
+    `label_errors` and `partner_errors`, [n], are the errors for the labels of the samples and of
+    their partners.
+    """
     errors = _mixed(label_errors, partner_errors, targets.fraction)
     return (errors if targets.weights is None else errors * targets.weights).sum()
 
@@ -380,14 +391,15 @@ def sample_weights(
 ) -> Tensor:
     """Return the weight of each sample's loss, float [n].
 
-    It is `weight` for synthetic images, 1 for real images, and for a mixed sample the mean of both
-    images' weights, according to `fraction`.
+    It is `weight` for synthetic images, and 1 for real images. For a mixed sample it is the mean of
+    both images' weights, according to `fraction`.
 
     Args:
         is_synthetic: bool [n].
         weight: Weight of a synthetic image.
         is_partner_synthetic: bool [n], for the images that are mixed in; None if none are.
-        fraction: float [n], the fraction of the sample's own label in the mixture.
+        fraction: float [n], the fraction of the sample's label in the mixture; the rest is its
+            partner's.
     """
     partner_weights = None
     if is_partner_synthetic is not None:
@@ -396,7 +408,10 @@ def sample_weights(
 
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
-    """Return the targets [n, classes] in [0, 1]; rows add up to 1 with one label per image."""
+    """Return the targets of the samples, [n, classes] in [0, 1].
+
+    Rows add up to 1 if each image has one label.
+    """
     if targets.partner_labels is None or targets.fraction is None:
         return one_hot(targets.labels, classes, dtype)
     pairs = torch.stack([targets.labels, targets.partner_labels])

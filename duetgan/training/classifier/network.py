@@ -1,4 +1,4 @@
-"""Preparation of a classifier's network: pretrained weights, fitted first filters, padding."""
+"""Build the network of a classifier: pretrained weights, fitted first filters, padding."""
 
 from collections.abc import Callable
 
@@ -42,12 +42,12 @@ def build_network(config: ClassifierConfig, dataset: Dataset, device: torch.devi
     return model
 
 
-# Functions that move a network to several devices, if `model.split` is not off; an extra's.
+# Functions that move a network to several devices if `model.split` is not off. An extra adds one.
 PLACEMENTS: dict[str, Callable[[Classifier, ClassifierConfig, torch.device], None]] = {}
 
 
 def initialise(model: Classifier, dataset: Dataset) -> None:
-    """Load the weights that `model.weights` names, or else fit the first filters to the images."""
+    """Load the weights that `model.weights` names; if None, fit the first filters to the images."""
     if model.config.weights is None:
         fit_first_filters(model, dataset)
         return
@@ -64,7 +64,8 @@ def initialise(model: Classifier, dataset: Dataset) -> None:
 def fit_first_filters(model: Classifier, dataset: Dataset) -> None:
     """Fit the filters of the first convolution to the images, if the backbone has a method for it.
 
-    The images are spread over the data set and not augmented. All ranks get the filters of rank 0.
+    Up to IMAGES images are used. They are spread over the data set and not augmented. All ranks get
+    the filters of rank 0.
     """
     if (first_filters := model.backbone.first_filters) is None:
         return
@@ -86,12 +87,12 @@ def fit_first_filters(model: Classifier, dataset: Dataset) -> None:
 
 
 def widen_narrow_maps(model: nn.Module) -> None:
-    """Make strided convolutions pad maps that are narrower than the stride, in bf16 on CPUs.
+    """Make strided convolutions pad maps that are narrower than the stride, under autocast on CPUs.
 
-    For such maps oneDNN (torch 2.15, AVX-512) leaves part of the weight gradient uninitialised: for
-    3x3 kernels with stride 2 the taps that see only padding. More zeros at the side of the map do
-    not change the output. This applies to odd kernels with zero padding of half their width, like
-    those of torchvision's networks.
+    For such maps oneDNN (torch 2.15, AVX-512) leaves a part of the weight gradient uninitialised.
+    With 3x3 kernels and stride 2, this part is the taps that see only padding. More zeros at the
+    side of the map do not change the output. Only odd kernels with zero padding of half their width
+    are changed, like those of torchvision's networks.
     """
 
     def widened(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:

@@ -1,4 +1,4 @@
-"""The parts of a classifier's step: the network and its average, the optimizer, and the options."""
+"""Build the parts of a classifier's step, such as the network, its average and the optimizer."""
 
 import torch
 
@@ -19,7 +19,10 @@ from duetgan.training.optim.updater import Precision, Updater
 
 
 class ClassifierParts(Task):
-    """Build the parts of a classifier's step from the config; `ClassifierStep` uses them."""
+    """Base class of a classifier's task, whose constructor builds the parts from the config.
+
+    `ClassifierStep` uses these parts.
+    """
 
     def __init__(self, config: ClassifierConfig, dataset: Dataset, device: torch.device) -> None:
         self.config = config

@@ -45,7 +45,7 @@ class Probe(NamedTuple):
 
 
 class ProbeSummary(Fields):
-    """The summary of the probe with which a run started; part of its checkpoints."""
+    """The summary of the probe with which a run started. Checkpoints of the run contain it."""
 
     STATE = ("accuracy", "interval", "images", "strength", "seconds")
     optional = True  # A run that started without a probe has no such state.
@@ -76,10 +76,10 @@ class ProbeSummary(Fields):
 
 
 def look_alike_groups(dataset: Dataset) -> np.ndarray:
-    """Return for each image the number of the first image that looks like it, int64 [n].
+    """Return the group of each image: the number of the first image that looks like it, int64 [n].
 
-    An image without look-alikes gets its own number, and so does each image of a data set that is
-    not searched: one of several files, of more than COMPARED images, or not packed.
+    An image without look-alikes gets its own number. So do all images of a data set that is not
+    searched, because it has several files, has more than COMPARED images, or is not packed.
     """
     firsts = np.arange(len(dataset))
     reader = dataset.shards[0]
@@ -100,8 +100,8 @@ def fit(
 ) -> Probe:
     """Fit a logistic regression, and choose the strength of its penalty by cross-validation.
 
-    The strength has the best accuracy on the first view of held-out images. The reported accuracy
-    uses for each fold the strength that is best on the other folds.
+    The chosen strength has the best accuracy on held-out images, of which only the first view
+    counts. For the reported accuracy, each fold uses the strength that is best on the other folds.
 
     Args:
         features: [n, V, F] of V views of each image, on the device that computes.
@@ -132,7 +132,7 @@ def fit(
 
 
 def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
-    """Return the fold of each image, int64 [n].
+    """Return the fold of each image, int64 [n]. All images of a group have the same fold.
 
     The groups of each class are spread evenly over the folds.
     """
@@ -145,7 +145,7 @@ def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
 
 
 def scale_of(features: Tensor) -> FeatureScale:
-    """Return the mean and deviation of features [n, F], with which `fit` standardises."""
+    """Return the mean and standard deviation of each feature, [F], over features [n, F]."""
     return features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
 
 
@@ -156,7 +156,10 @@ def _path(
     strengths: Sequence[float],
     scale: FeatureScale | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield weight [K, F] and bias [K] of each strength, which apply to unstandardised features."""
+    """Fit a regression for each strength, and yield its weight [K, F] and bias [K].
+
+    They apply to features that are not standardised. Each fit starts from the previous solution.
+    """
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     mean, deviation = scale or scale_of(x)
     x, basis = (x - mean) / deviation, None

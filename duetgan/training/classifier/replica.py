@@ -1,4 +1,8 @@
-"""The classifier as one process trains it: compiled, and its gradients added up over processes."""
+"""Wrap a classifier's network for training by one or several processes.
+
+`Replica` compiles the network, adds up its gradients over the processes, and keeps BatchNorm's
+statistics equal in all of them.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +27,7 @@ from duetgan.utils.errors import UserError
 
 
 class ClassifierFromStage(nn.Module):
-    """A classifier that also takes the outputs of its first `begin` stages in place of images."""
+    """A classifier whose input is images, or the outputs of its first `begin` stages."""
 
     def __init__(self, classifier: Classifier) -> None:
         super().__init__()
@@ -36,12 +40,14 @@ class ClassifierFromStage(nn.Module):
 
 
 class Replica:
-    """The training's copy of `model` in this process, which shares the model's parameters.
+    """A wrapper of `model` that computes logits and gradients in this process.
 
-    With several processes DDP adds up the gradients, and BatchNorm is synchronised. With `sync_bn`
-    off each process normalises by its own samples instead, and the running statistics are averaged
-    after each step. DDP sends gradients in C++, where a CUDA graph cannot be split; if steps are
-    captured, `GradientExchange` adds them up.
+    With several processes, DDP adds up the gradients. If steps are captured as CUDA graphs,
+    `GradientExchange` adds them up instead, because DDP sends gradients in C++, where a graph
+    cannot be split.
+
+    BatchNorm normalises by the samples of all processes. With `sync_bn` off, each process
+    normalises by its own samples, and the running statistics are averaged after each step.
     """
 
     def __init__(
@@ -75,9 +81,10 @@ class Replica:
         self._trained: list[bool] = []  # `requires_grad` of the parameters in the last `wrap`
 
     def wrap(self) -> bool:
-        """Compile the model, in DDP for several processes, if the trained parameters have changed.
+        """Wrap and compile the model again if the set of trained parameters has changed.
 
-        Return True if they have changed since the last call, and at the first one.
+        With several processes the wrapper is DDP. Return True if the set has changed since the last
+        call, and at the first call.
         """
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         if trained == self._trained:
@@ -112,15 +119,16 @@ class Replica:
         return True
 
     def __call__(self, x: Tensor, begin: int = 0) -> Tensor:
-        """Return the logits [n, classes] of images, or of the outputs of `begin` stages."""
+        """Return logits [n, classes] for images, or for the outputs of the first `begin` stages."""
         assert self._forward is not None
         with self._together():
             return self._forward(x, begin)
 
     def _castable(self) -> list[list[tuple[nn.Module, str]]]:
-        """Return the layers whose weights `_together` casts, with the parameters' names, by stage.
+        """Return the parameters that `_together` casts, by stage, as pairs (layer, parameter name).
 
-        Gradients of a stage are ready for DDP when the stage's backward pass ends.
+        The parameters of each stage are cast together, because DDP can send the gradients of such a
+        group when the stage's backward pass ends.
         """
         layers: dict[object, list[tuple[nn.Module, str]]] = {}
         for prefix, module in self.model.named_modules():
@@ -135,10 +143,11 @@ class Replica:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Replace operators of single layers, inside the block, by one operator for several layers.
+        """Replace many small operators inside the block by a few that serve several layers each.
 
-        The weights of a stage are cast together, and BatchNorms do not count their batches (see
-        `count_batches`). A compiled network has its own fused casts.
+        The weights of a stage are cast together. BatchNorms do not count their batches;
+        `count_batches` does that. The weights of a compiled network are not cast, because its graph
+        has fused casts.
         """
         assert self._forward is not None
         device = self.device.type
@@ -162,7 +171,7 @@ class Replica:
     def count_batches(self, applied: Tensor, passes: int) -> None:
         """Add the number of forward passes of a step to the counters of BatchNorms that train.
 
-        `applied` is bool, 0-d: False if the update was masked.
+        `applied` is bool, 0-d. If it is False, because the update was masked, nothing is added.
         """
         counters = [counter for norm, counter in self.counters.items() if norm.training]
         for (device, dtype), (group,) in by_kind(counters).items():
@@ -170,7 +179,7 @@ class Replica:
             torch._foreach_add_(group, applied.to(device, dtype), alpha=passes)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for a micro-batch; the gradients are exchanged in the last one."""
+        """Return a context manager for a micro-batch. The last one exchanges the gradients."""
         if self._exchange is not None and last:
             self._exchange.overlap()
         if self._ddp is None or last:
@@ -180,8 +189,9 @@ class Replica:
     def sum_gradients(self) -> None:
         """Finish the exchange of the gradients, and turn DDP's means over the processes into sums.
 
-        Larger losses would give the same sums, but make logged gradients and the overflow of fp16
-        depend on the number of processes.
+        Multiplying the losses instead would give the same sums. But logged gradients and the
+        overflow of fp16 would then depend on the number of processes. Raises UserError if a
+        parameter that trains has no gradient.
         """
         if self._exchange is not None:
             self._exchange.finish()

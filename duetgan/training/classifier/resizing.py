@@ -36,7 +36,7 @@ class ResizingConfig(Config):
 
 
 class Resizing:
-    """The image size of a model in a training of `steps` steps.
+    """The schedule of a model's image size in a training of `steps` steps.
 
     Evaluation is not affected, because it uses another model, the moving average. Raises UserError
     if the first size is too small for the network.
@@ -81,16 +81,16 @@ class Resizing:
         return self.spans[bisect_right(self.spans, step, key=lambda span: span[0]) - 1][1]
 
     def typical_steps(self) -> dict[int, float]:
-        """Return the last step of each image size -> the fraction of all steps at that size.
+        """Return the last step of each image size, with the fraction of steps at that size.
 
-        The largest fraction comes first.
+        The result is a dict from step number to fraction, the largest fraction first.
         """
         ends = [*(first for first, _ in self.spans), self.steps]
         fractions = {end - 1: (end - first) / self.steps for first, end in pairwise(ends)}
         return dict(sorted(fractions.items(), key=lambda item: -item[1]))
 
     def describe(self) -> dict[str, str]:
-        """Return a row for the plan, label -> text; empty if the image size is constant."""
+        """Return a dict with a row for the plan; empty if no resizing is configured."""
         if self.config.initial_scale == 1:
             return {}
         changes = [f", {side} px from step {first:,}" for first, side in self.spans[1:]]

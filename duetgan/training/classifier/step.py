@@ -1,4 +1,4 @@
-"""The classifier's step: both passes in micro-batches, the update, and the moving average."""
+"""Make a classifier's training step: passes in micro-batches, update, and moving average."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial, reduce
@@ -16,7 +16,7 @@ from duetgan.utils.distributed import collectives
 
 
 class ClassifierStep(ClassifierParts):
-    """An update of a classifier's weights and their average. `ClassifierTask` adds the rest."""
+    """The part of a classifier's task that makes the updates. `ClassifierTask` adds the rest."""
 
     loss_metric = "loss/classifier"
 
@@ -27,7 +27,7 @@ class ClassifierStep(ClassifierParts):
         return self.graphs.run(self.update, [batch], step, kind=self.kind, structure=self.structure)
 
     def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
-        """Make update number `step` from a batch, after `set_up`."""
+        """Make update number `step` from a batch, and return the metrics. Needs `set_up` before."""
         samples = graphs.value(lambda step: self.samples(batches[0], step), step)
         statistics = collectives.Snapshot(self.replica.statistics)
         loss, correct = self.gradients(samples)
@@ -51,11 +51,17 @@ class ClassifierStep(ClassifierParts):
         self.ema.update(self.model, decay, skipped, average)
 
     def kind(self, step: int) -> Hashable:
-        """Return the kind of a step; None if hooks, which run on the host, are due."""
+        """Return the kind of a step for `Graphs`.
+
+        It is None if hooks on layers are due, because these run on the host.
+        """
         return None if self.config.log.layers_due(step) else "update"
 
     def structure(self, step: int) -> Hashable:
-        """Return the values, besides the kind, that the kernels of a step depend on, after `set_up`."""
+        """Return the values, besides the kind, on which the kernels of a step depend.
+
+        Needs `set_up` before.
+        """
         modes = [module.training for module in self.model.modules()]
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         sizes = (self.model.side, self.inputs.micro.size, self.frozen.begin)
@@ -67,10 +73,10 @@ class ClassifierStep(ClassifierParts):
             return self.inputs.augmented(batch, step, self.inputs.first_row)
 
     def set_up(self, step: int) -> None:
-        """Prepare update number `step`: what trains, label smoothing, and the size of the images.
+        """Prepare update number `step`: trained parameters, label smoothing, and image size.
 
-        A second call for a step changes nothing: `ClassifierTask.source` calls it before the batch
-        is read, and `step` after that.
+        A second call for the same step changes nothing. `ClassifierTask.source` calls this method
+        before the batch is read, and `step` calls it after that.
         """
         self.finetuning.at(step)
         self.criterion.at(step)
@@ -79,9 +85,10 @@ class ClassifierStep(ClassifierParts):
             self.inputs.micro.is_stale = True
 
     def gradients(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of the global batch, this process's part in micro-batches.
+        """Compute the gradients of the global batch. A process computes its part in micro-batches.
 
-        Returns this process's loss and number of correct predictions, 0-d.
+        Returns this process's part of the mean loss, and its number of correct predictions, both
+        0-d.
         """
         self.updater.zero_grad()
         losses: list[Tensor] = []
@@ -102,7 +109,10 @@ class ClassifierStep(ClassifierParts):
         return reduce(add, losses), reduce(add, correct)
 
     def attempt(self, samples: Samples) -> None:
-        """Allocate the memory of a step with these samples, without changing any state."""
+        """Compute and discard the gradients of a step, to find out if there is enough memory.
+
+        No state changes.
+        """
         statistics = collectives.Snapshot(self.replica.statistics)
         try:
             self.gradients(samples)

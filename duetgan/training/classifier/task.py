@@ -1,4 +1,4 @@
-"""The classifier task: the step with the saved state, the probe, the plan, and the evaluation."""
+"""Define the classifier's task: the step, saved state, the probe, the plan and the evaluation."""
 
 import time
 
@@ -29,7 +29,7 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class ClassifierTask(ClassifierStep):
-    """The training of a classifier: its step, the saved state, the probe, and the evaluation."""
+    """The task of training a classifier: step, saved state, probe, plan and evaluation."""
 
     best_metric = "accuracy"
     best_is_lower = False
@@ -51,10 +51,10 @@ class ClassifierTask(ClassifierStep):
 
     @staticmethod
     def outline(config: ClassifierConfig, shape: Shape) -> Outline:
-        """Return the hidden head, if any, after the narrowest backbone, as a lower bound.
+        """Return a lower bound of the networks: the head's hidden layer on the narrowest backbone.
 
-        It is counted twice: weights and average. Backbones are left out because their sizes cannot
-        be configured.
+        The layer has two copies, weights and average. If the head has no hidden layer, a layer of
+        one unit is returned. Backbones are left out because their sizes cannot be configured.
         """
         width = 1
         if config.model.head == "hidden":
@@ -75,9 +75,9 @@ class ClassifierTask(ClassifierStep):
         return registry
 
     def begin(self) -> None:
-        """Fit a logistic regression and start with it as the head, if `finetune.probe` is set.
+        """Fit a logistic regression as the initial head, if `finetune.probe` is set.
 
-        Rank 0 computes it and sends it to the other ranks.
+        Rank 0 fits it and sends it to the other ranks.
         """
         if not self.config.finetune.probe:
             return
@@ -102,7 +102,10 @@ class ClassifierTask(ClassifierStep):
         say_main(f"probe: {self.probe}; training begins there")
 
     def feature_scale(self) -> FeatureScale | None:
-        """Return the mean and deviation by which the probe standardises; None: its images' own."""
+        """Return the mean and deviation with which the probe standardises the features.
+
+        None means those of the features to which the probe is fitted.
+        """
         return None
 
     def lineage(self) -> Lineage:
@@ -125,7 +128,7 @@ class ClassifierTask(ClassifierStep):
         return batch if features is None else Batch(batch.images, batch.labels, features=features)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """Return the first training images as the network sees them, at step 0; later None."""
+        """Return the first training images as the network sees them; None at steps after 0."""
         if step:
             return None
         count = min(64, len(self.dataset), self.config.batch_size)
@@ -154,7 +157,7 @@ class ClassifierTask(ClassifierStep):
         return rows
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the average model on the validation images; return {} without data.val_path."""
+        """Return metrics of the average model on the validation images, or {} if there are none."""
         if self.val_dataset is None:
             return {}
         document = evaluate_classifier(

@@ -1,4 +1,4 @@
-"""Sources of images: `open_source` chooses the reader for the user's argument."""
+"""Open sources of images: `open_source` chooses the reader by the user's argument."""
 
 import os
 import re
@@ -74,12 +74,12 @@ def open_source(
 ) -> Source:
     """Open a source of images.
 
-    `spec` is a name of NAMED, a folder (of images, idx, Parquet, Arrow or tar files, or of
-    an LMDB), or a file (zip, tar, LMDB, or a table in CSV, TSV, Parquet or Arrow). All
-    images of a source without splits are used.
+    `spec` is a key of NAMED, a folder (of images, idx, Parquet, Arrow or tar files, or of an LMDB),
+    or a file (zip, tar, LMDB, or a table in CSV, TSV, Parquet or Arrow). If the source has no
+    splits, all of its images are used.
 
-    Raises UserError if the source does not exist, has no images or is of another kind, and for an
-    option that does not apply to it.
+    Raises UserError if the source does not exist, has no images or is of an unknown kind, and for
+    an option that does not apply to it.
     """
     folder = None if root is None else Path(root).expanduser()
     if folder is not None and not folder.is_dir():
@@ -111,10 +111,10 @@ def open_source(
 
 
 def group_by_name(source: Source, expression: str) -> Grouping:
-    """Group images by the part of their stored names that the parentheses of a regular expression
-    match.
+    """Group images by a part of their stored names.
 
-    Raises UserError for an invalid expression, and for an image without a match.
+    The part is what the parentheses of the regular expression match. Raises UserError for an
+    invalid expression, and for an image without a match.
     """
     option = f"--group-from {shlex.quote(expression)}"
     with explained(re.error, lambda error: f"{option}: is not a regular expression ({error})"):
@@ -129,18 +129,18 @@ def group_by_name(source: Source, expression: str) -> Grouping:
 
 
 def is_source(path: Path) -> bool:
-    """Return True for a folder, and for a file that contains images but is not an image."""
+    """Return True for a folder, and for a file that contains images, such as a zip file."""
     suffix = path.suffix.lower()
     return path.is_dir() or suffix in READERS or (path.is_file() and is_lmdb(path))
 
 
 def kinds() -> str:
-    """Return the kinds of sources as text for messages."""
+    """Return a text that lists the supported kinds of sources, for messages."""
     return f"a folder, a file ({', '.join(READERS)}), or a name: {', '.join(NAMED)}"
 
 
 def open_images(spec: str) -> Source:
-    """Open all images of a file, or of a folder at any depth, without labels.
+    """Open all images of a file or folder, without labels. Sub-folders at any depth are included.
 
     Raises UserError if there are no images.
     """
@@ -176,7 +176,7 @@ def _open(spec: str, options: SourceOptions) -> Source:
 
 
 def _open_file(path: Path, options: SourceOptions) -> Source:
-    """Open a file with the reader for its suffix; LMDB files may have any."""
+    """Open a file with the reader for its suffix. An LMDB file may have any suffix."""
     with files.reading(path, f"give {kinds()}"):
         files.check(path, files.ARCHIVE)
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()

@@ -1,7 +1,8 @@
-"""The interface of sources of images, and the rules for labels, splits and shards. A new kind of
-source is one new file and one line in data/packing/sources/__init__.py.
+"""Define the interface of image sources, and the rules for labels, splits and shards.
 
-Shards, the files of one data set, are sorted by name. A shard whose name has a split in it
+A new kind of source is one new file and one line in data/packing/sources/__init__.py.
+
+Shards are the files of one data set. They are sorted by name. A shard whose name contains a split
 (`train-00000-of-00002.parquet`) belongs to that split; `-of-N` is the number of its shards.
 """
 
@@ -32,7 +33,7 @@ from duetgan.utils.text import printable
 
 
 class SourceOptions(NamedTuple):
-    """The user's options for a source. A reader uses those that apply to it."""
+    """The user's options for a source. Each reader uses only those that apply to it."""
 
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
     # px, or WxH: the resolution to read, if the source has several; else the largest
@@ -58,9 +59,9 @@ class Grouping(NamedTuple):
 
 
 def group_images(option: str, names: Sequence[str], item_name: Callable[[int], str]) -> Grouping:
-    """Return the grouping of images by the names of their groups, [n].
+    """Return the Grouping of images, from the name of each image's group, [n].
 
-    Raises UserError, which shows the `item_name` of an image, if the name of its group is empty.
+    Raises UserError if a group's name is empty. The message has the `item_name` of the image.
     """
     if "" in names:
         raise UserError(
@@ -83,8 +84,9 @@ class Problem:
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """Images by index, in a fixed order. Several threads may read a source at once, unless it is
-    `in_order`.
+    """Base class of the sources of images, which are read by index in a fixed order.
+
+    Several threads may read a source at once, unless it is `in_order`.
     """
 
     in_order: ClassVar[bool] = False  # True: one thread must read it, fastest in ascending order
@@ -118,12 +120,15 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def content(self, index: int) -> Content:
-        """Return an image's file or its pixels. Raises ImageError if they cannot be read."""
+        """Return the bytes of an image's file, or its pixels.
+
+        Raises ImageError if the image cannot be read.
+        """
 
     def later(self, index: int) -> Callable[[], Content]:
         """Return a function that returns `content(index)` and may be called in any thread.
 
-        An `in_order` source is read before the return.
+        If the source is `in_order`, the content is read at once, in the calling thread.
         """
         if not self.in_order:
             return partial(self.content, index)
@@ -135,7 +140,7 @@ class Source(AbstractContextManager["Source"]):
         return future.result
 
     def labels(self) -> np.ndarray:
-        """Return a label for each image, int64 [n]; zeros if the source is unlabelled."""
+        """Return the label of each image, int64 [n]; 0 for all images of an unlabelled source."""
         return self._labels
 
     def take_labels(
@@ -146,7 +151,9 @@ class Source(AbstractContextManager["Source"]):
         *,
         whole: bool = True,
     ) -> None:
-        """Set labels and classes from text, and `label_sets` if an image has a list of labels.
+        """Set the source's labels and classes from the text of the labels.
+
+        If an image has a list of labels, `label_sets` is set too.
 
         Args:
             where: name of the source in messages.
@@ -154,7 +161,7 @@ class Source(AbstractContextManager["Source"]):
             places: names of the images in messages, [n].
             whole: sort classes as numbers if all labels are whole numbers.
 
-        Raises UserError for a negative whole number, and if all lists are empty.
+        Raises UserError for a negative whole number, and if no image has a label.
         """
         lists = []
         for label in labels:
@@ -195,7 +202,11 @@ class Source(AbstractContextManager["Source"]):
             )
 
     def fill_classes(self, classes: Sequence[str]) -> None:
-        """Replace the classes by `classes`, and renumber labels, if `classes` has all and more."""
+        """Replace the source's classes by `classes`, and renumber its labels.
+
+        Does nothing unless `classes` contains all of the source's classes and at least one other.
+        Label sets are never renumbered.
+        """
         if self.label_sets is None and set(self.classes) < set(classes):
             numbers = [classes.index(name) for name in self.classes]
             self._labels = np.array(numbers)[self._labels]
@@ -206,7 +217,7 @@ class Source(AbstractContextManager["Source"]):
         return f"record {index}"
 
     def stored_name(self, index: int) -> str:
-        """Return the name of an image for the packed file, "" for an image without a name."""
+        """Return the name of an image for the packed file; "" if the image has no name."""
         return ""
 
     def __exit__(self, *error: object) -> None:
@@ -241,11 +252,12 @@ NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 def numbered(
     where: str, labels: Sequence[str], places: Sequence[str] = (), *, whole: bool = True
 ) -> tuple[list[str], list[int]]:
-    """Return the class names in labels, and the class index of each label.
+    """Return the class names that occur in `labels`, and the class index of each label.
 
-    Classes are sorted as text. With `whole`, if all labels are whole numbers, they are sorted as
-    numbers, and UserError is raised for a negative one, with the name of the image in `places`.
-    Labels are compared in Unicode's form NFC: "é" may be one character, or two as macOS writes it.
+    Classes are sorted as text. With `whole`, they are sorted as numbers if all labels are whole
+    numbers. A negative number then raises UserError, whose message names the image by `places`.
+    Labels are compared in Unicode's form NFC, because "é" may be one character, or two as macOS
+    writes it.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     names = set(spelled.values())
@@ -259,7 +271,7 @@ def numbered(
 
 
 def with_slashes(name: str) -> str:
-    """Replace the backslashes that tools for Windows write in a path by slashes."""
+    """Replace backslashes, which tools for Windows write in a path, by slashes."""
     return name.replace("\\", "/")
 
 
@@ -283,7 +295,10 @@ SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 
 
 def side_of(text: str) -> str:
-    """Return the split that a text means (`Training_Set`: train): train, test, val, or ""."""
+    """Return the split that a name stands for: "train", "test", "val", or "" if it is none.
+
+    For example, `Training_Set` stands for "train".
+    """
     name = re.sub(r"[\W_]", "", text.lower())
     name = re.sub(r"(set|images?|imgs|data|split|20[0-9]{2})$", "", name)
     return SPLIT_NAMES.get(name, "")
@@ -296,7 +311,10 @@ def first_of(split: str, names: Iterable[str]) -> str | None:
 
 
 def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
-    """Return the one of `names` that means `split` (None: train). Raises UserError if none does."""
+    """Return the one of `names` that fits `split` best. None means the train split.
+
+    Raises UserError if no name fits.
+    """
     names = sorted(names)
     if (name := first_of(split or "train", names)) is None:
         raise UserError(
@@ -307,7 +325,7 @@ def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> 
 
 
 def refuse_split(where: str | Path, split: str | None, noun: str = "splits") -> None:
-    """Raise UserError for the test or validation split of a source without splits."""
+    """Raise UserError if `split` is test or val, for a source that has no splits."""
     if split in ("test", "val"):
         raise UserError(
             f"{where} has no {noun}: leave --split out to take all of it, or add --val-share 0.1"
@@ -315,9 +333,9 @@ def refuse_split(where: str | Path, split: str | None, noun: str = "splits") -> 
 
 
 def sharded(folder: Path, shards: Iterable[str] = SHARDED) -> str:
-    """Return the suffix of the shards in a folder, one of `shards`; "" if there are no shards.
+    """Return the suffix of the shards in a folder; "" if it has no shards.
 
-    A folder with images or visible sub-folders has no shards.
+    `shards` lists the possible suffixes. A folder with images or visible sub-folders has no shards.
     """
     with files.reading(folder, "check its permissions"):
         visible = _visible(folder)
@@ -332,10 +350,10 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], list[str]]:
-    """Group the shards at `where`, a file or a folder, by the split in their names, "" for none.
+    """Group the shards at `where`, a file or a folder, by the split in their names.
 
-    Returns also the names of files with other suffixes. Raises UserError if only some shards name a
-    split.
+    Returns a dict from split to paths, and the names of files with other suffixes. The split is ""
+    for names without one. Raises UserError if only some of the shards name a split.
     """
     groups: dict[str, list[Path]] = defaultdict(list)
     ignored = []
@@ -357,8 +375,10 @@ def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], li
 def choose_shards(
     where: Path, suffix: str, split: str | None
 ) -> tuple[list[Path], tuple[str, ...], list[str]]:
-    """Return the shards of a split (None: train, if there are splits), all splits, and the names of
-    files with other suffixes.
+    """Choose the shards of a split at `where`, a file or a folder.
+
+    If `split` is None, it is the train split, or all shards if they have no splits. Returns the
+    paths of the shards, the names of all splits, and the names of files with other suffixes.
 
     Raises UserError if the split does not exist, or if a shard is missing.
     """
@@ -373,7 +393,7 @@ def choose_shards(
 
 
 def check_complete(where: Path, paths: Sequence[Path]) -> None:
-    """Raise UserError if a shard is missing according to the names of the others (`-of-N`)."""
+    """Raise UserError if the shards' names (`-of-N`) show that one of them is missing."""
     names, suffix = {path.stem for path in paths}, paths[0].suffix
     for match in filter(None, map(SHARD.fullmatch, sorted(names))):
         for number in range(int(match[3])):

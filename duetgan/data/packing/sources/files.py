@@ -1,12 +1,12 @@
-"""Images in a folder or a zip file, and the rules that derive images and labels from file names.
+"""Read images from a folder or a zip file, and derive their labels from the file names.
 
 Nothing is extracted from a zip file to disk. The rules of folders and zip files are in
 docs/lmdb.md. In addition:
 
-- Images both at the top and in sub-folders are refused.
-- The names of split folders may have any case, and "set" at the end (`Test`, `training_set`). Other
-  folders next to a train and a test folder are omitted. Without split folders all images are used,
-  unless the requested split is test.
+- A source with images both at the top and in sub-folders is refused.
+- The name of a split's folder may have any case, and "set" at the end (`Test`, `training_set`).
+- Other folders next to a train and a test folder are left out.
+- Without split folders all images are used. A request for the test or validation split is refused.
 """
 
 import json
@@ -47,17 +47,17 @@ MANIFEST = "dataset.json"  # StyleGAN's labels: {"labels": [["name", class], ...
 
 
 def kind_of(name: str) -> files.FileLimit:
-    """Return the size limit for a file by its name."""
+    """Return the size limit for a file, which depends on its name."""
     return files.TABLE if PurePosixPath(name).name == MANIFEST else files.IMAGE
 
 
 def arrange(
     source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions
 ) -> None:
-    """Set the source's images and classes by the relative paths, with "/", of files and folders.
+    """Set the source's images and classes by the paths of its files and folders.
 
-    Raises UserError if there is no image, if the split's folder is missing, if the classes are
-    unclear, and for an unreadable or wrong `dataset.json`.
+    The paths are relative, with "/". Raises UserError if there is no image, if the split's folder
+    is missing, if the classes are unclear, and for an unreadable or wrong `dataset.json`.
     """
     where = source.where
     images, ignored = _images(where, files)
@@ -90,10 +90,11 @@ def arrange(
 
 
 def _take_manifest(source: "ListedSource", ignored: list[str], options: SourceOptions) -> bool:
-    """Set the source's labels from its `dataset.json`; return False if there is none.
+    """Set the source's labels from its `dataset.json`, and return True if this file is used.
 
-    A label is the number or name of a class, or a list of them. Raises UserError if the document
-    has another form, or does not name exactly the images.
+    It is not used if it is missing, or if the option `classes_from` is set. A label in it is the
+    number or name of a class, or a list of them. Raises UserError if the document has another form,
+    or if its images are not exactly those of the source.
     """
     manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
     manifest = min(manifests, key=lambda name: name.count("/"), default="")
@@ -129,8 +130,10 @@ def _folder_classes(
     folders: list[str],
     classes_from: str | None,
 ) -> list[str]:
-    """Return each image's class: the folder at the top, or with `classes_from` "parent" the folder
-    that holds it. Class folders without images become problems.
+    """Return the class of each image, which is the name of one of its folders.
+
+    This is the folder at the top or, with `classes_from` "parent", the folder that holds the image.
+    In the first case, folders at the top without images are added to the source's problems.
     """
     if classes_from == "parent":
         return [path[-2] for path in paths]
@@ -142,9 +145,10 @@ def _folder_classes(
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the visible files in order of name: the images, and the other files.
+    """Return the sorted names of the visible files: first those of images, then all others.
 
-    Images are recognised by their suffix. If there are none, .npy files are the images.
+    Images are recognised by their suffix. If there are none, .npy files are the images. Raises
+    UserError if there are no images at all.
     """
     names = sorted(name for name in files if not _hidden(name))
     suffixes = {name: PurePosixPath(name).suffix.lower() for name in names if not _leads_out(name)}
@@ -179,10 +183,10 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
 
 
 def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -> str:
-    """Return the path of the folder that has the class folders, "" or with "/" at the end.
+    """Return the path of the folder that has the class folders: "", or a path with "/" at the end.
 
-    A split's folder, and a folder that is alone at its level, are entered. Sets the source's
-    splits, unless it has some, and adds remarks.
+    The folder of the chosen split is entered, and so is a folder that is the only one at its level.
+    Sets the source's splits, unless it has some, and adds remarks.
     """
     where, prefix = source.where, ""
     splits: tuple[str, ...] = ()
@@ -206,9 +210,10 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
 
 
 def _are_splits(tops: Collection[str], options: SourceOptions) -> bool:
-    """Return True if top-level folders with images are splits: all, or a train and a test folder.
+    """Return True if the folders at the top, which have images, are splits rather than classes.
 
-    A single folder called train beside others is a class.
+    They are splits if all of them have names of splits, or if there are a train and a test folder.
+    A single folder called train next to others is a class.
     """
     if options.classes_from == "top" and options.split is None:
         return False
@@ -217,7 +222,7 @@ def _are_splits(tops: Collection[str], options: SourceOptions) -> bool:
 
 
 class ListedSource(Source):
-    """Images with file names. A subclass reads the files."""
+    """Base class of sources whose images are files with names. A subclass reads the files."""
 
     separator: ClassVar[str] = "/"  # between the source and a file's name, in messages
     takes = frozenset(("classes_from",))
@@ -248,7 +253,7 @@ class ListedSource(Source):
 
 
 class LocalSource(ListedSource):
-    """Files on this machine, named relative to a folder."""
+    """A source of files on this machine, whose names are relative to a folder."""
 
     def __init__(self, folder: Path, name: str, where: str) -> None:
         super().__init__(name, where)
@@ -262,22 +267,23 @@ class LocalSource(ListedSource):
 
 
 def read_file(path: Path) -> bytes:
-    """Return a file's bytes. Raises ImageError."""
+    """Return the bytes of a file. Raises ImageError if it cannot be read or is too large."""
     with explained((OSError, ValueError), read_error):  # ValueError: a name with a null byte
         return files.read_file(path, kind_of(path.name))
 
 
 def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
-    """Open a folder of class folders, or a flat folder."""
+    """Open a folder of images, or a folder of class folders, as a source."""
     source = LocalSource(folder, folder.name or str(folder), str(folder))
     arrange(source, *walk(folder), options)
     return source
 
 
 def walk(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of all files and all folders below `folder`, relative to it and with "/".
+    """Return the names of all files, and the names of all folders, below `folder`.
 
-    Links are followed, but a link to a folder above the link counts as a file.
+    The names are relative to `folder`, with "/". Links are followed, but a link to a folder above
+    the link counts as a file.
     """
     files: list[str] = []
     folders = [""]
@@ -304,7 +310,10 @@ def _leads_on(path: Path) -> bool:
 
 
 class ZipSource(ListedSource):
-    """A zip file: class folders, flat, or with StyleGAN's `dataset.json`."""
+    """A source of the images in a zip file.
+
+    The images are in class folders, in no folders, or listed in StyleGAN's `dataset.json`.
+    """
 
     separator = ":"
 

@@ -1,5 +1,6 @@
-"""Find the columns of labels, groups and splits, and interpret their values: the rules for CSV,
-Parquet, Arrow and tar files (docs/lmdb.md).
+"""Find a table's columns of labels, groups and splits, and interpret their values.
+
+The rules apply to CSV, Parquet, Arrow and tar files (docs/lmdb.md).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ Value = str | list[str]  # of a table's cell; lists are several labels
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns of labels, of the groups and of the split; None: there is none."""
+    """The names of a table's columns of labels, groups and splits; None for a missing column."""
 
     label: str | None
     group: str | None
@@ -35,15 +36,16 @@ class Columns:
 
 
 def as_value(value: object) -> Value:
-    """Return a table's value as text, or as a list of texts."""
+    """Return the value of a table's cell as text. A list becomes a list of texts."""
     if isinstance(value, list):
         return [str(item).strip() for item in value]
     return "" if value is None else str(value).strip()
 
 
 def find_name(where: str, option: str, name: str, columns: Sequence[str]) -> str:
-    """Return the one of `columns` called `name`, in any case. Raises UserError, which names
-    `option`, if there is none.
+    """Return the one of `columns` that is called `name`, in upper or lower case.
+
+    Raises UserError, whose message has the name of `option`, if there is no such column.
     """
     for column in columns:
         if column.lower() == name.lower():
@@ -55,14 +57,16 @@ def find_name(where: str, option: str, name: str, columns: Sequence[str]) -> str
 
 
 def first_name(names: Iterable[str], columns: Sequence[str]) -> str | None:
-    """Return the column with the first of `names`, in any case; None if there is none."""
+    """Return the column that matches the earliest of `names`, in any case; None if none does."""
     lower = {column.lower(): column for column in columns}
     return next((lower[name] for name in names if name in lower), None)
 
 
 def choose_columns(where: str, names: Sequence[str], options: base.SourceOptions) -> Columns:
-    """Return the columns of labels, of the groups and of the split: those of the options, else the
-    columns with a usual name. Raises UserError for a missing column.
+    """Choose the columns of labels, groups and splits.
+
+    Columns that the options name come first. Columns of labels and splits are otherwise found by
+    their usual names. Raises UserError if a column of the options is missing.
     """
     label = first_name(LABEL_COLUMNS, names)
     if options.label_column is not None:
@@ -84,7 +88,10 @@ def choose_columns(where: str, names: Sequence[str], options: base.SourceOptions
 
 
 def _side(where: str, columns: Columns, value: Value) -> str:
-    """Return the split that a value of the split column means: train, val or test."""
+    """Return the split that a value of the split column stands for: train, val or test.
+
+    Raises UserError for a value that stands for no split.
+    """
     if columns.held_out:
         return "val" if value in columns.held_out else "train"
     if side := base.side_of(str(value)):
@@ -103,11 +110,11 @@ def take_columns(
     places: Sequence[str],  # names of the rows, for messages
     options: base.SourceOptions,
 ) -> list[int]:
-    """Set the source's labels and groups from the rows of the chosen split, and return the indices
-    of these rows.
+    """Set the source's labels and groups, and return the indices of the rows that it uses.
 
-    Rows without a label or split become problems of the source. Raises UserError for invalid
-    labels, for a row without a group, and if the split does not exist.
+    The source uses the rows of the chosen split. Rows without a label or split become problems of
+    the source. Raises UserError for invalid labels, for a row without a group, and if the split
+    does not exist.
     """
     usable = []
     labels = []

@@ -1,4 +1,4 @@
-"""LMDB files as sources: packed files, to pack them again, and formats that extras add."""
+"""Open LMDB files as sources: packed files (to pack them again), and formats that extras add."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +22,11 @@ FORMATS: list[Callable[[Path, Handle, SourceOptions], Source | None]] = []
 
 
 def open_lmdb(path: Path, options: SourceOptions) -> Source:
-    """Open a packed file at the resolution `options.size` if the file has it, else at the largest.
+    """Open an LMDB file as a source.
 
-    Raises UserError if the file is damaged, truncated or of a format that is not in FORMATS, and
-    for a split other than "train".
+    A packed file is read at the resolution `options.size`, or at its largest one if it lacks this
+    resolution. The functions in FORMATS open other files. Raises UserError if the file is damaged,
+    truncated or of an unknown format, and for the test or validation split.
     """
     refuse_split(path, options.split)
     handle = acquire(path)
@@ -41,7 +42,7 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
 
 
 class PackedSource(Source):
-    """The decoded images, labels and classes of a file made by duet pack."""
+    """A source of the decoded images, labels and classes of a file made by duet pack."""
 
     def __init__(self, path: Path, size: int | str | None) -> None:
         self.path = path

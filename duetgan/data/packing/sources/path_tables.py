@@ -1,7 +1,7 @@
-"""CSV and TSV files with paths of images; labels.py chooses the columns of labels and splits.
+"""Read CSV and TSV files that have the paths of images.
 
-Rows of the wrong length, with an empty path or label, with a missing file, or that repeat a path
-are problems, reported with their line.
+labels.py chooses the columns of labels and splits. A row is a problem, reported with its line, if
+its length is wrong, its path or label is empty, its file is missing, or its path appeared before.
 """
 
 import csv
@@ -20,8 +20,10 @@ PATHS = ("path", "file", "filename", "file_name", "image", "image_path", "image_
 
 
 def read_csv(path: Path) -> dict[int, list[str]]:
-    """Return the fields of each row by its last line; the header is the first row. Empty lines are
-    left out. Raises UserError for a file that cannot be read.
+    """Return the fields of each row, in a dict whose keys are line numbers.
+
+    The key of a row is its last line in the file. The first row is the header. Empty lines are left
+    out. Raises UserError for a file that cannot be read.
     """
     with files.reading(path, "save it as CSV in UTF-8", ValueError, csv.Error):
         text = files.read_file(path, files.TABLE).decode("utf-8-sig")
@@ -35,7 +37,10 @@ def read_csv(path: Path) -> dict[int, list[str]]:
 
 
 class PathTable(LocalSource):
-    """The images with paths in a table. Raises UserError if the table cannot be used."""
+    """A source of the images whose paths are in a table.
+
+    Raises UserError if the table cannot be used.
+    """
 
     takes = frozenset(
         (

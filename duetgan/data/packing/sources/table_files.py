@@ -29,7 +29,7 @@ pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limit the memory that pyarrow may take in the block, and raise its errors as OSError."""
+    """Limit the memory of pyarrow inside the block, and raise its errors as OSError."""
     with _lock:
         pages = int(Path("/proc/self/statm").read_text().split()[5])
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -55,7 +55,10 @@ class ParquetTable:
         self.rows = self._file.metadata.num_rows
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Yield batches of at most `rows` rows, from the row group with row `start` on."""
+        """Yield batches of at most `rows` rows, each with the number of its first row.
+
+        Reading starts at the row group that contains the row `start`.
+        """
         first = 0
         for number in range(self._file.metadata.num_row_groups):
             count = self._file.metadata.row_group(number).num_rows
@@ -80,8 +83,10 @@ class ArrowTable:
         return ipc.open_stream(pyarrow.memory_map(self._path))
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Yield batches of at most `rows` rows, from the record batch with row `start` on. They are
-        validated because pyarrow trusts their offsets.
+        """Yield batches of at most `rows` rows, each with the number of its first row.
+
+        Reading starts at the record batch that contains the row `start`. Batches are validated
+        because pyarrow trusts their offsets.
         """
         first = 0
         with self._open() as stream:
@@ -95,7 +100,7 @@ class ArrowTable:
 
 
 def open_table(path: Path) -> ParquetTable | ArrowTable:
-    """Open a file. Raises OSError."""
+    """Open a Parquet or Arrow file, by its suffix. Raises OSError."""
     with limited():
         is_parquet = path.suffix.lower() == ".parquet"
         return ParquetTable(str(path)) if is_parquet else ArrowTable(str(path))
@@ -104,8 +109,10 @@ def open_table(path: Path) -> ParquetTable | ArrowTable:
 def read(
     path: Path, columns: list[str], start: int, rows: int
 ) -> Iterator[tuple[int, list[list[Any]]]]:
-    """Yield the rows of a file from row `start` on, at most `rows` at a time: their number of
-    bytes, and their values column by column. Raises OSError.
+    """Yield the rows of a file from row `start` on, in pieces of at most `rows` rows.
+
+    Each piece is a pair: its size in bytes, and for each of `columns` the list of its values.
+    Raises OSError.
     """
     batches = open_table(path).batches(columns, start, rows)
     while True:
@@ -119,7 +126,7 @@ def read(
 
 
 def holds_images(kind: Any) -> bool:
-    """Return True for a column of bytes, or of structs with a field `bytes`."""
+    """Return True if a column's type is bytes, or a struct with a field `bytes`."""
     types = pyarrow.types
     if types.is_struct(kind):
         return any(field.name == "bytes" and holds_images(field.type) for field in kind)

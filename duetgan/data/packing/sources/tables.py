@@ -1,5 +1,7 @@
-"""Parquet and Arrow files with the bytes of images in a column (table_files.py reads them).
-Hugging Face's `save_to_disk` writes a folder of Arrow files for each split.
+"""Open Parquet and Arrow files that have the bytes of images in a column.
+
+table_files.py reads them. Hugging Face's `save_to_disk` writes a folder of Arrow files for each
+split.
 """
 
 import importlib.util
@@ -22,9 +24,10 @@ REMEDY = "copy or get it again"
 
 
 class TableSource(base.Source):
-    """The images in a column of Parquet or Arrow files. Raises UserError for an unusable file.
+    """A source of the images in a column of Parquet or Arrow files.
 
-    Reading is fast in ascending order, as in packing; for an earlier row it starts again there.
+    Reading is fast in ascending order, as in packing. If an earlier row is needed, reading starts
+    again at that row. Raises UserError for an unusable file.
     """
 
     in_order = True
@@ -77,9 +80,10 @@ class TableSource(base.Source):
         self._take_rows(path, options)
 
     def _take_rows(self, path: Path, options: base.SourceOptions) -> None:
-        """Set the images, which are the rows of the split, and their labels.
+        """Choose the rows of the split as the source's images, and set their labels.
 
-        Rows without a label (null, empty text, -1 where classes have names) become problems.
+        A row without a label becomes a problem. This is a row with null, empty text or, if the
+        classes have names, -1 in the column of labels.
         """
         where, schema = str(path), self._schema
         is_named = path.is_file() and base.SPLIT_INSIDE.search(path.stem.lower())
@@ -105,7 +109,10 @@ class TableSource(base.Source):
             self.classes = [class_names[int(label)] for label in self.classes]
 
     def _values(self, columns: list[str]) -> Iterator[list[labels.Value]]:
-        """Yield the values of each row. Raises UserError beyond the limit of a table."""
+        """Yield the values of each row in `columns`.
+
+        Raises UserError if their size exceeds the limit of a table.
+        """
         size = 0
         for file in self.paths:
             with files.reading(file, REMEDY):
@@ -159,7 +166,7 @@ class TableSource(base.Source):
 def class_names_of(
     where: str, metadata: dict[bytes, bytes] | None, column: str | None
 ) -> list[str]:
-    """Return the class names of a column in Hugging Face's metadata (ClassLabel), or []."""
+    """Return a column's class names from Hugging Face's metadata (ClassLabel), or []."""
     record = (metadata or {}).get(b"huggingface")
     if record is None or column is None:
         return []

@@ -1,8 +1,9 @@
-"""Tar files in webdataset's layout: one `.tar`, or a folder of shards.
+"""Open tar files in webdataset's layout: one `.tar`, or a folder of shards.
 
-The files of a sample are contiguous, and its name ends at the first dot. The image is the file
-whose remaining name is an image's suffix; a `cls` file, or a field of a `json` file, has its label.
-Nothing is extracted: the positions of the images are listed once. Only regular files are read.
+The files of a sample are contiguous, and their names are equal up to the first dot. The rest of a
+name is its suffix. An image's suffix marks the image; a `cls` file, or a field of a `json` file,
+has the label. Nothing is extracted: the positions of the images are listed once. Only regular files
+are read.
 """
 
 import itertools
@@ -37,7 +38,10 @@ NOTE_BYTES = 1 << 20
 
 
 class TarSource(Source):
-    """The images of tar files. Raises UserError for a file that cannot be used."""
+    """A source of the images in tar files.
+
+    Raises UserError for a file that cannot be used.
+    """
 
     takes = frozenset(("label_column", "label_separator", "group_column"))
 
@@ -76,8 +80,9 @@ class TarSource(Source):
         self._images = [images[index] for index in indices]
 
     def _samples(self, shard: int) -> Iterator[tuple[list[Member], dict[str, labels.Value]]]:
-        """Yield the images, and the values that may be labels, of each sample of a shard. A sample
-        without exactly one image becomes a problem.
+        """Yield the images of each sample of a shard, and a dict of the values that may be labels.
+
+        A sample without exactly one image becomes a problem, but is yielded too.
         """
         groups = itertools.groupby(self._members(shard), lambda part: part[0][1])
         for key, group in groups:
@@ -96,8 +101,9 @@ class TarSource(Source):
             yield images, notes
 
     def _members(self, number: int) -> Iterator[tuple[re.Match[str], Member]]:
-        """Yield the regular files of a shard, without webdataset's metadata. Links and other
-        special members become problems, and so does damage.
+        """Yield the regular files of a shard, each with the match of SAMPLE with its name.
+
+        webdataset's metadata is left out. Links, other special members and damage become problems.
         """
         shard = self.shards[number]
         try:
@@ -118,7 +124,11 @@ class TarSource(Source):
             )
 
     def _read_notes(self, suffix: str, member: Member) -> dict[str, labels.Value]:
-        """Return the text in a `cls` file, or the fields of a `json` file."""
+        """Return a dict from name to value, with the values of a file that may be labels.
+
+        A `cls` file has one such value: its text. Those of a `json` file are its fields. A file
+        that cannot be read becomes a problem, and gives no values.
+        """
         try:
             if member.size > NOTE_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")
